@@ -38,6 +38,36 @@ RESUMABLE = "; --resume tries that again"
 """The end of error messages after which the run can be resumed."""
 
 
+@dataclass(frozen=True)
+class Contact:
+    """What clients use of the coordinator in their process, where devices would send messages.
+
+    Attributes:
+        topics: Topics of the federation.
+        distributor: Hands out the blobs of jobs as a whole.
+        roster: Registers clients.
+    """
+
+    topics: Topics
+    distributor: Distributor
+    roster: Roster
+
+
+@dataclass(frozen=True)
+class Population:
+    """The clients of a simulation.
+
+    Attributes:
+        samples: Client -> number of its training samples.
+        new_clients: Those that never train.
+        dropouts: Who drops out of which round; None: nobody does.
+    """
+
+    samples: Mapping[str, int]
+    new_clients: Collection[str]
+    dropouts: Dropouts | None
+
+
 class _Queued(NamedTuple):
     """A job that waits for room in the engine; a heap of them has the longest job first, then the oldest."""
 
@@ -59,35 +89,37 @@ class SimulatedClients:
     def __init__(
         self,
         broker: MemoryBroker,
-        topics: Topics,
-        distributor: Distributor,
-        roster: Roster,
+        contact: Contact,
         engine: Engine,
-        samples: Mapping[str, int],
+        population: Population,
         *,
-        new_clients: Collection[str],
-        dropouts: Dropouts | None,
         attempt: Callable[[int], int],
         beside: Callable[[down.Job], tuple[Outgoing, ...]],
     ) -> None:
-        """``samples``: of each client. ``attempt`` says of a round how often it has been opened.
+        """Make the clients; `start` connects them.
 
-        ``beside``: what new_clients get beside the blobs of their job, as devices get it with a bundle.
+        Args:
+            broker: Carries their messages.
+            contact: What they use of the coordinator.
+            engine: Computes.
+            population: Who they are.
+            attempt: Says of a round how often it has been opened.
+            beside: What new clients get beside the blobs of their job, as devices get it with a bundle.
         """
-        self._topics = topics
-        self._distributor = distributor
-        self._roster = roster
+        self._topics = contact.topics
+        self._distributor = contact.distributor
+        self._roster = contact.roster
         self._engine = engine
         self._transport = broker.transport()
-        self._samples = samples
-        self._new_clients = frozenset(new_clients)
+        self._samples = population.samples
+        self._new_clients = frozenset(population.new_clients)
         self._absent = tuple(self._new_clients)
-        self._dropouts = dropouts
+        self._dropouts = population.dropouts
         self._attempt = attempt
         self._beside = beside
         self._jobs: list[_Queued] = []
         self._vanished = deque[down.Job]()
-        self._durations = Durations(samples)
+        self._durations = Durations(population.samples)
         self._held: dict[str, Outgoing] = {}
         self._sendings: dict[str, Sending] = {}
         self._seq = 0

@@ -137,7 +137,7 @@ def divide(plan: Plan, pools: Pools) -> Division:
     rng = np.random.default_rng(plan.seed)
     train = _train_rows(plan, pools, rng)
     if pools.test is None:
-        shares = {name: held_out(pools.train, rows, plan.test_fraction, plan.seed) for name, rows in train.items()}
+        shares = {name: split_rows(pools.train, rows, plan.test_fraction, plan.seed) for name, rows in train.items()}
     else:
         tests = _test_rows(plan, pools, pools.test, train, rng)
         shares = {name: (rows, test) for (name, rows), test in zip(train.items(), tests, strict=True)}
@@ -218,13 +218,13 @@ def without_test(division: Division, train: Samples, plan: Plan) -> Division:
     """
     share = plan.validation or 0.0
     rows = {name: np.asarray(own.train, np.int64) for name, own in division.clients.items()}
-    shares = {name: held_out(train, mine, share, plan.seed) for name, mine in rows.items()}
+    shares = {name: split_rows(train, mine, share, plan.seed) for name, mine in rows.items()}
     _warn_of_shared_rows(shares)
     settings = {**division.settings, "validation": share}
     return partition.divided(division.rule, settings, partition.Pool.of(train.labels, None), shares)
 
 
-def held_out(samples: Samples, rows: np.ndarray, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def split_rows(samples: Samples, rows: np.ndarray, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Return training and test rows of one client, split as a device would split its samples."""
     # Row numbers in place of inputs: the split copies them, not the samples.
     own_samples = replace(samples, inputs=rows, names=(), labels=samples.labels[rows])

@@ -31,10 +31,10 @@ from ..runs.result_notes import local_models
 from ..state.store import StateFolder
 from ..text import worst_tenth
 from ..views.runs import replay
-from .client_tasks import kept_in
+from .client_tasks import state_files_in
 from .datasets import class_counts, prepare
 from .plan import HOW_NOT_WHAT, Plan
-from .setup import CLIENTS, PARTITION, Prepared, planned
+from .setup import CLIENTS, PARTITION, Prepared, read_plan
 
 log = logging.getLogger(__name__)
 
@@ -248,7 +248,7 @@ def pooled_batch_norm(folder: Path, run: str, number: int, method: Method, task:
     Raises:
         StateError: The state of a client is damaged.
     """
-    if planned(folder) is None or "encoder" not in method.shared:
+    if read_plan(folder) is None or "encoder" not in method.shared:
         return {}
     model = method.build(task)
     names = norm_names(model, method.shared_names(model))
@@ -257,7 +257,7 @@ def pooled_batch_norm(folder: Path, run: str, number: int, method: Method, task:
     # A client that has not trained yet has no statistics; each other one counts by its samples.
     statistics = []
     for client, share in Division.read(folder / PARTITION).clients.items():
-        personal, _ = kept_in(folder / CLIENTS, client, run).before(number + 1)
+        personal, _ = state_files_in(folder / CLIENTS, client, run).before(number + 1)
         if all(name in personal for name in names):
             statistics.append((float(len(share.train)), {name: personal[name] for name in names}))
     if not statistics:

@@ -26,7 +26,7 @@ from ..processes.pipe import SharedBuffer
 from ..runs.request import Request, Weights
 from ..state.store import StateFolder
 from ..views.runs import RunRecord, replay
-from .client_tasks import kept_in
+from .client_tasks import state_files_in
 from .datasets import Pools, prepare
 from .engines.base import EngineChoice
 from .own_parts import register
@@ -201,7 +201,7 @@ def _is_earlier_simulation(folder: Path) -> bool:
 SIMULATION_FOLDER = FolderKind("simulation", _is_earlier_simulation)
 
 
-def planned(folder: Path) -> Plan | None:
+def read_plan(folder: Path) -> Plan | None:
     """Return the plan of the simulation in ``folder``; None where there is none, or one that was torn at its start.
 
     Raises:
@@ -343,7 +343,7 @@ def _check_is_newest(folder: Path, record: RunRecord, prepared: Prepared) -> Non
     if record.round >= record.request.rounds:
         newest = LAST_ROUND
     for client in prepared.division.clients:
-        rounds = kept_in(folder / CLIENTS, client, record.run).rounds()
+        rounds = state_files_in(folder / CLIENTS, client, record.run).rounds()
         if rounds and rounds[-1] > newest:
             when = "the end" if rounds[-1] == LAST_ROUND else f"round {rounds[-1]}"
             raise StateError(

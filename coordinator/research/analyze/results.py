@@ -126,7 +126,7 @@ def _features_of_kind(view: FeatureView, kind: str) -> np.ndarray:
     """Return features (n, d) of a kind; of those that a mask has divided only the columns that it ever leaves."""
     if kind in view.kinds:
         return view.kinds[kind]
-    masked = view.drawn()[kind]
+    masked = view.features_to_draw()[kind]
     return masked[:, (masked != 0).any(axis=0)]
 
 
@@ -304,7 +304,7 @@ def drawings(views: Sequence[FeatureView], settings: Settings, left_out: LeftOut
         if len(view.labels) < LEAST_SAMPLES:
             left_out.note(f"t-SNE of client {view.client}", f"fewer than {LEAST_SAMPLES} test samples")
             continue
-        for name, features in view.drawn().items():
+        for name, features in view.features_to_draw().items():
             try:
                 points = tsne(features, settings.perplexity, settings.seed)
             except MissingCapability as error:

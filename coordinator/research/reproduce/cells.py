@@ -24,7 +24,7 @@ from edge_agent.data.partition import Division
 
 from ...runs.request import Weights
 from ...simulation.plan import Plan
-from ...simulation.setup import SIMULATION_FOLDER, WEIGHTS, planned
+from ...simulation.setup import SIMULATION_FOLDER, WEIGHTS, read_plan
 from ...state.store import StateFolder
 from ...views.runs import replay
 
@@ -179,7 +179,7 @@ _OR_ELSE = "remove it to restart that row, or choose another --out"
 
 @dataclass(frozen=True)
 class Cell:
-    """One simulation of a table."""
+    """A simulation of a table: a row, a column and a seed."""
 
     row: Row
     column: Column
@@ -210,7 +210,7 @@ class Cell:
     @property
     def closed(self) -> int:
         """Number of closed rounds of an unfinished run."""
-        if self.is_over or planned(self.folder) is None:
+        if self.is_over or read_plan(self.folder) is None:
             return 0
         with StateFolder(self.folder).look() as state:
             return len(state.journal.entries(kinds=("round_closed",)))
@@ -232,7 +232,7 @@ class Cell:
 
     def _has_ended_without_result(self) -> bool:
         """Return whether a run in the folder has failed or was cancelled, so that it cannot be resumed."""
-        if self.is_over or planned(self.folder) is None:
+        if self.is_over or read_plan(self.folder) is None:
             return False
         with StateFolder(self.folder).look() as state:
             statuses = [replay(state.journal, run).status for run in state.journal.runs()]
@@ -268,7 +268,7 @@ class Cell:
         Raises:
             UsageError: The run in the folder has other settings or weights.
         """
-        begun = planned(self.folder)
+        begun = read_plan(self.folder)
         if begun is None:
             return False
         differences = begun.differences(self.plan, but=("data",))
@@ -334,7 +334,7 @@ class Reproduction:
                     data.check(source, cell.plan.folder)
             with mistakes.of(cell.row, cell.column):
                 choose_device(cell.plan.device)
-            if planned(cell.folder) is None:  # a run has its own copies of partition and weights
+            if read_plan(cell.folder) is None:  # a run has its own copies of partition and weights
                 self._check_files(cell, mistakes)
         mistakes.check(self.name)
 

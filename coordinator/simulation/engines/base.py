@@ -77,7 +77,7 @@ def _can_share_memory() -> bool:
 
 
 def import_ray() -> Any:
-    """Return the package ``ray``.
+    """Import and return the package ``ray``.
 
     Raises:
         MissingCapability: Ray is not installed.
@@ -101,7 +101,7 @@ class Work:
 
     def received(self) -> Tensors:
         """Return the tensors of all blobs."""
-        return received([blob.data for blob in self.blobs])
+        return decode_blobs([blob.data for blob in self.blobs])
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class Done:
         return cls(work, reply, blob, answer.seconds, failure)
 
 
-def received(blobs: Sequence[memoryview]) -> Tensors:
+def decode_blobs(blobs: Sequence[memoryview]) -> Tensors:
     """Return the tensors of several blobs together; a later blob wins."""
     tensors: Tensors = {}
     for data in blobs:
@@ -188,7 +188,7 @@ class Engine(ABC):
         self.start_s = 0.0  # an engine of this process is ready at once
 
     def give(self, work: Work) -> None:
-        """Queue a job."""
+        """Queue a job for the engine."""
         self._given.append(work)
 
     def take(self) -> Done:
@@ -205,7 +205,7 @@ class Engine(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Stop at once."""
+        """Stop at once; jobs that were given are lost."""
 
     @abstractmethod
     def _advance(self) -> None:
