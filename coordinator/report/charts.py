@@ -225,7 +225,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Row:
-    """One name with a mark for each scope (a `Key`'s name); ``tone``: role of the note."""
+    """A name with a mark for each scope (a `Key`'s name); ``tone``: role of the note."""
 
     name: str
     marks: Mapping[str, Mark]

@@ -166,7 +166,7 @@ class Features:
 
     @classmethod
     def read(cls, path: Path) -> Features:
-        """What `write` has written."""
+        """Read features that `write` has written."""
         arrays = read_tensors(path)
         return cls(arrays["features"], arrays["labels"], {name: arrays[name] for name in ("weight", "bias")})
 

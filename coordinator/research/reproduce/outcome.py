@@ -24,7 +24,7 @@ CAVEAT = "One machine, few seeds: differences below a point are noise; `last` is
 
 @dataclass(frozen=True)
 class Outcome:
-    """One cell of the table, over its seeds; accuracies in percent, None where there is none."""
+    """A cell of the table over its seeds; accuracies in percent, None where there is none."""
 
     row: Row
     column: Column
