@@ -210,9 +210,9 @@ def _plan(
 ) -> Plan:
     """The plan of a simulation in ``folder``; registers the caller's own parts and writes its samples."""
     from .simulation import own_parts
-    from .simulation.setup import planned
+    from .simulation.setup import read_plan
 
-    if planned(folder) is not None:
+    if read_plan(folder) is not None:
         raise UsageError(f"{folder} holds a simulation; choose another folder with out=")
     in_process = []  # parts that worker processes cannot import
     for name, part, add in (
@@ -395,7 +395,7 @@ def export_run(
     from .runs.lineage import lineage_of
     from .runs.release import NORM_NOTES, sha256_of_encoder, sign
     from .simulation.results import training_samples
-    from .simulation.setup import planned
+    from .simulation.setup import read_plan
 
     trained = TrainedModel.of(folder, run)
     task = trained.request.task
@@ -404,7 +404,7 @@ def export_run(
     if settings.int8 and calibration:
         domains = domains_of(calibration, task)  # as typed; those of the configuration count from its folder
     elif settings.int8:
-        plan = planned(folder)
+        plan = read_plan(folder)
         domains = own_domains(task, settings, hosted) or ({} if plan is None else training_samples(plan, folder))
     with StateFolder(folder).look() as state:
         sha256 = sha256_of_encoder({**trained.state, **trained.pooled})
@@ -453,7 +453,7 @@ class TrainedModel:
         from .runs.release import pooled_before, ranges_before
         from .simulation.own_parts import register
         from .simulation.results import pooled_batch_norm
-        from .simulation.setup import planned
+        from .simulation.setup import read_plan
 
         with StateFolder(folder).look() as state:
             closed = (replay(state.journal, name) for name in ([run] if run else reversed(state.journal.runs())))
@@ -469,7 +469,7 @@ class TrainedModel:
             weights = decode(state.blobs.read(record.checkpoint or ""))
             pooled = pooled_before(state, record.run, record.round)
             client_ranges = ranges_before(state, record.run, record.round)
-        if (plan := planned(folder)) is not None:
+        if (plan := read_plan(folder)) is not None:
             register(plan)
         request = Request.from_fact(record.request)
         method = methods.create(request.method_reference, request.params)

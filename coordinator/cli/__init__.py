@@ -74,6 +74,9 @@ GROUPS: dict[str, dict[str, str]] = {
 COMMANDS: dict[str, str] = {name: summary for group in GROUPS.values() for name, summary in group.items()}
 """Every command, in the order of the help -> its summary."""
 
+RESEARCH = frozenset({"analyze", "bench", "reproduce"})
+"""Commands of the extra ``research``; only their modules import `coordinator.research`."""
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run one command and exit with its code (see `edge_agent.core.errors`), 130 after Ctrl-C."""
@@ -92,13 +95,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise
     except HeadwaterError as error:
         failure = error
-    except OSError as error:  # a full disk, or a folder that may not be written: a traceback would say no more
-        where = f"{error.filename}: " if error.filename is not None else ""
-        failure = HeadwaterError(f"{where}{cause(error)}")
-    except RuntimeError as error:
-        if (mistake := without_home(error)) is None:
+    except (OSError, RuntimeError, ModuleNotFoundError) as error:
+        expected = _as_expected_failure(error, given)
+        if expected is None:
             raise
-        failure = mistake
+        failure = expected
     else:
         return
     print(f"headwater: {failure}", file=sys.stderr)
@@ -138,7 +139,7 @@ def command_tree(given: Sequence[str]) -> typer.Typer:
         ) -> None: ...
 
         app.callback()(root)
-        requested = next((word for word in given if not word.startswith("-")), None)
+        requested = _requested_command(given)
         for name, summary in COMMANDS.items():
             if name != requested:
                 app.command(name, help=summary)(_not_loaded)
@@ -149,11 +150,45 @@ def command_tree(given: Sequence[str]) -> typer.Typer:
             else:
                 app.command(name, cls=_without_pydantic(TyperCommand), short_help=summary)(getattr(module, name))
     except ImportError as error:
-        package = (error.name or str(error)).partition(".")[0]
-        if package in {"coordinator", "export", "edge_agent"}:
-            raise  # not a missing package, but an error in this program
-        raise MissingCapability.package(package, "coordinator", "this command") from error
+        missing = _missing_package(error, given)
+        if missing is None:
+            raise
+        raise missing from error
     return app
+
+
+def _as_expected_failure(error: Exception, given: Sequence[str]) -> HeadwaterError | None:
+    """Return our own error for one that a command may meet on a sound installation; None: a traceback is due."""
+    if isinstance(error, OSError):  # a full disk, or a folder that may not be written: a traceback would say no more
+        where = ""
+        if error.filename is not None:
+            where = f"{error.filename}: "
+        return HeadwaterError(f"{where}{cause(error)}")
+    if isinstance(error, ModuleNotFoundError):  # a package that the command imports only when it has work for it
+        return _missing_package(error, given)
+    if isinstance(error, RuntimeError):
+        return without_home(error)
+    return None
+
+
+def _requested_command(given: Sequence[str]) -> str | None:
+    """Return the command that the words of a command line name; None where they are options alone."""
+    return next((word for word in given if not word.startswith("-")), None)
+
+
+def _missing_package(error: ImportError, given: Sequence[str]) -> MissingCapability | None:
+    """Return the error that names the extra of the requested command, which brings the package that was not found.
+
+    Returns:
+        None where a module of this project was not found: no package is missing, and a traceback says where.
+    """
+    package = (error.name or str(error)).partition(".")[0]
+    if package in {"coordinator", "export", "edge_agent"}:
+        return None
+    extra = "coordinator"
+    if _requested_command(given) in RESEARCH:
+        extra = "research"
+    return MissingCapability.package(package, extra, "this command")
 
 
 class _Conversion:

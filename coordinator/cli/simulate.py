@@ -107,7 +107,7 @@ def shares(text: str | None) -> dict[str, float]:
 
 def _planned(given: dict[str, Any], config: Path | None, out: Path | None) -> tuple[Plan, Path]:
     """The plan and the folder of a new simulation; options override the values of the file."""
-    from ..simulation.setup import planned
+    from ..simulation.setup import read_plan
 
     raw: dict[str, Any] = {"folder": str(Path.cwd())}
     if config is not None:
@@ -131,7 +131,7 @@ def _planned(given: dict[str, Any], config: Path | None, out: Path | None) -> tu
     raw["data"] = sources(raw.get("data"))
     plan = parse(Plan, raw, where=str(config or "the simulation"))
     folder = out or Path(f"simulation-{plan.method_name}-{Path(plan.partition).stem}-seed{plan.seed}")
-    if planned(folder) is not None:
+    if read_plan(folder) is not None:
         raise UsageError(f"{folder} holds a simulation; resume it with --resume, or choose another folder with --out")
     check_writable(folder)
     return plan, folder
@@ -139,13 +139,13 @@ def _planned(given: dict[str, Any], config: Path | None, out: Path | None) -> tu
 
 def _resumed(given: dict[str, Any], config: Path | None, out: Path | None) -> tuple[Plan, Path]:
     """The plan of the simulation in ``out``; of the options only those that change no results may differ from it."""
-    from ..simulation.setup import planned
+    from ..simulation.setup import read_plan
 
     if out is None or config is not None:
         raise UsageError(
             "--resume resumes the simulation in a folder: name the folder with --out, and give no other options"
         )
-    plan = planned(out)
+    plan = read_plan(out)
     if plan is None:
         raise UsageError(f"{out} holds no simulation; start one without --resume")
     differing = []
@@ -187,9 +187,9 @@ def run_plan(plan: Plan, folder: Path, *, resume: bool, later_rounds: int = 0) -
 
 
 def _how_to_resume(folder: Path) -> str:
-    from ..simulation.setup import planned
+    from ..simulation.setup import read_plan
 
-    plan = planned(folder)
+    plan = read_plan(folder)
     if plan is None:
         return "stopped before the run began; the same command begins it"
     with StateFolder(folder).look(create=True) as state:

@@ -29,7 +29,7 @@ import json
 import math
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from html import escape
 from importlib.resources import files
@@ -106,6 +106,10 @@ MARKERS = {"local": "square", "global": "diamond", "personal": "dot"}
 """Shapes beside colours: readers who cannot tell the colours apart read the same chart."""
 
 Points = tuple[tuple[float, float | None], ...]
+
+Json = dict[str, Any]
+"""A JSON object for ``charts.js``, which reads its keys: an edge of the program, so no module of ours looks into it."""
+
 Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
 """Names of columns, and rows."""
 
@@ -136,10 +140,14 @@ class Axis:
         return f"{self.label} ({unit})" if unit else self.label
 
     def shown(self, value: float | None) -> str:
-        """A value on this axis as text."""
+        """Return a value on this axis as text; a dash for None."""
+        if value is None:
+            return "–"
         if self.is_time:
-            return "–" if value is None else datetime.fromtimestamp(value, timezone.utc).strftime("%Y-%m-%d %H:%M")
-        return percent(value) if self.is_share else number(value)
+            return datetime.fromtimestamp(value, timezone.utc).strftime("%Y-%m-%d %H:%M")
+        if self.is_share:
+            return percent(value)
+        return number(value)
 
 
 @dataclass(frozen=True)
@@ -190,8 +198,12 @@ class Bars(Curves):
         heights: dict[float, float] = {}
         for series in self.series:
             for x, y in series.points:
-                value = y or 0.0
-                heights[x] = heights.get(x, 0.0) + value if self.stacked else max(heights.get(x, 0.0), value)
+                bar = y or 0.0
+                below = heights.get(x, 0.0)
+                if self.stacked:
+                    heights[x] = below + bar
+                else:
+                    heights[x] = max(below, bar)
         return [(x, height) for x, height in heights.items() if height > high]
 
 
@@ -213,7 +225,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Row:
-    """One name with a mark for each scope (a `Key`'s name); ``tone``: role of the note."""
+    """A name with a mark for each scope (a `Key`'s name); ``tone``: role of the note."""
 
     name: str
     marks: Mapping[str, Mark]
@@ -269,7 +281,9 @@ class Matrix:
 
     def cell(self, value: float) -> str:
         """Return the text of a cell."""
-        return self.zero if self.zero and value == 0 else f"{value:.{self.digits}f}"
+        if self.zero and value == 0:
+            return self.zero
+        return f"{value:.{self.digits}f}"
 
 
 @dataclass(frozen=True)
@@ -297,49 +311,66 @@ Chart = Lines | Bars | Scatter | Rows | Matrix | Timeline
 
 
 def clean(text: object, most: int = MOST_NAME) -> str:
-    """Text that is safe to show: at most ``most`` characters, one line, in its own direction only.
+    """Return text that is safe to show: at most ``most`` characters, one line, in its own direction only.
 
     Control characters, and those that change the direction of what follows, become ``�``.
     """
-    shown = str(text).encode(errors="replace").decode()
-    shown = shown if len(shown) <= most else shown[: most - 1] + "…"
-    return "".join("�" if unicodedata.category(one) in {"Cc", "Cf", "Zl", "Zp"} else one for one in shown)
+    encodable = str(text).encode(errors="replace").decode()
+    if len(encodable) > most:
+        encodable = encodable[: most - 1] + "…"
+    return "".join("�" if unicodedata.category(letter) in _UNSAFE else letter for letter in encodable)
 
 
-def chart_json(chart: Chart) -> dict[str, Any]:
-    """The chart as JSON, with its table: what ``headwaterCharts.update`` takes."""
+_UNSAFE = frozenset({"Cc", "Cf", "Zl", "Zp"})
+"""Unicode's categories of control characters, formatting ones, and separators of lines and paragraphs."""
+
+
+def chart_json(chart: Chart) -> Json:
+    """Return the chart as JSON with its table, for ``headwaterCharts.update``."""
     columns, rows = _table(chart)
-    return {**_drawn(chart), "table": {"columns": columns, "rows": rows}}
+    return {**_drawing(chart), "table": {"columns": columns, "rows": rows}}
 
 
 def figure_html(chart: Chart, figure_id: str, *, level: int = 2) -> str:
-    """The HTML of a chart: a figure with title, plot, caption, data, and its numbers as a table.
+    """Return the HTML of a chart: a figure with title, plot, caption, data, and its numbers as a table.
 
-    ``figure_id`` is the element's id, unique on its page; ``level`` the rank of its heading.
+    Args:
+        chart: The chart.
+        figure_id: The element's id, unique on its page.
+        level: Rank of the heading.
     """
-    drawn = _drawn(chart)
-    columns, rows = _table(chart)
-    title = escape(drawn["title"])
-    data = json.dumps(drawn, separators=(",", ":"), allow_nan=False)
+    drawing = _drawing(chart)
+    title = escape(drawing["title"])
+    data = json.dumps(drawing, separators=(",", ":"), allow_nan=False)
     for character in "<>&\u2028\u2029":  # nothing in a value may end the script element, or begin another
         data = data.replace(character, f"\\u{ord(character):04x}")
-    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in columns)
-    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
     return (
-        f'<figure class="chart" id="{escape(figure_id)}" role="figure" aria-label="{escape(drawn["summary"])}">'
-        f'<h{level}>{title}</h{level}><div class="plot"></div><figcaption>{escape(drawn["caption"])}</figcaption>'
+        f'<figure class="chart" id="{escape(figure_id)}" role="figure" aria-label="{escape(drawing["summary"])}">'
+        f'<h{level}>{title}</h{level}><div class="plot"></div><figcaption>{escape(drawing["caption"])}</figcaption>'
         f'<script type="application/json">{data}</script>'
         f'<details class="data"><summary>Data<span class="unseen"> of {title}</span></summary>'
         f'<div class="scroll" tabindex="0" role="region" aria-label="Data of {title}">'
-        f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div></details></figure>"
+        f"{_table_html(chart)}</div></details></figure>"
     )
+
+
+def _table_html(chart: Chart) -> str:
+    """Return the chart's numbers as an HTML table."""
+    columns, rows = _table(chart)
+    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in columns)
+    lines = []
+    for row in rows:
+        cells = "".join(f"<td>{escape(cell)}</td>" for cell in row)
+        lines.append(f"<tr>{cells}</tr>")
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
 
 
 @functools.cache
 def assets() -> Mapping[str, bytes]:
-    """Name -> content of the files that draw figures, in the order in which a page has to name them."""
+    """Return name -> content of the files that draw figures, in the order in which a page has to name them."""
     folder = files(__package__).joinpath("assets")
-    light, dark = (" ".join(f"--{role}: {colour};" for role, colour in THEMES[name].items()) for name in THEMES)
+    light = _variables_of("light")
+    dark = _variables_of("dark")
     style = "\n".join(
         (
             f":root {{ color-scheme: light dark; {light} }}",
@@ -358,6 +389,11 @@ def assets() -> Mapping[str, bytes]:
     }
 
 
+def _variables_of(theme: str) -> str:
+    """Return the colours of a theme as CSS variables."""
+    return " ".join(f"--{role}: {colour};" for role, colour in THEMES[theme].items())
+
+
 @dataclass(frozen=True)
 class InlineAssets:
     """Style sheet and scripts of a page that stands alone, and the policy that allows these and nothing else."""
@@ -369,7 +405,7 @@ class InlineAssets:
 
 @functools.cache
 def inline_assets(style: str = "") -> InlineAssets:
-    """The assets as text for ``<style>`` and ``<script>`` elements; ``style`` is added to the style sheet."""
+    """Return the assets as text for ``<style>`` and ``<script>`` elements; ``style`` is added to the style sheet."""
     texts = {name: content.decode() for name, content in assets().items()}
     sheet = f"{texts.pop('charts.css')}\n{style}"
     scripts = tuple(texts.values())
@@ -381,43 +417,59 @@ def inline_assets(style: str = "") -> InlineAssets:
 
 
 def _source(text: str) -> str:
-    """An inline element's hash, as a content security policy names it."""
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+    """Return an inline element's hash, as a content security policy names it."""
+    digest = hashlib.sha256(text.encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"
 
 
-def thinned(series: Series, most: int = MOST_POINTS) -> Series:
-    """The series with at most ``most`` points: of each stretch the lowest and the highest, and both ends."""
+def downsample(series: Series, most: int = MOST_POINTS) -> Series:
+    """Return the series with at most ``most`` points: of each stretch the lowest and the highest, and both ends."""
     count = len(series.points)
     if count <= most:
         return series
     kept = {0, count - 1}
+    # Each stretch of the points between both ends keeps two of them; gaps are never among these.
     stretches = (most - 2) // 2
-    for number in range(stretches):
-        begin = 1 + number * (count - 2) // stretches
-        end = 1 + (number + 1) * (count - 2) // stretches
-        known = [index for index in range(begin, end) if series.points[index][1] is not None]
-        if known:
-            kept |= {pick(known, key=lambda index: series.points[index][1] or 0.0) for pick in (min, max)}
+    for stretch in range(stretches):
+        begin = 1 + stretch * (count - 2) // stretches
+        end = 1 + (stretch + 1) * (count - 2) // stretches
+        heights = {}
+        for index in range(begin, end):
+            y = series.points[index][1]
+            if y is not None:
+                heights[index] = y
+        if heights:
+            kept.add(min(heights, key=heights.__getitem__))
+            kept.add(max(heights, key=heights.__getitem__))
     order = sorted(kept)
-    band = tuple(series.band[index] for index in order) if series.band else ()
-    return Series(series.name, tuple(series.points[index] for index in order), series.role, series.dashed, band)
+    band: tuple[tuple[float, float], ...] = ()
+    if series.band:
+        band = tuple(series.band[index] for index in order)
+    return replace(series, points=tuple(series.points[index] for index in order), band=band)
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """A number with ``digits`` significant digits, whole numbers up to a million in full; a dash for None."""
+    """Return a number with ``digits`` significant digits, whole ones up to a million in full; a dash for None."""
     if value is None or not math.isfinite(value):
         return "–"
-    return f"{value:.0f}" if value == int(value) and abs(value) < 1e6 else f"{value:.{digits}g}"
+    is_short_whole = value == int(value) and abs(value) < 1e6
+    if is_short_whole:
+        return f"{value:.0f}"
+    return f"{value:.{digits}g}"
 
 
 def percent(value: float | None) -> str:
-    """A share as a percentage; a dash where it is not known."""
-    return "–" if value is None else f"{100 * value:.1f} %"
+    """Return a share as a percentage; a dash where it is not known."""
+    if value is None:
+        return "–"
+    return f"{100 * value:.1f} %"
 
 
 def points(gain: float | None) -> str:
-    """A difference of shares in percentage points, with its sign; a dash where it is not known."""
-    return "–" if gain is None else f"{100 * gain:+.1f}".replace("-", "−")
+    """Return a difference of shares in percentage points, with its sign; a dash where it is not known."""
+    if gain is None:
+        return "–"
+    return f"{100 * gain:+.1f}".replace("-", "−")
 
 
 def ends(
@@ -428,98 +480,176 @@ def ends(
 ) -> str:
     """Return one sentence on where each line begins and ends; ``shown``, ``shown_x``: a value and its x as text."""
     parts = []
-    for one in series:
-        known = [(x, y) for x, y in one.points if y is not None]
-        if known:
-            (first, begin) = known[0]
-            (last, end) = known[-1]
-            further = f", {shown(end)} {where} {shown_x(last)}" if last != first else ""
-            parts.append(f"{one.name}: {shown(begin)} {where} {shown_x(first)}{further}")
+    for line in series:
+        drawn_points = [(x, y) for x, y in line.points if y is not None]
+        if not drawn_points:
+            continue
+        first_x, first_y = drawn_points[0]
+        last_x, last_y = drawn_points[-1]
+        part = f"{line.name}: {shown(first_y)} {where} {shown_x(first_x)}"
+        if last_x != first_x:
+            part += f", {shown(last_y)} {where} {shown_x(last_x)}"
+        parts.append(part)
     return "; ".join(parts) + "."
 
 
-def _drawn(chart: Chart) -> dict[str, Any]:
-    """What is drawn, as JSON values: names cleaned, numbers rounded to six digits, points thinned."""
-    notes = [chart.caption] if chart.caption else []
-    result: dict[str, Any] = {"kind": type(chart).__name__.lower(), "title": clean(chart.title, 200)}
+# --- what charts.js draws --------------------------------------------------------------------------------------------
+
+
+def _drawing(chart: Chart) -> Json:
+    """Return what is drawn, as JSON: names cleaned, numbers rounded to six digits, points down-sampled."""
+    notes = []
+    if chart.caption:
+        notes.append(chart.caption)
     if isinstance(chart, Curves):
-        longest = max((len(one.points) for one in chart.series), default=0)
+        content = _curves(chart)
+        longest = max((len(series.points) for series in chart.series), default=0)
         if longest > MOST_POINTS:
             notes.append(f"Drawn from {MOST_POINTS} of {longest} points of a line, the extremes among them.")
-        result |= {"x": _axis(chart.x), "y": _axis(chart.y), "series": [_series(one, chart.x) for one in chart.series]}
-        result |= {"stacked": True} if isinstance(chart, Bars) and chart.stacked else {}
-        if isinstance(chart, Bars) and (cut := chart.cut()):
-            result["cut"] = [[_short(x), _short(height)] for x, height in cut]
-        result |= {"bare": True} if isinstance(chart, Scatter) and chart.bare else {}
     elif isinstance(chart, Rows):
-        keys = {key.name: clean(key.name) for key in chart.keys}
-        result |= {"value": _axis(chart.value), "style": chart.style}
-        result["keys"] = [
-            {"name": keys[key.name], "role": key.role, "shape": key.shape, **({} if key.is_said else {"quiet": True})}
-            for key in chart.keys
-        ]
-        result["rows"] = [
-            {
-                "name": clean(row.name),
-                "marks": {keys[name]: _mark(mark) for name, mark in row.marks.items() if name in keys},
-                **({"note": clean(row.note, 200), "tone": row.tone} if row.note else {}),
-            }
-            for row in chart.rows
-        ]
+        content = _rows(chart)
     elif isinstance(chart, Matrix):
-        result |= {"row_label": clean(chart.row_label), "column_label": clean(chart.column_label)}
-        result |= {"rows": [clean(name) for name in chart.rows], "columns": [clean(name) for name in chart.columns]}
-        result |= {"values": [[_short(value) for value in line] for line in chart.values]}
-        result |= {"low": chart.low, "high": chart.high, "digits": chart.digits}
-        result |= {"zero": chart.zero} if chart.zero else {}
+        content = _matrix(chart)
     else:
-        result |= {"x": _axis(chart.x), "rows": [_spans(name, spans) for name, spans in chart.rows]}
-    return result | {"summary": clean(chart.summary, 2000), "caption": clean(" ".join(notes), 2000)}
+        content = _timeline(chart)
+    return {
+        "kind": type(chart).__name__.lower(),
+        "title": clean(chart.title, 200),
+        **content,
+        "summary": clean(chart.summary, 2000),
+        "caption": clean(" ".join(notes), 2000),
+    }
 
 
-def _axis(axis: Axis) -> dict[str, Any]:
-    wanted: dict[str, Any] = {"low": _short(axis.low), "high": _short(axis.high)}
-    wanted |= {
+def _curves(chart: Curves) -> Json:
+    """Return the axes and series of a chart; what only bars or clouds have stands where it is not the default."""
+    drawing: Json = {
+        "x": _axis(chart.x),
+        "y": _axis(chart.y),
+        "series": [_series(series, chart.x) for series in chart.series],
+    }
+    if isinstance(chart, Bars):
+        if chart.stacked:
+            drawing["stacked"] = True
+        broken_bars = chart.cut()
+        if broken_bars:
+            drawing["cut"] = [[_short(x), _short(height)] for x, height in broken_bars]
+    if isinstance(chart, Scatter) and chart.bare:
+        drawing["bare"] = True
+    return drawing
+
+
+def _rows(chart: Rows) -> Json:
+    """Return the axis, keys and rows of a chart; marks of a scope without a key are not drawn."""
+    names = {key.name: clean(key.name) for key in chart.keys}
+    keys = []
+    for key in chart.keys:
+        drawn_key: Json = {"name": names[key.name], "role": key.role, "shape": key.shape}
+        if not key.is_said:
+            drawn_key["quiet"] = True
+        keys.append(drawn_key)
+    rows = []
+    for row in chart.rows:
+        marks = {names[name]: _mark(mark) for name, mark in row.marks.items() if name in names}
+        drawn_row: Json = {"name": clean(row.name), "marks": marks}
+        if row.note:
+            drawn_row["note"] = clean(row.note, 200)
+            drawn_row["tone"] = row.tone
+        rows.append(drawn_row)
+    return {"value": _axis(chart.value), "style": chart.style, "keys": keys, "rows": rows}
+
+
+def _matrix(chart: Matrix) -> Json:
+    """Return the names and values of a matrix."""
+    drawing: Json = {
+        "row_label": clean(chart.row_label),
+        "column_label": clean(chart.column_label),
+        "rows": [clean(name) for name in chart.rows],
+        "columns": [clean(name) for name in chart.columns],
+        "values": [list(map(_short, line)) for line in chart.values],
+        "low": chart.low,
+        "high": chart.high,
+        "digits": chart.digits,
+    }
+    if chart.zero:
+        drawing["zero"] = chart.zero
+    return drawing
+
+
+def _timeline(chart: Timeline) -> Json:
+    """Return the axis of a timeline and the spans of each name."""
+    return {"x": _axis(chart.x), "rows": [_spans(name, spans) for name, spans in chart.rows]}
+
+
+def _axis(axis: Axis) -> Json:
+    """Return label and unit of an axis, and of its other fields those that are set."""
+    drawing: Json = {"label": clean(axis.label), "unit": clean(axis.unit)}
+    options = {
+        "low": _short(axis.low),
+        "high": _short(axis.high),
         "log": axis.log,
         "can_log": axis.can_log,
         "digits": axis.digits,
         "share": axis.is_share,
         "time": axis.is_time,
     }
-    given = {name: value for name, value in wanted.items() if value is not None and value is not False}
-    return {"label": clean(axis.label), "unit": clean(axis.unit), **given}
+    for name, value in options.items():
+        is_set = value is not None and value is not False
+        if is_set:
+            drawing[name] = value
+    return drawing
 
 
-def _series(series: Series, x_axis: Axis) -> dict[str, Any]:
-    shown = thinned(series)
-    short_x = round if x_axis.is_time else _short  # six digits of seconds since 1970 would be a quarter of an hour
-    result: dict[str, Any] = {"name": clean(series.name), "role": series.role}
-    result |= {"x": [short_x(x) for x, _ in shown.points], "y": [_short(y) for _, y in shown.points]}
+def _series(series: Series, x_axis: Axis) -> Json:
+    """Return a series with the coordinates of its points in lists of their own."""
+    shown = downsample(series)
+    if x_axis.is_time:  # six digits of seconds since 1970 would be a quarter of an hour
+        xs: list[float | None] = [round(x) for x, _ in shown.points]
+    else:
+        xs = [_short(x) for x, _ in shown.points]
+    drawing: Json = {
+        "name": clean(series.name),
+        "role": series.role,
+        "x": xs,
+        "y": [_short(y) for _, y in shown.points],
+    }
     if shown.band:
-        result |= {"low": [_short(low) for low, _ in shown.band], "high": [_short(high) for _, high in shown.band]}
-    return result | ({"dashed": True} if series.dashed else {})
+        drawing["low"] = [_short(low) for low, _ in shown.band]
+        drawing["high"] = [_short(high) for _, high in shown.band]
+    if series.dashed:
+        drawing["dashed"] = True
+    return drawing
 
 
 def _mark(mark: Mark) -> list[float | None]:
     return [_short(mark.value), _short(mark.low), _short(mark.high)]
 
 
-def _spans(name: str, spans: Sequence[Span]) -> dict[str, Any]:
-    shown = [
-        {"begin": _short(one.begin), "end": _short(one.end), "role": one.role, "text": clean(one.text)} for one in spans
-    ]
-    return {"name": clean(name), "spans": shown}
+def _spans(name: str, spans: Sequence[Span]) -> Json:
+    """Return the spans of one name of a timeline."""
+    drawn_spans = []
+    for span in spans:
+        text = clean(span.text)
+        drawn_spans.append({"begin": _short(span.begin), "end": _short(span.end), "role": span.role, "text": text})
+    return {"name": clean(name), "spans": drawn_spans}
 
 
 def _short(value: float | None) -> float | None:
+    """Return a number rounded to six digits, as an integer where it is whole; None for what JSON has no number for."""
     if value is None or not math.isfinite(value):
         return None
     rounded = float(f"{value:.6g}")
-    return int(rounded) if rounded == int(rounded) and abs(rounded) < 1e15 else rounded
+    is_whole = rounded == int(rounded) and abs(rounded) < 1e15  # beyond, digits would be made up
+    if is_whole:
+        return int(rounded)
+    return rounded
+
+
+# --- the table of a chart --------------------------------------------------------------------------------------------
 
 
 def _table(chart: Chart) -> Table:
-    """The chart's numbers; of more than MOST_TABLE_ROWS rows, evenly spread ones."""
+    """Return the chart's numbers as text; of more than MOST_TABLE_ROWS rows, evenly spread ones."""
     columns = _names_of_columns(chart)
     rows = list(_all_rows(chart))
     if len(rows) > MOST_TABLE_ROWS:
@@ -529,55 +659,95 @@ def _table(chart: Chart) -> Table:
 
 
 def _names_of_columns(chart: Chart) -> tuple[str, ...]:
+    """Return the heads of the columns that `_all_rows` fills."""
     if isinstance(chart, Scatter):
         return "series", clean(chart.x.text), clean(chart.y.text)
     if isinstance(chart, Lines | Bars):
         return clean(chart.x.text), *(clean(one.name) for one in chart.series)
     if isinstance(chart, Rows):
-        return (
-            "name",
-            *(clean(key.name) for key in chart.keys),
-            *(["note"] if any(row.note for row in chart.rows) else []),
-        )
+        columns = ["name", *(clean(key.name) for key in chart.keys)]
+        if _has_notes(chart):
+            columns.append("note")
+        return tuple(columns)
     if isinstance(chart, Matrix):
         return f"{clean(chart.row_label)} \\ {clean(chart.column_label)}", *map(clean, chart.columns)
     return "name", "what", f"begin ({clean(chart.x.unit)})", f"end ({clean(chart.x.unit)})"
 
 
+def _has_notes(chart: Rows) -> bool:
+    return any(row.note for row in chart.rows)
+
+
 def _all_rows(chart: Chart) -> Iterator[tuple[str, ...]]:
+    """Yield the rows of a chart's table, in the order of the chart."""
     if isinstance(chart, Scatter):
-        yield from ((clean(one.name), number(x), number(y)) for one in chart.series for x, y in one.points)
+        yield from _rows_of_points(chart)
     elif isinstance(chart, Lines | Bars):
-        values = [dict(one.points) for one in chart.series]
-        bands = [dict(zip(dict(one.points), one.band, strict=bool(one.band))) for one in chart.series]
-        for x in sorted({x for by_x in values for x in by_x}):
-            cells = (_with_band(by_x.get(x), band.get(x), chart.y) for by_x, band in zip(values, bands, strict=True))
-            yield chart.x.shown(x), *cells
+        yield from _rows_by_x(chart)
     elif isinstance(chart, Rows):
-        noted = any(row.note for row in chart.rows)
-        for row in chart.rows:
-            cells = (_with_interval(row.marks.get(key.name), chart.value) for key in chart.keys)
-            yield clean(row.name), *cells, *([clean(row.note, 200)] if noted else [])
+        yield from _rows_of_names(chart)
     elif isinstance(chart, Matrix):
         for name, line in zip(chart.rows, chart.values, strict=True):
             yield clean(name), *map(number, line)
     else:
-        yield from _timed(chart)
+        yield from _rows_of_spans(chart)
 
 
-def _timed(chart: Timeline) -> Iterator[tuple[str, ...]]:
+def _rows_of_points(chart: Scatter) -> Iterator[tuple[str, ...]]:
+    """Yield one row for each point of each cloud."""
+    for series in chart.series:
+        for x, y in series.points:
+            yield clean(series.name), number(x), number(y)
+
+
+def _rows_by_x(chart: Lines | Bars) -> Iterator[tuple[str, ...]]:
+    """Yield one row for each x that a series has, with the value of every series there."""
+    values = []
+    bands = []
+    for series in chart.series:
+        values_by_x = dict(series.points)
+        values.append(values_by_x)
+        bands.append(dict(zip(values_by_x, series.band, strict=bool(series.band))))
+    every_x = {x for values_by_x in values for x in values_by_x}
+    for x in sorted(every_x):
+        cells = []
+        for values_by_x, bands_by_x in zip(values, bands, strict=True):
+            cells.append(_with_band(values_by_x.get(x), bands_by_x.get(x), chart.y))
+        yield chart.x.shown(x), *cells
+
+
+def _rows_of_names(chart: Rows) -> Iterator[tuple[str, ...]]:
+    """Yield one row for each name, with its marks, and its note where any row has one."""
+    has_notes = _has_notes(chart)
+    for row in chart.rows:
+        cells = [_with_interval(row.marks.get(key.name), chart.value) for key in chart.keys]
+        if has_notes:
+            cells.append(clean(row.note, 200))
+        yield clean(row.name), *cells
+
+
+def _rows_of_spans(chart: Timeline) -> Iterator[tuple[str, ...]]:
+    """Yield one row for each span of each name."""
     for name, spans in chart.rows:
-        for one in spans:
-            yield clean(name), clean(one.text), number(one.begin), "going on" if one.end is None else number(one.end)
+        for span in spans:
+            end = "going on"
+            if span.end is not None:
+                end = number(span.end)
+            yield clean(name), clean(span.text), number(span.begin), end
 
 
 def _with_band(value: float | None, band: tuple[float, float] | None, axis: Axis) -> str:
-    shown = axis.shown
-    return shown(value) if band is None else f"{shown(value)} ({shown(band[0])} to {shown(band[1])})"
+    """Return a value as text, with the interval around it in brackets."""
+    if band is None:
+        return axis.shown(value)
+    low, high = band
+    return f"{axis.shown(value)} ({axis.shown(low)} to {axis.shown(high)})"
 
 
 def _with_interval(mark: Mark | None, axis: Axis) -> str:
+    """Return a mark as text, with its interval in brackets; a dash for None."""
     if mark is None:
         return axis.shown(None)
-    has_interval = mark.low is not None and mark.high is not None
-    return _with_band(mark.value, (mark.low or 0.0, mark.high or 0.0) if has_interval else None, axis)
+    if mark.low is None or mark.high is None:
+        return axis.shown(mark.value)
+    return _with_band(mark.value, (mark.low, mark.high), axis)

@@ -31,21 +31,37 @@ def _texts(value: object) -> tuple[str, ...]:
 
 
 def _numbers(value: object) -> dict[str, float]:
-    pairs = value.items() if isinstance(value, Mapping) else ()
-    return {as_text(key): number for key, item in pairs if (number := as_number(item)) is not None}
+    """Return the entries of an object whose values are numbers; of anything else none."""
+    numbers: dict[str, float] = {}
+    if not isinstance(value, Mapping):
+        return numbers
+    for key, item in value.items():
+        number = as_number(item)
+        if number is not None:
+            numbers[as_text(key)] = number
+    return numbers
 
 
 def _numbers_of_scopes(value: object) -> dict[str, dict[str, float]]:
-    return {scope: _numbers(value.get(scope) if isinstance(value, Mapping) else None) for scope in _RECORDED}
+    """Return the numbers of each scope that rounds record; of a scope that is missing none."""
+    by_scope = value if isinstance(value, Mapping) else {}
+    return {scope: _numbers(by_scope.get(scope)) for scope in _RECORDED}
 
 
 def _reasons(value: object) -> tuple[tuple[str, str], ...]:
-    items = [item if isinstance(item, Mapping) else {} for item in (value if isinstance(value, list) else ())]
-    return tuple((as_text(item.get("agent")), as_text(item.get("reason"))) for item in items)
+    """Return (agent, reason) of each item of a list; both are empty for an item of another form."""
+    items = value if isinstance(value, list) else []
+    reasons = []
+    for item in items:
+        fields = item if isinstance(item, Mapping) else {}
+        reasons.append((as_text(fields.get("agent")), as_text(fields.get("reason"))))
+    return tuple(reasons)
 
 
 def _notes(value: object) -> dict[str, str]:
-    return {as_text(key): as_text(item) for key, item in value.items()} if isinstance(value, Mapping) else {}
+    if not isinstance(value, Mapping):
+        return {}
+    return {as_text(key): as_text(item) for key, item in value.items()}
 
 
 Number = Annotated[float | None, BeforeValidator(as_number)]
@@ -83,9 +99,11 @@ class RoundFigures(Figures):
     loss: Numbers = {}
 
     def mean(self, scope: Scope) -> float | None:
-        """Mean over agents; None where no agent reported."""
+        """Return the mean over agents; None where no agent reported."""
         values = self.acc.get(scope, {}).values()
-        return fmean(values) if values else None
+        if not values:
+            return None
+        return fmean(values)
 
 
 class AgentFigures(Figures):
@@ -139,14 +157,18 @@ class RunFigures:
         return len(self.agents) or len({name for line in self.rounds for name in line.agents})
 
     def final_mean(self, scope: Scope) -> float | None:
-        """Mean over agents at the end; where none reported it, that of the last round that has it."""
+        """Return the mean over agents at the end; where none reported it, that of the last round that has it."""
         values = [agent.acc[scope] for agent in self.agents if scope in agent.acc]
         if values:
             return fmean(values)
-        return next((mean for line in reversed(self.rounds) if (mean := line.mean(scope)) is not None), None)
+        for figures in reversed(self.rounds):
+            mean = figures.mean(scope)
+            if mean is not None:
+                return mean
+        return None
 
     def curve(self, scope: Curve) -> list[tuple[int, dict[str, float]]]:
-        """(Rounds done, accuracy of each agent) of the models of a scope, in order.
+        """Return (rounds done, accuracy of each agent) of the models of a scope, in order.
 
         What agents report in round r of ``global`` and ``personal`` is of the model that they received, which has
         r - 1 rounds behind it; the last entry is the run's end.
@@ -155,19 +177,21 @@ class RunFigures:
             return [(line.round, line.acc[scope]) for line in self.rounds if line.acc.get(scope)]
         result = [(line.round - 1, line.acc[scope]) for line in self.rounds if line.acc.get(scope)]
         final = {agent.id: agent.acc[scope] for agent in self.agents if scope in agent.acc}
-        return [*result, (self.rounds[-1].round, final)] if final and self.rounds else result
+        if final and self.rounds:
+            result.append((self.rounds[-1].round, final))
+        return result
 
     def total(self, direction: Literal["bytes_up", "bytes_down"]) -> float | None:
-        """Bytes over all rounds; where rounds have none, over all agents."""
-        for lines in (self.rounds, self.agents):
-            known = [value for line in lines if (value := getattr(line, direction)) is not None]
-            if known:
-                return math.fsum(known)
+        """Return bytes over all rounds; where rounds have none, over all agents; None where neither has any."""
+        for records in (self.rounds, self.agents):
+            sizes = [getattr(record, direction) for record in records if getattr(record, direction) is not None]
+            if sizes:
+                return math.fsum(sizes)
         return None
 
 
 def read_run(run: str, summary: Mapping[str, Any], metrics: Iterable[Mapping[str, Any]]) -> RunFigures:
-    """The figures in a summary and in records of kinds ``round``, ``agent``, ``proxy`` and ``proxy_failed``."""
+    """Read the figures of a summary and of records of kinds ``round``, ``agent``, ``proxy`` and ``proxy_failed``."""
     rounds: dict[int, RoundFigures] = {}
     agents: dict[str, AgentFigures] = {}
     proxy: dict[int, ProxyFigures] = {}
@@ -197,7 +221,7 @@ def read_run(run: str, summary: Mapping[str, Any], metrics: Iterable[Mapping[str
 
 
 def notes_of(record: Mapping[str, Any]) -> tuple[str, ...]:
-    """What a reader has to know about the figures of one agent, each in half a sentence."""
+    """Return what a reader has to know about the figures of one agent, each in half a sentence."""
     result = []
     if record.get("rolled_back"):
         result.append(f"rolled back, {record['rolled_back']}; figures are of the new encoder")

@@ -98,7 +98,7 @@ def render(run: RunFigures, releases: Sequence[Mapping[str, Any]] = ()) -> str:
 
 
 def _title(run: RunFigures) -> str:
-    """What was done, by which method on what: one run among many is recognised by it."""
+    """Return what was done, by which method on what: one run among many is recognised by it."""
     method = _text(run.summary.get("method"))
     simulation = run.simulation
     if simulation:
@@ -111,16 +111,18 @@ def _title(run: RunFigures) -> str:
 
 
 def source_name(source: object) -> str:
-    """A data source without the folders of its path: ``windows:watch.npz``."""
+    """Return a data source without the folders of its path: ``windows:watch.npz``."""
     kind, colon, path = str(source).partition(":")
     return f"{kind}{colon}{path.rpartition('/')[2]}"
 
 
 def _figures(charts: Sequence[Chart | None], name: str) -> list[str]:
+    """Return the HTML of the charts that there are; their ids are ``name`` with their place among all."""
     return [figure_html(chart, f"{name}-{number}", level=3) for number, chart in enumerate(charts) if chart is not None]
 
 
 def _partition(run: RunFigures) -> Chart | None:
+    """Return who has which samples: of a simulation by class, of agents their number; None where that is not known."""
     shown = run.simulation.get("partition")
     if shown and shown.get("clients"):
         data = ", ".join(map(source_name, run.simulation.get("data", [])))
@@ -130,7 +132,7 @@ def _partition(run: RunFigures) -> Chart | None:
 
 
 def _commands(run: RunFigures) -> Iterator[tuple[str, str]]:
-    """What to do, and the commands or settings for it."""
+    """Yield what to do with the run, and the commands or settings for it."""
     plan = run.simulation.get("plan")
     if isinstance(plan, dict):
         yield "Settings: save them as simulation.toml", _toml(plan)
@@ -141,24 +143,28 @@ def _commands(run: RunFigures) -> Iterator[tuple[str, str]]:
         yield "Measures of its features and its partition", "headwater analyze again"
         return
     summary = run.summary
-    options = {name: summary.get(name) for name in ("method", "rounds", "seed") if summary.get(name) is not None}
-    arguments = [argument for name, value in options.items() for argument in (f"--{name}", str(value))]
+    arguments = []
+    for name in ("method", "rounds", "seed"):
+        if summary.get(name) is not None:
+            arguments += [f"--{name}", str(summary[name])]
     params = summary.get("params")
     if arguments and isinstance(params, dict):
-        given = {name: value for name, value in params.items() if value is not None}
-        arguments += [
-            argument for name, value in given.items() for argument in ("--set", f"{name}={json.dumps(value)}")
-        ]
+        for name, value in params.items():
+            if value is not None:
+                arguments += ["--set", f"{name}={json.dumps(value)}"]
         yield "The same run again, at a coordinator with the same agents", shlex.join(["headwater", "run", *arguments])
     yield "This page again", shlex.join(["headwater", "report", "--run", run.run])
 
 
 def _toml(plan: Mapping[str, Any]) -> str:
-    """Settings as TOML; values are JSON, whose scalars, lists and strings TOML shares."""
+    """Return settings as TOML; values are JSON, whose scalars, lists and strings TOML shares."""
+    # Tables come last, because what follows the head of a table belongs to it.
     lines = [f"{key} = {json.dumps(value)}" for key, value in plan.items() if not isinstance(value, dict)]
     for key, value in plan.items():
         if isinstance(value, dict) and value:
-            lines += [f"\n[{key}]", *(f"{json.dumps(name)} = {json.dumps(item)}" for name, item in value.items())]
+            lines.append(f"\n[{key}]")
+            for name, item in value.items():
+                lines.append(f"{json.dumps(name)} = {json.dumps(item)}")
     return "\n".join(lines)
 
 
@@ -184,7 +190,7 @@ def _score_rows(release: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
 
 
 def render_page(template: str, **content: Any) -> str:
-    """A self-contained page from one of the templates; values that are not HTML are escaped."""
+    """Return a self-contained page from one of the templates; values that are not HTML are escaped."""
     return _templates().get_template(template).render(assets=_assets(), **content)
 
 
@@ -201,7 +207,7 @@ def _templates() -> jinja2.Environment:
 
 
 def templates_of(package: str, shown: Callable[[Any], Any] | None = None) -> jinja2.Environment:
-    """The templates of a package, with the filters of all pages; each value passes through ``shown`` and is escaped."""
+    """Return a package's templates with the filters of all pages; each value goes through ``shown`` and is escaped."""
     import jinja2  # when the first page is written: an idle coordinator does without
 
     templates = jinja2.Environment(
@@ -227,40 +233,47 @@ def templates_of(package: str, shown: Callable[[Any], Any] | None = None) -> jin
 
 
 def accuracy_svg(folder: RunFolder) -> bytes:
-    """An SVG file with the accuracies of each device.
+    """Return an SVG file with the accuracies of each device.
 
     Raises:
-        StateError: no device has reported accuracies yet, or the files are damaged.
+        StateError: No device has reported accuracies yet, or the files are damaged.
     """
     run = read_run(folder.run, folder.summary() or {}, folder.metrics())
     chart = run_charts.benefit([agent for agent in run.agents if agent.acc])
     if chart is None:
         raise StateError(f"{folder.folder}: no device has reported accuracies yet; try again after the run")
-    rows = ((agent.id, agent.acc) for agent in run.agents if agent.acc)
-    parts = (f"{name}: " + ", ".join(f"acc.{s} {acc[s]:.3f}" for s in SCOPES if s in acc) for name, acc in rows)
-    text = f"Accuracy of each device. {'; '.join(parts)}"
-    return picture(
-        [replace(chart, title=_title(run), summary=text, value=Axis(run_charts.ACCURACY, low=0.0, high=1.0))]
-    )
+    devices = [f"{agent.id}: {_listed_accuracies(agent)}" for agent in run.agents if agent.acc]
+    summary = f"Accuracy of each device. {'; '.join(devices)}"
+    axis = Axis(run_charts.ACCURACY, low=0.0, high=1.0)
+    return picture([replace(chart, title=_title(run), summary=summary, value=axis)])
+
+
+def _listed_accuracies(agent: AgentFigures) -> str:
+    """Return the accuracies that a device has reported, as text."""
+    return ", ".join(f"acc.{scope} {agent.acc[scope]:.3f}" for scope in SCOPES if scope in agent.acc)
 
 
 def _warm_start(record: object) -> str:
-    """The warm start in half a sentence; empty without one."""
+    """Return the warm start in half a sentence; empty without one."""
     if not isinstance(record, dict):
         return ""
-    samples, epochs, accuracy = (as_number(record.get(name)) for name in ("samples", "epochs", "accuracy"))
-    scored = "not scored" if accuracy is None else f"accuracy {percent(accuracy)}"
+    samples = as_number(record.get("samples"))
+    epochs = as_number(record.get("epochs"))
+    accuracy = as_number(record.get("accuracy"))
+    scored = "not scored"
+    if accuracy is not None:
+        scored = f"accuracy {percent(accuracy)}"
     return f"{_count(samples)} samples, {_count(epochs)} epochs, {scored}"
 
 
 def _cards(run: RunFigures) -> Iterator[tuple[str, str, str, str]]:
-    """Name, value, note and style of each key figure."""
+    """Yield name, value, note and style of each key figure."""
     member = "client" if run.simulation else "agent"
-    known = run_charts.gains(run.agents)
-    if known:
-        gain = fmean(gain for gain, _ in known)
+    compared = run_charts.gains(run.agents)
+    if compared:
+        gain = fmean(gain for gain, _ in compared)
         kind = run_charts.classify_mean(run.agents)
-        note = f"percentage points, personal over alone; mean over {counted(len(known), member)}"
+        note = f"percentage points, personal over alone; mean over {counted(len(compared), member)}"
         if kind is Gain.WITHIN:
             note += "; within noise"
         yield "gain", points(gain), note, _GAIN_STYLES[kind]
@@ -298,7 +311,7 @@ def _agent_row(agent: AgentFigures) -> tuple[str, ...]:
 
 
 def _incidents(rounds: Sequence[RoundFigures]) -> Iterator[tuple[int, str, str]]:
-    """Round, agent and reason of each update that is not in the aggregate of its round, or is not as it was sent."""
+    """Yield round, agent and reason of each update that is not in its round's aggregate, or is not as it was sent."""
     for line in rounds:
         yield from ((line.round, name, "no update before the round closed") for name in line.missing)
         yield from ((line.round, name, f"rejected: {why}") for name, why in line.rejected)
@@ -307,20 +320,24 @@ def _incidents(rounds: Sequence[RoundFigures]) -> Iterator[tuple[int, str, str]]
 
 
 def megabytes(size: float | None) -> str:
-    """Bytes in MB (millions), or in kB where that is less than one; a dash where it is not known."""
+    """Return bytes in MB (millions), or in kB where that is less than one; a dash where it is not known."""
     if size is None:
         return "–"
-    return f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.1f} kB"
+    if size >= 1e6:
+        return f"{size / 1e6:.1f} MB"
+    return f"{size / 1e3:.1f} kB"
 
 
 def duration(seconds: float | None) -> str:
-    """Seconds in the unit that a person would use; a dash where it is not known."""
+    """Return seconds in the unit that a person would use; a dash where it is not known."""
     if seconds is None:
         return "–"
     if seconds < 120:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+    if minutes < 120:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"
 
 
 def _count(value: float | None) -> str:

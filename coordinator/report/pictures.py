@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 import textwrap
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from edge_agent.core.errors import UsageError
 
-from .charts import THEMES, Bars, Chart, Curves, Matrix, Rows, Scatter, Series, Timeline, clean, number
+from .charts import THEMES, Bars, Chart, Curves, Key, Mark, Matrix, Rows, Scatter, Series, Timeline, clean, number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,26 +24,29 @@ _COLOURS = THEMES["light"]
 _MARKERS = {"dot": "o", "square": "s", "diamond": "D"}
 _PANEL_WIDTH = 7.2
 _PANEL_HEIGHT = 4.3
-_MOST_NUMBERED, _MOST_NAMED = 14, 60
-"""Columns of a matrix up to which cells have numbers, and names."""
+_MOST_NUMBERED = 14
+"""Columns of a matrix up to which its cells have numbers."""
+
+_MOST_NAMED = 60
+"""Columns or rows of a matrix up to which they have names."""
 
 
 def format_of(suffix: str) -> Format:
-    """The format of a picture file with this suffix.
+    """Return the format of a picture file with this suffix.
 
     Raises:
-        UsageError: no such format.
+        UsageError: There is no such format.
     """
-    kind = suffix.lstrip(".").lower()
-    for known in FORMATS:
-        if kind == known:
-            return known
-    result = f"'{suffix}'" if suffix else "a name without a suffix"
-    raise UsageError(f"{result}: expected one of {', '.join('.' + one for one in FORMATS)}")
+    name = suffix.lstrip(".").lower()
+    for kind in FORMATS:
+        if name == kind:
+            return kind
+    found = f"'{suffix}'" if suffix else "a name without a suffix"
+    raise UsageError(f"{found}: expected one of {', '.join('.' + kind for kind in FORMATS)}")
 
 
 def picture(charts: Sequence[Chart], kind: Format = "svg", *, title: str = "") -> bytes:
-    """The bytes of a picture file: the charts side by side, each under its title, all under ``title``.
+    """Return the bytes of a picture file: the charts side by side, each under its title, all under ``title``.
 
     The same charts give the same bytes. An SVG says its charts' summaries to screen readers, and keeps text as text.
     """
@@ -51,27 +55,37 @@ def picture(charts: Sequence[Chart], kind: Format = "svg", *, title: str = "") -
 
     with mpl.rc_context(_style()), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from")  # names in any script; an SVG keeps them
+        # 1. The charts side by side: as wide as all of them, as high as the highest.
         sizes = [_size(chart) for chart in charts]
-        figure = Figure(
-            figsize=(sum(width for width, _ in sizes), max(high for _, high in sizes)), layout="constrained"
-        )
-        panels = figure.subplots(1, len(charts), squeeze=False, width_ratios=[width for width, _ in sizes])[0]
+        widths = [size.width for size in sizes]
+        width = sum(widths)
+        figure = Figure(figsize=(width, max(size.height for size in sizes)), layout="constrained")
+        panels = figure.subplots(1, len(charts), squeeze=False, width_ratios=widths)[0]
         for panel, chart in zip(panels, charts, strict=True):
             _draw(panel, chart)
+        # 2. The title's font is larger than a panel's, and a line that is wider than the picture is cut off.
         if title:
-            # The title's font is larger than a panel's, and a line that is wider than the picture is cut off.
-            wide = int(_TITLE_CHARS_PER_INCH * sum(width for width, _ in sizes) * _PANEL_TITLE_SIZE / _TITLE_SIZE)
-            lines = textwrap.fill(clean(title, 200), wide)
+            chars_per_line = int(_TITLE_CHARS_PER_INCH * width * _PANEL_TITLE_SIZE / _TITLE_SIZE)
+            lines = textwrap.fill(clean(title, 200), chars_per_line)
             figure.suptitle(lines, x=0.01, ha="left", fontsize=_TITLE_SIZE, fontweight="bold")
-        out = io.BytesIO()
-        dates = {"png": "Software", "svg": "Date", "pdf": "CreationDate"}  # nothing that differs from run to run
-        figure.savefig(out, format=kind, dpi=150, metadata={dates[kind]: None})
-    content = out.getvalue()
-    return content if kind != "svg" else _described(content, clean(" ".join(chart.summary for chart in charts), 4000))
+        # 3. Without the date or the software's version, which would differ from run to run.
+        file = io.BytesIO()
+        figure.savefig(file, format=kind, dpi=150, metadata={_VOLATILE_METADATA[kind]: None})
+    content = file.getvalue()
+    if kind != "svg":
+        return content
+    return _with_description(content, clean(" ".join(chart.summary for chart in charts), 4000))
+
+
+_VOLATILE_METADATA: Mapping[Format, str] = {"png": "Software", "svg": "Date", "pdf": "CreationDate"}
+"""Format -> what matplotlib writes into a file that is not the same in each."""
 
 
 def _style() -> Any:
-    ink, soft, rule = (_COLOURS[name] for name in ("ink", "soft", "rule"))
+    """Return matplotlib's settings for the pages' light theme."""
+    ink = _COLOURS["ink"]
+    soft = _COLOURS["soft"]
+    rule = _COLOURS["rule"]
     return {
         "svg.hashsalt": "headwater",
         "svg.fonttype": "none",
@@ -113,18 +127,29 @@ _TITLE_SIZE = 12
 """The size of the title above all panels, in points."""
 
 
-def _size(chart: Chart) -> tuple[float, float]:
+class _Size(NamedTuple):
+    """Width and height of a panel in inches."""
+
+    width: float
+    height: float
+
+
+def _size(chart: Chart) -> _Size:
+    """Return how large a chart is drawn; names and numbers of rows and cells have to fit."""
     if isinstance(chart, Rows | Timeline):
-        return _PANEL_WIDTH, 1.5 + 0.3 * len(chart.rows)
+        return _Size(_PANEL_WIDTH, 1.5 + 0.3 * len(chart.rows))
     if isinstance(chart, Matrix):
         cell = 0.46 if len(chart.columns) <= _MOST_NUMBERED else 0.2
-        sides = (1.8 + cell * len(chart.columns), 1.7 + min(cell, 0.32) * len(chart.rows))
-        return min(18.0, max(4.2, sides[0])), min(18.0, max(2.8, sides[1]))
-    return _PANEL_WIDTH, _PANEL_WIDTH if isinstance(chart, Scatter) else _PANEL_HEIGHT
+        width = 1.8 + cell * len(chart.columns)
+        height = 1.7 + min(cell, 0.32) * len(chart.rows)
+        return _Size(min(18.0, max(4.2, width)), min(18.0, max(2.8, height)))
+    if isinstance(chart, Scatter):
+        return _Size(_PANEL_WIDTH, _PANEL_WIDTH)
+    return _Size(_PANEL_WIDTH, _PANEL_HEIGHT)
 
 
-def _described(content: bytes, text: str) -> bytes:
-    """The SVG with its summary for readers who cannot see it."""
+def _with_description(content: bytes, text: str) -> bytes:
+    """Return the SVG with its summary for readers who cannot see it."""
     drawing = content[content.index(b"<svg ") :]  # without the address of a document type
     end = drawing.index(b">")
     summary = escape(text).encode()
@@ -140,7 +165,7 @@ def _described(content: bytes, text: str) -> bytes:
 
 
 def _draw(panel: Axes, chart: Chart) -> None:
-    title = textwrap.fill(clean(chart.title, 200), int(_TITLE_CHARS_PER_INCH * _size(chart)[0]))
+    title = textwrap.fill(clean(chart.title, 200), int(_TITLE_CHARS_PER_INCH * _size(chart).width))
     panel.set_title(title, pad=10)
     if isinstance(chart, Rows):
         _rows(panel, chart)
@@ -153,22 +178,14 @@ def _draw(panel: Axes, chart: Chart) -> None:
 
 
 def _curves(panel: Axes, chart: Curves) -> None:
-    below: dict[float, float] = {}
-    for index, one in enumerate(chart.series):
-        known = [(x, y) for x, y in one.points if y is not None]
-        xs = [x for x, _ in known]
-        ys = [y for _, y in known]
-        look: dict[str, Any] = {"color": _COLOURS[one.role], "label": clean(one.name)}
-        if isinstance(chart, Scatter):
-            panel.scatter(xs, ys, s=22, marker=list(_MARKERS.values())[index % 3], linewidths=0, **look)
-        elif isinstance(chart, Bars):
-            width = 0.78 if chart.stacked else 0.78 / len(chart.series)
-            shift = 0.0 if chart.stacked else (index - (len(chart.series) - 1) / 2) * width
-            bottoms = [below.get(x, 0.0) if chart.stacked else 0.0 for x in xs]
-            panel.bar([x + shift for x in xs], ys, width, bottoms, **look)
-            below.update({x: bottom + y for x, y, bottom in zip(xs, ys, bottoms, strict=True)})
-        else:
-            _line(panel, one, xs, ys, look)
+    """Draw lines, bars or a cloud with axes and legend."""
+    if isinstance(chart, Bars):
+        _bars(panel, chart)
+    elif isinstance(chart, Scatter):
+        _cloud(panel, chart)
+    else:
+        for series in chart.series:
+            _line(panel, series)
     _scale(panel, chart)
     if isinstance(chart, Bars):
         _mark_cut_bars(panel, chart)
@@ -179,12 +196,61 @@ def _curves(panel: Axes, chart: Curves) -> None:
         panel.legend(loc="upper left", bbox_to_anchor=(0, -0.14), ncols=columns, borderaxespad=0)
 
 
-def _line(panel: Axes, one: Series, xs: list[float], ys: list[float], look: dict[str, Any]) -> None:
-    marker = "o" if len(xs) <= 40 and not one.dashed else None
-    panel.plot(xs, ys, linestyle="--" if one.dashed else "-", marker=marker, markersize=3.5, **look)
-    if one.band:
-        lows, highs = zip(*one.band, strict=True)
-        panel.fill_between([x for x, _ in one.points], lows, highs, color=look["color"], alpha=0.15, linewidth=0)
+@dataclass(frozen=True)
+class _Coordinates:
+    """The points of a series that are drawn, without its gaps."""
+
+    xs: list[float]
+    ys: list[float]
+
+    @classmethod
+    def from_series(cls, series: Series) -> _Coordinates:
+        """Leave out points without a value."""
+        drawn = [(x, y) for x, y in series.points if y is not None]
+        return cls([x for x, _ in drawn], [y for _, y in drawn])
+
+
+def _bars(panel: Axes, chart: Bars) -> None:
+    """Draw the series' bars beside each other, or on top of each other where they are stacked."""
+    heights: dict[float, float] = {}  # x -> where the next series begins
+    for index, series in enumerate(chart.series):
+        points = _Coordinates.from_series(series)
+        width = 0.78
+        shift = 0.0
+        bottoms = [0.0] * len(points.xs)
+        if chart.stacked:
+            bottoms = [heights.get(x, 0.0) for x in points.xs]
+        else:
+            width /= len(chart.series)
+            shift = (index - (len(chart.series) - 1) / 2) * width
+        lefts = [x + shift for x in points.xs]
+        panel.bar(lefts, points.ys, width, bottoms, color=_COLOURS[series.role], label=clean(series.name))
+        for x, bottom, y in zip(points.xs, bottoms, points.ys, strict=True):
+            heights[x] = bottom + y
+
+
+def _cloud(panel: Axes, chart: Scatter) -> None:
+    """Draw each series as points of a shape of its own, as far as there are shapes."""
+    shapes = list(_MARKERS.values())
+    for index, series in enumerate(chart.series):
+        points = _Coordinates.from_series(series)
+        shape = shapes[index % len(shapes)]
+        colour = _COLOURS[series.role]
+        panel.scatter(points.xs, points.ys, s=22, marker=shape, linewidths=0, color=colour, label=clean(series.name))
+
+
+def _line(panel: Axes, series: Series) -> None:
+    """Draw a line with its band; few points are marked."""
+    points = _Coordinates.from_series(series)
+    colour = _COLOURS[series.role]
+    marker = "o" if len(points.xs) <= 40 and not series.dashed else None
+    style = "--" if series.dashed else "-"
+    label = clean(series.name)
+    panel.plot(points.xs, points.ys, linestyle=style, marker=marker, markersize=3.5, color=colour, label=label)
+    if series.band:
+        lows = [low for low, _ in series.band]
+        highs = [high for _, high in series.band]
+        panel.fill_between([x for x, _ in series.points], lows, highs, color=colour, alpha=0.15, linewidth=0)
 
 
 def _mark_cut_bars(panel: Axes, chart: Bars) -> None:
@@ -198,6 +264,7 @@ def _mark_cut_bars(panel: Axes, chart: Bars) -> None:
 
 
 def _scale(panel: Axes, chart: Curves) -> None:
+    """Label the axes, and set their ends and scales."""
     from matplotlib.ticker import MaxNLocator
 
     x = chart.x
@@ -221,36 +288,20 @@ def _in_percent(value: float, _position: float) -> str:
 
 
 def _rows(panel: Axes, chart: Rows) -> None:
-    numbers = range(len(chart.rows))
-    for y, row in zip(numbers, chart.rows, strict=True):
-        values = [mark.value for mark in row.marks.values()]
-        if chart.style == "marks" and len(values) > 1:
-            panel.plot([min(values), max(values)], [y, y], color=_COLOURS["rule"], linewidth=2, zorder=1)
+    """Draw one line of marks or bars for each name, with axis and legend."""
+    if chart.style == "marks":
+        _join_marks(panel, chart)
     for order, key in enumerate(chart.keys):
-        known = [(y, row.marks[key.name]) for y, row in zip(numbers, chart.rows, strict=True) if key.name in row.marks]
-        colour = _COLOURS[key.role]
-        label = clean(key.name)
+        marks = {y: row.marks[key.name] for y, row in enumerate(chart.rows) if key.name in row.marks}
         if chart.style == "bars":
             height = 0.7 / len(chart.keys)
             shift = (order - (len(chart.keys) - 1) / 2) * height
-            panel.barh(
-                [y + shift for y, _ in known],
-                [mark.value for _, mark in known],
-                height,
-                color=colour,
-                label=label,
-            )
-            continue
-        for y, mark in known:
-            if mark.low is not None and mark.high is not None:
-                panel.plot([mark.low, mark.high], [y, y], color=colour, alpha=0.22, linewidth=6, zorder=2)
-        look: dict[str, Any] = {"color": colour}
-        if key.shape != "dot":  # marks at the same value stay visible: the dot lies within the others
-            look = {"edgecolors": colour, "facecolors": "none", "linewidths": 1.8}
-        xs = [mark.value for _, mark in known]
-        ys = [y for y, _ in known]
-        size = 26 if key.shape == "dot" else 70
-        panel.scatter(xs, ys, s=size, marker=_MARKERS[key.shape], zorder=3 + order, label=label, **look)
+            places = [y + shift for y in marks]
+            widths = [mark.value for mark in marks.values()]
+            panel.barh(places, widths, height, color=_COLOURS[key.role], label=clean(key.name))
+        else:
+            _marks_of_key(panel, marks, key, layer=3 + order)
+    numbers = range(len(chart.rows))
     panel.set_yticks(list(numbers), [clean(row.name, 30) for row in chart.rows])
     panel.set(xlabel=clean(chart.value.text), ylim=(len(chart.rows) - 0.4, -0.6))
     panel.set_xlim(chart.value.low, chart.value.high)
@@ -263,36 +314,74 @@ def _rows(panel: Axes, chart: Rows) -> None:
         )
 
 
+def _join_marks(panel: Axes, chart: Rows) -> None:
+    """Draw a line below the marks of each row that has several."""
+    for y, row in enumerate(chart.rows):
+        values = [mark.value for mark in row.marks.values()]
+        if len(values) > 1:
+            panel.plot([min(values), max(values)], [y, y], color=_COLOURS["rule"], linewidth=2, zorder=1)
+
+
+def _marks_of_key(panel: Axes, marks: Mapping[int, Mark], key: Key, *, layer: int) -> None:
+    """Draw the marks of a key over their intervals.
+
+    Args:
+        panel: Where to draw.
+        marks: Row -> its mark.
+        key: What the marks are.
+        layer: Higher ones are drawn over lower ones.
+    """
+    colour = _COLOURS[key.role]
+    for y, mark in marks.items():
+        if mark.low is not None and mark.high is not None:
+            panel.plot([mark.low, mark.high], [y, y], color=colour, alpha=0.22, linewidth=6, zorder=2)
+    # Marks at the same value stay visible: the dot lies within the others, which are larger and hollow.
+    look: dict[str, Any] = {"color": colour, "s": 26}
+    if key.shape != "dot":
+        look = {"edgecolors": colour, "facecolors": "none", "linewidths": 1.8, "s": 70}
+    values = [mark.value for mark in marks.values()]
+    panel.scatter(values, list(marks), marker=_MARKERS[key.shape], zorder=layer, label=clean(key.name), **look)
+
+
 def _matrix(panel: Axes, chart: Matrix) -> None:
+    """Draw the cells of a matrix, with numbers and names where there are not too many."""
     from matplotlib.colors import LinearSegmentedColormap
 
     colours = LinearSegmentedColormap.from_list("headwater", [_COLOURS["sheet"], _COLOURS["personal"]])
-    span = (chart.high - chart.low) or 1.0
-    share = float(_COLOURS["depth"].rstrip("%")) / 100
-    shades = [
-        [0.0 if value is None else share * min(1.0, max(0.0, (value - chart.low) / span)) for value in line]
-        for line in chart.values
-    ]
+    shades = [[_shade(chart, value) for value in line] for line in chart.values]
     panel.imshow(shades, aspect="auto", cmap=colours, vmin=0.0, vmax=1.0, interpolation="nearest")
     if len(chart.columns) <= _MOST_NUMBERED:
         for row, line in enumerate(chart.values):
             for column, value in enumerate(line):
                 text = "–" if value is None else chart.cell(value)
                 panel.text(column, row, text, ha="center", va="center", fontsize=8)
-    for names, set_ticks, turn in ((chart.columns, panel.set_xticks, 90), (chart.rows, panel.set_yticks, 0)):
-        if len(names) <= _MOST_NAMED:
-            set_ticks(range(len(names)), [clean(name, 20) for name in names], rotation=turn)
+    if len(chart.columns) <= _MOST_NAMED:
+        panel.set_xticks(range(len(chart.columns)), [clean(name, 20) for name in chart.columns], rotation=90)
+    if len(chart.rows) <= _MOST_NAMED:
+        panel.set_yticks(range(len(chart.rows)), [clean(name, 20) for name in chart.rows], rotation=0)
     panel.set(xlabel=clean(chart.column_label), ylabel=clean(chart.row_label))
     panel.grid(visible=False)
 
 
+def _shade(chart: Matrix, value: float | None) -> float:
+    """Return how full a cell is, 0..1; at most as full as the theme allows, so that its number can be read."""
+    if value is None:
+        return 0.0
+    span = (chart.high - chart.low) or 1.0
+    deepest = float(_COLOURS["depth"].rstrip("%")) / 100
+    return deepest * min(1.0, max(0.0, (value - chart.low) / span))
+
+
 def _timeline(panel: Axes, chart: Timeline) -> None:
-    ends = [one.end for _, spans in chart.rows for one in spans if one.end is not None]
-    now = chart.x.high if chart.x.high is not None else max(ends, default=1.0)
+    """Draw one bar for each span; those that have not ended reach to now."""
+    now = chart.x.high
+    if now is None:
+        ends = [span.end for _, spans in chart.rows for span in spans if span.end is not None]
+        now = max(ends, default=1.0)
     for y, (_, spans) in enumerate(chart.rows):
-        for one in spans:
-            end = now if one.end is None else one.end
-            panel.barh(y, end - one.begin, 0.6, one.begin, color=_COLOURS[one.role])
+        for span in spans:
+            end = now if span.end is None else span.end
+            panel.barh(y, end - span.begin, 0.6, span.begin, color=_COLOURS[span.role])
     panel.set_yticks(range(len(chart.rows)), [clean(name, 30) for name, _ in chart.rows])
     panel.set(xlabel=clean(chart.x.text), ylim=(len(chart.rows) - 0.4, -0.6))
     panel.grid(visible=False, axis="y")

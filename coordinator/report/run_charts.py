@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean, median, quantiles
 from typing import Any
 
@@ -51,50 +52,66 @@ _NAMES: Mapping[Curve, tuple[str, str]] = {
 
 
 def wilson(share: float, count: float) -> tuple[float, float]:
-    """The Wilson score interval, 95 %, of a share that was seen in ``count`` samples."""
+    """Return the Wilson score interval, 95 %, of a share that was seen in ``count`` samples."""
     if count <= 0:
         return 0.0, 1.0
     square = NORMAL_95**2
+    variance = max(0.0, share * (1 - share)) / count  # a share from a peer may lie outside 0..1
     middle = (share + square / (2 * count)) / (1 + square / count)
-    reach = (
-        NORMAL_95 * math.sqrt(max(0.0, share * (1 - share)) / count + square / (4 * count**2)) / (1 + square / count)
-    )
+    reach = NORMAL_95 * math.sqrt(variance + square / (4 * count**2)) / (1 + square / count)
     return max(0.0, middle - reach), min(1.0, middle + reach)
 
 
 def gains(agents: Iterable[AgentFigures]) -> list[tuple[float, AgentFigures]]:
-    """acc.personal - acc.local of each agent that has both, the largest first."""
-    known = [(one.acc["personal"] - one.acc["local"], one) for one in agents if {"personal", "local"} <= one.acc.keys()]
-    return sorted(known, key=lambda pair: (-pair[0], pair[1].id))
+    """Return acc.personal - acc.local of each agent that has both, with the agent; the largest first."""
+    comparable = [agent for agent in agents if {"personal", "local"} <= agent.acc.keys()]
+    compared = [(agent.acc["personal"] - agent.acc["local"], agent) for agent in comparable]
+    return sorted(compared, key=lambda pair: (-pair[0], pair[1].id))
 
 
 def benefit_sentence(agents: Sequence[AgentFigures]) -> str:
-    """What the devices gain from taking part, in a sentence or two; empty where it is not known."""
-    known = gains(agents)
-    if not known:
+    """Say in a few sentences what the devices gain from taking part; empty where that is not known."""
+    compared = gains(agents)
+    if not compared:
         return ""
-    local, personal = (fmean(one.acc[scope] for _, one in known) for scope in ("local", "personal"))
-    kinds = Counter(_classify(one) for _, one in known)
-    # Noise is known only where the devices report how many samples they hold out.
-    is_noise_known = not kinds[Gain.UNKNOWN]
-    better = kinds[Gain.ABOVE] if is_noise_known else sum(gain > 0 for gain, _ in known)
-    more = f"{better} of {counted(len(known), 'device')} {'is' if better == 1 else 'are'} more accurate"
-    than = "with the federation than with the best model that each fits alone"
-    parts = [f"{more} {than}, by more than noise." if is_noise_known else f"{more} {than}."]
+    kinds = Counter(_classify(agent) for _, agent in compared)
+    sentences = [_who_is_more_accurate(compared, kinds)]
     if kinds[Gain.WITHIN]:
         devices = counted(kinds[Gain.WITHIN], "device")
-        parts.append(f"The difference of {devices} is within noise.")
-    alone = sorted(one.id for _, one in known if one.better_alone)
-    if alone:
-        shown = ", ".join(alone[:10]) + (f" and {len(alone) - 10} more" if len(alone) > 10 else "")
-        parts.append(f"Better off alone by more than noise: {shown}.")
-    else:
-        parts.append("No device is better off alone by more than noise.")
+        sentences.append(f"The difference of {devices} is within noise.")
+    sentences.append(_who_is_better_alone(compared))
+    local = fmean(agent.acc["local"] for _, agent in compared)
+    personal = fmean(agent.acc["personal"] for _, agent in compared)
     change = f"{points(personal - local)} percentage points"
     if classify_mean(agents) is Gain.WITHIN:
         change += ", within noise"
-    parts.append(f"The mean goes from {percent(local)} to {percent(personal)} ({change}).")
-    return " ".join(parts)
+    sentences.append(f"The mean goes from {percent(local)} to {percent(personal)} ({change}).")
+    return " ".join(sentences)
+
+
+def _who_is_more_accurate(compared: Sequence[tuple[float, AgentFigures]], kinds: Counter[Gain]) -> str:
+    """Say how many devices gain; by more than noise where every device reports how many samples it holds out."""
+    is_noise_known = not kinds[Gain.UNKNOWN]
+    better = sum(gain > 0 for gain, _ in compared)
+    if is_noise_known:
+        better = kinds[Gain.ABOVE]
+    verb = "is" if better == 1 else "are"
+    devices = f"{better} of {counted(len(compared), 'device')}"
+    sentence = f"{devices} {verb} more accurate with the federation than with the best model that each fits alone"
+    if is_noise_known:
+        return f"{sentence}, by more than noise."
+    return f"{sentence}."
+
+
+def _who_is_better_alone(compared: Sequence[tuple[float, AgentFigures]]) -> str:
+    """Name the devices that are better off alone, the first ten of many."""
+    better_alone = sorted(agent.id for _, agent in compared if agent.better_alone)
+    if not better_alone:
+        return "No device is better off alone by more than noise."
+    names = ", ".join(better_alone[:10])
+    if len(better_alone) > 10:
+        names += f" and {len(better_alone) - 10} more"
+    return f"Better off alone by more than noise: {names}."
 
 
 def _classify(agent: AgentFigures) -> Gain:
@@ -108,117 +125,137 @@ def _classify(agent: AgentFigures) -> Gain:
 def classify_mean(agents: Iterable[AgentFigures]) -> Gain:
     """Return whether the mean gain is more than noise; UNKNOWN where a device does not report its held-out samples."""
     compared = []
-    for _, one in gains(agents):
-        if not one.support:
+    for _, agent in gains(agents):
+        if not agent.support:
             return Gain.UNKNOWN
-        compared.append(Compared(one.acc["local"], one.acc["personal"], round(one.support)))
+        compared.append(Compared(agent.acc["local"], agent.acc["personal"], round(agent.support)))
     return classify_mean_gain(compared)
 
 
 def benefit(agents: Sequence[AgentFigures]) -> Rows | None:
-    """Each device from its local to its personal accuracy, the largest gain first."""
-    known = [one for _, one in gains(agents)]
-    ranked = {one.id for one in known}
-    known += [one for one in agents if one.acc and one.id not in ranked]
-    if not known:
+    """Return each device's step from its local to its personal accuracy, the largest gain first; None without any."""
+    # Devices that cannot be compared follow those that can, in their own order.
+    scored = [agent for _, agent in gains(agents)]
+    compared = {agent.id for agent in scored}
+    scored += [agent for agent in agents if agent.acc and agent.id not in compared]
+    if not scored:
         return None
-    shown = known
-    caption = ""
-    if len(known) > MOST_DEVICES:
+    shown = scored
+    captions = []
+    if len(scored) > MOST_DEVICES:
         half = MOST_DEVICES // 2
-        shown = [*known[:half], *known[-half:]]
-        caption = f"The {half} devices that gain most and the {half} that gain least, of {len(known)}. "
-    keys = tuple(key for key in KEYS if any(key.role in one.acc for one in known))
-    has_local = any("local" in one.acc for one in known)
-    has_interval = any(one.support for one in shown)
+        shown = [*scored[:half], *scored[-half:]]
+        captions.append(f"The {half} devices that gain most and the {half} that gain least, of {len(scored)}.")
+    has_local = any("local" in agent.acc for agent in scored)
     title = "Accuracy of each device"
     if has_local:
         title = "Benefit of each device"
-        caption += "From the best model that the device fits alone to its personal model. "
-    if has_interval:
-        scopes = "acc.local and acc.personal" if has_local else "acc.personal"
-        caption += f"Shaded: 95 % Wilson intervals of {scopes} for the device's held-out samples"
-        caption += (
-            "; both are of the same samples, so overlapping intervals do not exclude a difference."
-            if has_local
-            else "."
-        )
+        captions.append("From the best model that the device fits alone to its personal model.")
+    if any(agent.support for agent in shown):
+        captions.append(_about_intervals(has_local=has_local))
+    keys = tuple(key for key in KEYS if any(key.role in agent.acc for agent in scored))
+    floor = accuracy_floor(share for agent in shown for share in agent.acc.values())
     return Rows(
         title,
-        benefit_sentence(agents) or _listed_accuracies(known),
-        Axis(
-            ACCURACY,
-            low=accuracy_floor(v for one in shown for v in one.acc.values()),
-            high=1.0,
-            digits=1,
-            is_share=True,
-        ),
+        benefit_sentence(agents) or _listed_accuracies(scored),
+        Axis(ACCURACY, low=floor, high=1.0, digits=1, is_share=True),
         keys,
-        tuple(_row(one, keys) for one in shown),
-        caption.rstrip(),
+        tuple(_row(agent, keys) for agent in shown),
+        " ".join(captions),
+    )
+
+
+def _about_intervals(*, has_local: bool) -> str:
+    """Say what the shaded intervals are of, and how two of them are not to be read."""
+    if not has_local:
+        return "Shaded: 95 % Wilson intervals of acc.personal for the device's held-out samples."
+    return (
+        "Shaded: 95 % Wilson intervals of acc.local and acc.personal for the device's held-out samples; both are of "
+        "the same samples, so overlapping intervals do not exclude a difference."
     )
 
 
 def _row(agent: AgentFigures, keys: Sequence[Key]) -> Row:
+    """Return the marks of one device, with intervals where the number of its held-out samples is known."""
     marks = {}
     for key in keys:
-        if key.role in agent.acc:
-            value = agent.acc[key.role]
-            has_interval = key.role != "global" and agent.support and 0 <= value <= 1
-            marks[key.name] = Mark(value, *(wilson(value, agent.support or 0.0) if has_interval else ()))
-    return Row(agent.id, marks, "; ".join(agent.notes), "bad" if agent.better_alone else "")
+        if key.role not in agent.acc:
+            continue
+        share = agent.acc[key.role]
+        mark = Mark(share)
+        if agent.support and key.role != "global" and 0 <= share <= 1:
+            mark = Mark(share, *wilson(share, agent.support))
+        marks[key.name] = mark
+    tone = "bad" if agent.better_alone else ""
+    return Row(agent.id, marks, "; ".join(agent.notes), tone)
 
 
 def _listed_accuracies(agents: Sequence[AgentFigures]) -> str:
     means = []
     for scope in SCOPES:
-        values = [one.acc[scope] for one in agents if scope in one.acc]
-        means += [f"acc.{scope} {percent(fmean(values))}"] if values else []
+        shares = [agent.acc[scope] for agent in agents if scope in agent.acc]
+        if shares:
+            means.append(f"acc.{scope} {percent(fmean(shares))}")
     return f"Mean over devices: {', '.join(means)}."
 
 
 def accuracy(run: RunFigures) -> Lines | None:
-    """Accuracies by rounds done: means, the spread over agents, and the mean of the worst tenth."""
-    series = []
-    populations = set[int]()
-    for scope in CURVES:
-        name, role = _NAMES[scope]
-        models = run.curve(scope)
-        populations |= {len(acc) for _, acc in models}
-        is_many = any(len(acc) >= LEAST_SPREAD for _, acc in models)
-        band = tuple(_spread(list(acc.values())) for _, acc in models) if is_many else ()
-        means = tuple((float(done), fmean(acc.values())) for done, acc in models)
-        if means:
-            series.append(Series(f"{name}, mean", means, role, band=band))
-            worst = tuple((float(done), _worst(list(acc.values()))) for done, acc in models)
-            if worst != means:
-                series.append(Series(f"{name}, worst tenth", worst, role, dashed=True))
+    """Return accuracies by rounds done: means, the spread over agents, and the mean of the worst tenth.
+
+    None where no line has two points.
+    """
+    series = [line for scope in CURVES for line in _lines_of_scope(scope, run.curve(scope))]
     if run.proxy:
-        series.append(Series("acc.proxy", tuple((float(one.round), one.acc) for one in run.proxy), "c7"))
-    if not series or not any(len(one.points) > 1 for one in series):
+        series.append(Series("acc.proxy", tuple((float(figures.round), figures.acc) for figures in run.proxy), "c7"))
+    if not any(len(line.points) > 1 for line in series):
         return None
-    parts = [
-        "Scored as received, before the round's training; the last points are the end of the run, as on the cards."
-    ]
-    if any(one.role == "plain" for one in series):
-        parts.append("After training: the same agents after the round's local training.")
-    if any(one.band for one in series):
-        parts.append("Shaded: the middle four fifths of the agents.")
-    parts += [f"Means are over {min(populations)} to {max(populations)} agents."] if len(populations) > 1 else []
-    low = accuracy_floor(y for one in series for _, y in one.points if y is not None)
+    floor = accuracy_floor(y for line in series for _, y in line.points if y is not None)
     return Lines(
         "Accuracy by rounds done",
         ends(series, "after round", percent),
         Axis("rounds done", low=0.0),
-        Axis("accuracy", low=low, high=1.0, digits=1, is_share=True),
+        Axis("accuracy", low=floor, high=1.0, digits=1, is_share=True),
         tuple(series),
-        " ".join(parts),
+        " ".join(_notes_on_accuracy(run, series)),
     )
 
 
+def _lines_of_scope(scope: Curve, models: Sequence[tuple[int, Mapping[str, float]]]) -> Iterator[Series]:
+    """Yield the mean accuracy of the models of a scope, and that of the worst tenth where it differs.
+
+    Args:
+        scope: What the accuracies are of.
+        models: (Rounds done, accuracy of each agent), in order.
+    """
+    if not models:
+        return
+    name, role = _NAMES[scope]
+    means = tuple((float(done), fmean(shares.values())) for done, shares in models)
+    # With fewer agents a spread would say nothing that their mean does not.
+    band: tuple[tuple[float, float], ...] = ()
+    if any(len(shares) >= LEAST_SPREAD for _, shares in models):
+        band = tuple(_spread(list(shares.values())) for _, shares in models)
+    yield Series(f"{name}, mean", means, role, band=band)
+    worst = tuple((float(done), _worst(list(shares.values()))) for done, shares in models)
+    if worst != means:
+        yield Series(f"{name}, worst tenth", worst, role, dashed=True)
+
+
+def _notes_on_accuracy(run: RunFigures, series: Sequence[Series]) -> Iterator[str]:
+    """Yield what a reader of the lines has to know: when models were scored, and over how many agents."""
+    yield "Scored as received, before the round's training; the last points are the end of the run, as on the cards."
+    if any(line.role == "plain" for line in series):
+        yield "After training: the same agents after the round's local training."
+    if any(line.band for line in series):
+        yield "Shaded: the middle four fifths of the agents."
+    populations = {len(shares) for scope in CURVES for _, shares in run.curve(scope)}
+    if len(populations) > 1:
+        yield f"Means are over {min(populations)} to {max(populations)} agents."
+
+
 def loss(rounds: Sequence[RoundFigures]) -> Lines | None:
-    """Training loss by round."""
-    means = tuple((float(line.round), fmean(line.loss.values())) for line in rounds if line.loss)
+    """Return the training loss by round; None before the second round that has one."""
+    means = tuple((float(figures.round), fmean(figures.loss.values())) for figures in rounds if figures.loss)
     if len(means) < 2:
         return None
     series = Series("training loss, mean", means, "plain")
@@ -233,76 +270,121 @@ def loss(rounds: Sequence[RoundFigures]) -> Lines | None:
 
 
 def cost(rounds: Sequence[RoundFigures]) -> tuple[list[str], list[Bars]]:
-    """Time and bytes of the rounds: sentences, and charts of what is not the same in each round."""
+    """Return sentences on time and bytes of the rounds, and charts of what is not the same in each round."""
     sentences = list[str]()
     charts = list[Bars]()
-    for text, chart in (*_seconds(rounds), *_traffic(rounds)):
-        sentences.append(text)
-        charts += [] if chart is None else [chart]
+    for sentence, chart in (*_seconds(rounds), *_traffic(rounds)):
+        sentences.append(sentence)
+        if chart is not None:
+            charts.append(chart)
     return sentences, charts
 
 
+@dataclass(frozen=True)
+class _Duration:
+    """The time of one round: waiting for agents before it, then from sending its tasks to its end."""
+
+    round: int
+    seconds: float
+    waiting_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.seconds + self.waiting_s
+
+
 def _seconds(rounds: Sequence[RoundFigures]) -> Iterator[tuple[str, Bars | None]]:
-    known = [(line.round, line.seconds, line.waiting_s or 0.0) for line in rounds if line.seconds is not None]
-    if not known:
+    """Yield what the rounds took, as a sentence, and a chart where they differ; nothing where no time is known."""
+    durations = [
+        _Duration(figures.round, figures.seconds, figures.waiting_s or 0.0)
+        for figures in rounds
+        if figures.seconds is not None
+    ]
+    if not durations:
         return
-    totals = [seconds + waiting for _, seconds, waiting in known]
-    longest = max(range(len(known)), key=lambda index: totals[index])
-    waited = math.fsum(waiting for *_, waiting in known)
-    text = f"{counted(len(known), 'round')} took {math.fsum(totals):.1f} s in all"
-    text += f", {waited:.1f} s of it waiting for enough agents" if waited >= EQUAL * math.fsum(totals) else ""
+    totals = [duration.total_s for duration in durations]
+    whole = math.fsum(totals)
+    waited = math.fsum(duration.waiting_s for duration in durations)
+    sentence = f"{counted(len(durations), 'round')} took {whole:.1f} s in all"
+    if waited >= EQUAL * whole:
+        sentence += f", {waited:.1f} s of it waiting for enough agents"
     if _are_equal(totals):
-        yield f"{text}, {fmean(totals):.2f} s each.", None
+        yield f"{sentence}, {fmean(totals):.2f} s each.", None
         return
-    text += f"; the median is {median(totals):.2f} s, "
-    text += f"the longest is round {known[longest][0]} with {totals[longest]:.2f} s."
-    high, caption = slow_first(known[0][0], totals)
-    phases = [Series("from sending the tasks to the end", tuple((float(n), s) for n, s, _ in known), "plain")]
+    longest = max(durations, key=lambda duration: duration.total_s)
+    sentence += f"; the median is {median(totals):.2f} s, "
+    sentence += f"the longest is round {longest.round} with {longest.total_s:.2f} s."
+    high, caption = slow_first(durations[0].round, totals)
+    working = tuple((float(duration.round), duration.seconds) for duration in durations)
+    phases = [Series("from sending the tasks to the end", working, "plain")]
     # The caption counts waiting, so bars show it wherever it is long enough to be read.
-    if any(waiting >= LEAST_WAIT_S for *_, waiting in known):
-        phases.insert(0, Series("waiting for enough agents", tuple((float(n), w) for n, _, w in known), "c1"))
-    chart = Bars(
-        "Time of each round", text, Axis("round"), Axis("time", "s", 0.0, high), tuple(phases), caption, stacked=True
-    )
-    yield text, chart
+    if any(duration.waiting_s >= LEAST_WAIT_S for duration in durations):
+        waiting = tuple((float(duration.round), duration.waiting_s) for duration in durations)
+        phases.insert(0, Series("waiting for enough agents", waiting, "c1"))
+    time_axis = Axis("time", "s", 0.0, high)
+    title = "Time of each round"
+    yield sentence, Bars(title, sentence, Axis("round"), time_axis, tuple(phases), caption, stacked=True)
 
 
 def slow_first(number: int, seconds: Sequence[float]) -> tuple[float | None, str]:
-    """Where the axis of the times of rounds from ``number`` on ends (None: as the data need), and what is beyond it."""
+    """Return where the axis of the times of rounds ends, and what is said of a bar beyond it.
+
+    The first round often takes longest, for everything is loaded in it: it would squeeze the bars of all others.
+
+    Args:
+        number: The first round.
+        seconds: Its time, then those of the rounds that follow.
+
+    Returns:
+        The end of the axis (None: as the data need), and a sentence for the caption (empty: no bar is beyond it).
+    """
     first = seconds[0]
     others = seconds[1:]
-    if not others or max(others) <= 0 or first <= max(SLOW_FIRST * median(others), 1.1 * max(others)):
+    if not others or max(others) <= 0:
         return None, ""
-    return 1.1 * max(others), f"Round {number} took {first:.1f} s; its bar is broken."
+    end = 1.1 * max(others)
+    if first <= max(SLOW_FIRST * median(others), end):
+        return None, ""
+    return end, f"Round {number} took {first:.1f} s; its bar is broken."
+
+
+@dataclass(frozen=True)
+class _Payload:
+    """What one round moved, in MB (millions of bytes)."""
+
+    round: int
+    up_mb: float
+    down_mb: float
 
 
 def _traffic(rounds: Sequence[RoundFigures]) -> Iterator[tuple[str, Bars | None]]:
-    known = [
-        (line.round, (line.bytes_up or 0) / 1e6, (line.bytes_down or 0) / 1e6)
-        for line in rounds
-        if line.bytes_up is not None or line.bytes_down is not None
-    ]
-    if not known:
+    """Yield what the rounds moved, as a sentence, and a chart where they differ; nothing where no bytes are known."""
+    payloads = []
+    for figures in rounds:
+        if figures.bytes_up is not None or figures.bytes_down is not None:
+            up_mb = (figures.bytes_up or 0) / 1e6
+            down_mb = (figures.bytes_down or 0) / 1e6
+            payloads.append(_Payload(figures.round, up_mb, down_mb))
+    if not payloads:
         return
-    ups, downs = ([one[side] for one in known] for side in (1, 2))
-    text = f"{math.fsum(ups):.2f} MB came from agents and {math.fsum(downs):.2f} MB went to agents in all"
+    ups = [payload.up_mb for payload in payloads]
+    downs = [payload.down_mb for payload in payloads]
+    total = f"{math.fsum(ups):.2f} MB came from agents and {math.fsum(downs):.2f} MB went to agents in all"
     if _are_equal(ups) and _are_equal(downs):
-        moved = f"{fmean(ups):.2f} MB from and {fmean(downs):.2f} MB to agents"
-        each = f"; each of {counted(len(known), 'round')} moved {moved}" if len(known) > 1 else ""
-        yield f"{text}{each}.", None
+        if len(payloads) > 1:
+            moved = f"{fmean(ups):.2f} MB from and {fmean(downs):.2f} MB to agents"
+            total += f"; each of {counted(len(payloads), 'round')} moved {moved}"
+        yield f"{total}.", None
         return
-    sides = (("from agents", ups, "up"), ("to agents", downs, "down"))
-    series = tuple(
-        Series(name, tuple((float(one[0]), value) for one, value in zip(known, values, strict=True)), role)
-        for name, values, role in sides
+    series = (
+        Series("from agents", tuple((float(payload.round), payload.up_mb) for payload in payloads), "up"),
+        Series("to agents", tuple((float(payload.round), payload.down_mb) for payload in payloads), "down"),
     )
     caption = "Payload in MB (millions of bytes), as counted by the coordinator."
     if not all(downs):
         caption += f" {NOTHING_DOWN}"
-    yield (
-        f"{text}.",
-        Bars("Traffic of each round", f"{text}.", Axis("round"), Axis("payload", "MB", 0.0), series, caption),
-    )
+    summary = f"{total}."
+    yield summary, Bars("Traffic of each round", summary, Axis("round"), Axis("payload", "MB", 0.0), series, caption)
 
 
 def _are_equal(values: Sequence[float]) -> bool:
@@ -310,69 +392,94 @@ def _are_equal(values: Sequence[float]) -> bool:
 
 
 def partition(shown: Mapping[str, Any], most: int = MOST_CELLS) -> Matrix:
-    """Who has how many training samples of which class; the first ``most`` of more clients or classes.
+    """Return who has how many training samples of which class; the first ``most`` of more clients or classes.
 
-    ``shown``: ``rule``, ``classes`` (names), and ``clients`` with ``id`` and ``train`` (counts by class); where they
-    are known also the ``settings`` of the rule, such as alpha and seed, and the name of the ``data``.
+    ``shown``: JSON with ``rule``, ``classes`` (names), and ``clients`` with ``id`` and ``train`` (counts by class);
+    where they are known also the ``settings`` of the rule, such as alpha and seed, and the name of the ``data``.
     """
     clients = shown["clients"]
     classes = list(shown["classes"])
-    sizes = [sum(one["train"]) for one in clients]
-    held = [sum(map(bool, one["train"])) for one in clients]
+    sizes = [sum(client["train"]) for client in clients]
+    classes_held = [sum(map(bool, client["train"])) for client in clients]
     summary = (
-        f"{counted(len(clients), 'client')} with {_range(sizes)} training samples of {_range(held)} of "
+        f"{counted(len(clients), 'client')} with {_range(sizes)} training samples of {_range(classes_held)} of "
         f"{len(classes)} classes each."
     )
-    left_out = [
-        f"the first {most} of {len(items)} {name}"
-        for items, name in ((clients, "clients"), (classes, "classes"))
-        if len(items) > most
-    ]
-    settings = ", ".join(f"{name} {_setting(value)}" for name, value in shown.get("settings", {}).items())
-    of_data = f" of {shown['data']}" if shown.get("data") else ""
+    # Where not all fit, the caption says which ones are shown.
+    shortened = []
+    if len(clients) > most:
+        shortened.append(f"the first {most} of {len(clients)} clients")
+    if len(classes) > most:
+        shortened.append(f"the first {most} of {len(classes)} classes")
+    caption = summary
+    if shortened:
+        caption += f" Shown: {' and '.join(shortened)}."
+    shown_clients = clients[:most]
+    cells = []
+    for position, _ in enumerate(classes[:most]):
+        cells.append(tuple(float(client["train"][position]) for client in shown_clients))
+    most_of_a_class = max((max(client["train"]) for client in clients), default=0)
     return Matrix(
-        f"Partition {shown['rule']}{of_data}{f' ({settings})' if settings else ''}: training samples of each class",
+        f"Partition {_rule_and_settings(shown)}: training samples of each class",
         summary,
         "class",
         "client",
         tuple(classes[:most]),
-        tuple(one["id"] for one in clients[:most]),
-        tuple(tuple(float(one["train"][row]) for one in clients[:most]) for row in range(min(most, len(classes)))),
+        tuple(client["id"] for client in shown_clients),
+        tuple(cells),
         0.0,
-        float(max((max(one["train"]) for one in clients), default=1) or 1),
+        float(most_of_a_class or 1),
         digits=0,
         zero="·",
-        caption=f"{summary} Shown: {' and '.join(left_out)}." if left_out else summary,
+        caption=caption,
     )
+
+
+def _rule_and_settings(shown: Mapping[str, Any]) -> str:
+    """Return the rule of a partition with its data and settings, as far as they are known."""
+    text = str(shown["rule"])
+    if shown.get("data"):
+        text += f" of {shown['data']}"
+    settings = ", ".join(f"{name} {_setting(value)}" for name, value in shown.get("settings", {}).items())
+    if settings:
+        text += f" ({settings})"
+    return text
 
 
 def _setting(value: object) -> str:
     """Return a setting of a partition as text."""
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value)
 
 
 def sample_counts(sizes: Sequence[tuple[str, float]]) -> Rows:
-    """Samples of each agent, most first; which classes they are of stays on the devices."""
+    """Return how many samples each agent has, most first; which classes they are of stays on the devices."""
     order = sorted(sizes, key=lambda pair: (-pair[1], pair[0]))
-    values = [size for _, size in order]
-    summary = f"{counted(len(order), 'agent')} with {_range(values)} training samples."
+    counts = [size for _, size in order]
+    summary = f"{counted(len(order), 'agent')} with {_range(counts)} training samples."
     key = Key("samples", "plain", "bar")
     rows = tuple(Row(name, {key.name: Mark(size)}) for name, size in order[:MOST_DEVICES])
-    caption = f"The {MOST_DEVICES} largest of {len(order)}. " if len(order) > MOST_DEVICES else ""
-    caption += "Their classes stay on the devices."
+    caption = "Their classes stay on the devices."
+    if len(order) > MOST_DEVICES:
+        caption = f"The {MOST_DEVICES} largest of {len(order)}. {caption}"
     return Rows("Samples of each agent", summary, Axis("training samples", low=0.0), (key,), rows, caption, "bars")
 
 
 def accuracy_floor(values: Iterable[float]) -> float:
-    """Where an axis of accuracies begins: 0 (or the lowest value below it), or a tenth below where all are higher."""
+    """Return where an axis of accuracies begins: at 0 (or a value below it), or just below where all are high."""
     lowest = min(values, default=0.0)
-    return min(0.0, lowest) if lowest < 0.5 else min(0.9, math.floor(10 * lowest - 0.5) / 10)
+    if lowest < 0.5:
+        return min(0.0, lowest)
+    return min(0.9, math.floor(10 * lowest - 0.5) / 10)  # the tenth that leaves at least 0.05 below the lowest
 
 
 def _range(values: Sequence[float]) -> str:
     low = min(values, default=0)
     high = max(values, default=0)
-    return f"{low:.0f}" if low == high else f"{low:.0f} to {high:.0f}"
+    if low == high:
+        return f"{low:.0f}"
+    return f"{low:.0f} to {high:.0f}"
 
 
 def _worst(values: Sequence[float]) -> float:
@@ -380,7 +487,7 @@ def _worst(values: Sequence[float]) -> float:
 
 
 def _spread(values: Sequence[float]) -> tuple[float, float]:
-    """The tenth and ninetieth percentile."""
+    """Return the tenth and the ninetieth percentile."""
     if len(values) < 2:
         return values[0], values[0]
     tenths = quantiles(values, n=10, method="inclusive")

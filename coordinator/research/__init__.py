@@ -1,5 +1,8 @@
-"""Commands for researchers: analysis of finished runs, reproduction of published tables, and measurements of a machine.
+"""The commands of researchers: analyses of finished runs, reproductions of published tables, and measurements.
 
-Each folder stands for itself: `analyze`, `reproduce` and `bench`. Only the commands with these names import this room;
-a coordinator that serves devices never does.
+Lives here: `analyze` (measures of features and models), `reproduce` (cells of a paper's table) and `bench` (yardsticks
+of a machine). The extra ``research`` brings what they need. Does not live here: anything that a coordinator, a
+simulation or a device runs. Only the modules of the three commands import this room, once one of them is requested.
+
+To read: ``analyze/__init__`` with the keys of its result, then ``reproduce/cells`` and ``bench/measuring``.
 """

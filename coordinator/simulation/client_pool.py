@@ -12,7 +12,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -38,44 +38,92 @@ RESUMABLE = "; --resume tries that again"
 """The end of error messages after which the run can be resumed."""
 
 
+@dataclass(frozen=True)
+class Contact:
+    """What clients use of the coordinator in their process, where devices would send messages.
+
+    Attributes:
+        topics: Topics of the federation.
+        distributor: Hands out the blobs of jobs as a whole.
+        roster: Registers clients.
+    """
+
+    topics: Topics
+    distributor: Distributor
+    roster: Roster
+
+
+@dataclass(frozen=True)
+class Population:
+    """The clients of a simulation.
+
+    Attributes:
+        samples: Client -> number of its training samples.
+        new_clients: Those that never train.
+        dropouts: Who drops out of which round; None: nobody does.
+    """
+
+    samples: Mapping[str, int]
+    new_clients: Collection[str]
+    dropouts: Dropouts | None
+
+
+class _Queued(NamedTuple):
+    """A job that waits for room in the engine; a heap of them has the longest job first, then the oldest."""
+
+    order: float
+    number: int
+    client: str
+    job: down.Job
+
+    def is_of(self, client: str, cancel: down.Cancel) -> bool:
+        """Return whether it is the client's job that a message cancels."""
+        job = self.job
+        cancelled = (cancel.run, cancel.round, cancel.purpose)
+        return self.client == client and (job.run, job.round, job.purpose) == cancelled
+
+
 class SimulatedClients:
     """All clients of one federation. Call `receive` until it returns False, then `work`, and so on."""
 
     def __init__(
         self,
         broker: MemoryBroker,
-        topics: Topics,
-        distributor: Distributor,
-        roster: Roster,
+        contact: Contact,
         engine: Engine,
-        samples: Mapping[str, int],
+        population: Population,
         *,
-        new_clients: Collection[str],
-        dropouts: Dropouts | None,
         attempt: Callable[[int], int],
         beside: Callable[[down.Job], tuple[Outgoing, ...]],
     ) -> None:
-        """``samples``: of each client. ``attempt`` says of a round how often it has been opened.
+        """Make the clients; `start` connects them.
 
-        ``beside``: what new_clients get beside the blobs of their job, as devices get it with a bundle.
+        Args:
+            broker: Carries their messages.
+            contact: What they use of the coordinator.
+            engine: Computes.
+            population: Who they are.
+            attempt: Says of a round how often it has been opened.
+            beside: What new clients get beside the blobs of their job, as devices get it with a bundle.
         """
-        self._topics = topics
-        self._distributor = distributor
-        self._roster = roster
+        self._topics = contact.topics
+        self._distributor = contact.distributor
+        self._roster = contact.roster
         self._engine = engine
         self._transport = broker.transport()
-        self._samples = samples
-        self._new_clients = frozenset(new_clients)
+        self._samples = population.samples
+        self._new_clients = frozenset(population.new_clients)
         self._absent = tuple(self._new_clients)
-        self._dropouts = dropouts
+        self._dropouts = population.dropouts
         self._attempt = attempt
         self._beside = beside
-        self._jobs: list[tuple[float, int, str, down.Job]] = []
+        self._jobs: list[_Queued] = []
         self._vanished = deque[down.Job]()
-        self._durations = Durations(samples)
+        self._durations = Durations(population.samples)
         self._held: dict[str, Outgoing] = {}
         self._sendings: dict[str, Sending] = {}
-        self._seq = self._received = 0
+        self._seq = 0
+        self._received = 0
 
     def start(self, *, is_late: bool) -> None:
         """Subscribe, and register the clients before the first round selects a cohort.
@@ -131,23 +179,15 @@ class SimulatedClients:
         if isinstance(message, down.Job):
             self._on_job(client, message)
         elif isinstance(message, down.Grant):
-            blob = self._held.get(client)
-            if blob is not None and blob.ref.digest == message.digest:
-                pace = Pace(message.credits * blob.ref.chunk_bytes)
-                self._sendings[client] = Sending(blob, pace)
-                self._send_chunks(client, message.missing)
+            self._on_grant(client, message)
         elif isinstance(message, down.Ack):
             if client in self._sendings:
                 self._send_chunks(client, message.missing)
-        elif isinstance(message, down.Receipt | down.Cancel):
-            self._sendings.pop(client, None)
-            self._held.pop(client, None)
-            if isinstance(message, down.Cancel):
-                over = (client, message.run, message.round, message.purpose)
-                self._jobs = [
-                    item for item in self._jobs if (item[2], item[3].run, item[3].round, item[3].purpose) != over
-                ]
-                heapq.heapify(self._jobs)
+        elif isinstance(message, down.Receipt):
+            self._forget_update(client)
+        elif isinstance(message, down.Cancel):
+            self._forget_update(client)
+            self._cancel(client, message)
         elif not isinstance(message, down.Welcome):
             log.warning("not_expected client=%s message=%s", client, message)
 
@@ -158,18 +198,50 @@ class SimulatedClients:
             self._absent = ()
         self._received += 1
         expected_s = self._durations.expected(client, job.purpose)
-        heapq.heappush(self._jobs, (-expected_s, self._received, client, job))
+        heapq.heappush(self._jobs, _Queued(-expected_s, self._received, client, job))
+
+    def _on_grant(self, client: str, grant: down.Grant) -> None:
+        """Begin to send an update that the coordinator has asked for."""
+        blob = self._held.get(client)
+        if blob is None or blob.ref.digest != grant.digest:
+            return
+        pace = Pace(grant.credits * blob.ref.chunk_bytes)
+        self._sendings[client] = Sending(blob, pace)
+        self._send_chunks(client, grant.missing)
+
+    def _forget_update(self, client: str) -> None:
+        """Drop a client's update: the coordinator has it, or does not want it any more."""
+        self._sendings.pop(client, None)
+        self._held.pop(client, None)
+
+    def _cancel(self, client: str, cancel: down.Cancel) -> None:
+        """Drop the jobs of a client that are over before an engine has taken them."""
+        self._jobs = [queued for queued in self._jobs if not queued.is_of(client, cancel)]
+        heapq.heapify(self._jobs)
 
     def _hand_out(self) -> None:
+        """Give jobs to the engine while it has room; clients that vanish do not work at theirs."""
         while self._jobs and self._engine.room > 0:
-            _, _, client, job = heapq.heappop(self._jobs)
-            if self._fate(client, job) == "vanishes":
-                self._vanished.append(job)
+            queued = heapq.heappop(self._jobs)
+            if self._fate(queued.client, queued.job) == "vanishes":
+                self._vanished.append(queued.job)
                 continue
-            taken = [self._distributor.take(client, ref.digest) for ref in job.blobs]
-            blobs = tuple(blob for blob in taken if blob is not None)
-            if len(blobs) == len(taken):  # otherwise one of them is not on offer any more
-                self._engine.give(Work(client, job, blobs + (self._beside(job) if client in self._new_clients else ())))
+            blobs = self._take_blobs(queued.client, queued.job)
+            if blobs is not None:
+                self._engine.give(Work(queued.client, queued.job, blobs))
+
+    def _take_blobs(self, client: str, job: down.Job) -> tuple[Outgoing, ...] | None:
+        """Return what a job starts from; None where a blob of it is not on offer any more."""
+        blobs = []
+        for ref in job.blobs:
+            blob = self._distributor.take(client, ref.digest)
+            if blob is not None:
+                blobs.append(blob)
+        if len(blobs) < len(job.blobs):
+            return None
+        if client in self._new_clients:
+            blobs += self._beside(job)
+        return tuple(blobs)
 
     def _fate(self, client: str, job: down.Job) -> Fate:
         if job.purpose == "train" and client in self._new_clients:  # a last round that all others dropped out of
@@ -224,10 +296,10 @@ class Durations:
         self._totals[purpose] = (total + seconds, samples + self._samples[client])
 
     def expected(self, client: str, purpose: str) -> float:
-        """Expected seconds; before the first measurement a number proportional to them."""
-        known = self._measured.get((client, purpose))
-        if known is not None:
-            return known
+        """Return the seconds that are expected; before the first measurement a number proportional to them."""
+        measured = self._measured.get((client, purpose))
+        if measured is not None:
+            return measured
         total, samples = self._totals.get(purpose, (1.0, 1))
         return total / max(samples, 1) * self._samples[client]
 
@@ -245,9 +317,11 @@ class Dropouts:
     seed: int
 
     def fate(self, client: str, number: int, attempt: int = 1) -> Fate:
-        """What happens to a client in a round; another attempt at the round is another draw."""
+        """Return what happens to a client in a round; another attempt at the round is another draw."""
         rng = np.random.default_rng([self.seed, _SALT, zlib.crc32(client.encode()), number, attempt])
         drawn = float(rng.random())
         if drawn >= self.share:
             return "delivers"
-        return "vanishes" if drawn < self.share / 2 else "trains_in_vain"
+        if drawn < self.share / 2:
+            return "vanishes"
+        return "trains_in_vain"

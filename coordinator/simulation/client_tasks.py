@@ -36,6 +36,7 @@ from edge_agent.wire.tensors import pieces
 from ..text import reason_of
 from .datasets import Pools
 from .failures import NONE, Failure
+from .out_of_memory import is_out_of_memory
 from .plan import Plan
 
 log = logging.getLogger(__name__)
@@ -56,9 +57,6 @@ _REPLY: TypeAdapter[Reply] = TypeAdapter(Reply)
 
 T = TypeVar("T")
 
-_ALLOCATION_FAILED = ("can't allocate memory", "not enough memory", "out of memory")
-"""Messages of torch's allocators; only the one of GPUs has its own error class."""
-
 
 @dataclass(frozen=True)
 class Answer:
@@ -73,12 +71,12 @@ class Answer:
     failure: Failure = NONE
 
     def to_json(self) -> dict[str, Any]:
-        """The reply without its update, for another process; `from_json` reads it."""
+        """Return the reply without its update as JSON for another process; `from_json` reads it."""
         return {"reply": self.reply.model_dump_json(), "seconds": self.seconds, "failure": self.failure.to_json()}
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any], content: memoryview) -> Answer:
-        """The reply of another process, with its update as one piece."""
+        """Read the reply of another process, with its update as one piece."""
         failure = Failure(**fields.get("failure", {}))
         return cls(_REPLY.validate_json(fields["reply"]), [content], float(fields["seconds"]), failure)
 
@@ -111,7 +109,7 @@ class Sessions:
         self._held: dict[str, Session] = {}
 
     def of(self, client: str, make: Callable[[], Session]) -> Session:
-        """The client's session, made by ``make`` where there is none."""
+        """Return the client's session, made by ``make`` where there is none."""
         if client in self._held:
             return self._held[client]
         made = make()
@@ -142,8 +140,8 @@ class Shared:
         return self.plan.new_clients_of(tuple(self.division.clients))
 
 
-def kept_in(folder: Path, client: str, run: str, keep_every: int = 0) -> ClientStateFiles:
-    """The state files of one of the clients whose folders are in ``folder``."""
+def state_files_in(folder: Path, client: str, run: str, keep_every: int = 0) -> ClientStateFiles:
+    """Return the state files of one of the clients whose folders are in ``folder``."""
     return ClientStateFiles(folder / client / "runs" / run, keep_every)
 
 
@@ -169,27 +167,28 @@ class SimulatedResources(Resources):
         self.evaluate_after = plan.evaluate_after
 
     def samples(self, task: Task) -> tuple[Samples, Samples]:  # noqa: ARG002 - the pools are of the run's task
-        """The client's rows of the pools, copied."""
+        """Return the client's rows of the pools, copied."""
         return self._shared.pools.rows_of(self._shared.division.clients[self.config.id])
 
     def model(self, job: down.Job) -> Built:  # noqa: ARG002 - there is one run
-        """The model of the process."""
+        """Return the model of the process."""
         return self._shared.model
 
     def state_files(self, run: str) -> ClientStateFiles:
-        """The client's state; of all rounds whose checkpoints the coordinator keeps."""
-        return self._shared.carried or kept_in(self._shared.folder, self.config.id, run, self._shared.plan.keep_every)
+        """Return the client's state files, with those of all rounds whose checkpoints the coordinator keeps."""
+        shared = self._shared
+        return shared.carried or state_files_in(shared.folder, self.config.id, run, shared.plan.keep_every)
 
     def session(self, job: down.Job, make: Callable[[], Session]) -> Session:  # noqa: ARG002 - there is one run
-        """A new session, or one that stayed."""
+        """Return a new session, or one that stayed."""
         return self._shared.sessions.of(self.config.id, make)
 
     def tasks(self) -> TaskRunner:
-        """The client's task runner."""
+        """Return the client's task runner."""
         return TaskRunner(self.config, "train", resources=self)
 
     def precision(self, run: str, session: Session) -> Precision:  # noqa: ARG002 - one decision for all workers
-        """That of the plan, which was chosen before the first client trained."""
+        """Return the precision of the plan, which was chosen before the first client trained."""
         return session.precision
 
 
@@ -206,7 +205,7 @@ class HalfRound:
 
     @classmethod
     def begin(cls, shared: Shared, client: str, job: down.Job, received: Tensors) -> HalfRound:
-        """A client that is ready to train, its state loaded into the model.
+        """Make a client ready to train, with its state loaded into the model.
 
         Raises:
             TensorsError: what was received does not fit the model.
@@ -246,7 +245,7 @@ def answer(shared: Shared, client: str, job: down.Job, received: Tensors) -> Ans
 
 
 def attempt(client: str, job: down.Job, work: Callable[[], T]) -> tuple[T | up.Fault, Failure]:
-    """The result of a client's work, or its `Fault`; unexpected errors are logged, and where they came from is told."""
+    """Return the result of a client's work, or its `Fault`, and where an unexpected error came from (it is logged)."""
     try:
         return work(), NONE
     # A method of a user's may raise anything.
@@ -255,7 +254,7 @@ def attempt(client: str, job: down.Job, work: Callable[[], T]) -> tuple[T | up.F
 
 
 def failed_reply(client: str, job: down.Job, error: Exception) -> tuple[up.Fault, Failure]:
-    """The `Fault` of a client for an error that was caught, and where an unexpected one came from."""
+    """Return the `Fault` of a client for an error that was caught, and where an unexpected one came from."""
     if isinstance(error, OSError):
         return up.Fault(error=NOT_KEPT, message=reason_of(error)[:2000], run=job.run, round=job.round), NONE
     if is_out_of_memory(error):
@@ -267,20 +266,15 @@ def failed_reply(client: str, job: down.Job, error: Exception) -> tuple[up.Fault
     return fault(error, job.run, job.round), failure
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, on the host or on a GPU."""
-    return isinstance(error, MemoryError) or any(text in str(error).lower() for text in _ALLOCATION_FAILED)
-
-
 def no_memory(client: str, job: down.Job, reason: str) -> up.Fault:
-    """The `Fault` of a client for which memory ran out."""
+    """Return the `Fault` of a client for which memory ran out."""
     first = " ".join(reason.split())[:200] or "the system gave no reason"
     message = f"client '{client}' ran out of memory in round {job.round} ({first}); {_memory_advice(job)}"
     return up.Fault(error=NO_MEMORY, message=message, run=job.run, round=job.round)
 
 
 def worker_exited(client: str, job: down.Job, times: int, reason: str) -> up.Fault:
-    """The `Fault` of a client at whose job so many workers ended, for example by ``sys.exit`` in a user's method."""
+    """Return the `Fault` of a client at whose job workers ended, for example by ``sys.exit`` in a user's method."""
     last = " ".join(reason.split())[:500]
     message = (
         f"{times} workers ended while client '{client}' worked in round {job.round}, the last with {last}; where that "

@@ -39,13 +39,15 @@ class Pools(partition.Pools):
     weights: Tensors = field(default_factory=dict)
 
     def arrays(self, share: partition.Share) -> tuple[Arrays, Arrays]:
-        """One client's training and test samples, copied out of the pools."""
+        """Return one client's training and test samples, copied out of the pools."""
         train, test = self.rows_of(share)
         return Arrays(train.inputs, train.labels), Arrays(test.inputs, test.labels)
 
     def content(self) -> list[bytes | memoryview]:
-        """Inputs, labels, recordings and weights as bytes in pieces; `from_memory` takes them joined."""
-        parts = {"train": self.train, **({} if self.test is None else {"test": self.test})}
+        """Return inputs, labels, recordings and weights as bytes in pieces; `from_memory` takes them joined."""
+        parts = {"train": self.train}
+        if self.test is not None:
+            parts["test"] = self.test
         inputs = {f"{name}.inputs": samples.inputs for name, samples in parts.items()}
         labels = {f"{name}.labels": samples.labels for name, samples in parts.items()}
         groups = {f"{name}.groups": samples.groups for name, samples in parts.items() if samples.groups is not None}
@@ -54,47 +56,62 @@ class Pools(partition.Pools):
 
     @classmethod
     def from_memory(cls, memory: memoryview, task: Task) -> Pools:
-        """The pools that are in ``memory``, which is not copied."""
+        """Return the pools that are in ``memory``, which is not copied.
+
+        Raises:
+            DataError: There are no training samples.
+        """
         arrays = decode(memory)
-        train, test = (
-            Samples(
-                arrays[f"{name}.inputs"],
-                arrays[f"{name}.labels"],
-                task.class_names,
-                task.input,
-                arrays.get(f"{name}.groups"),
-            )
-            if f"{name}.inputs" in arrays
-            else None
-            for name in ("train", "test")
-        )
+        train = _samples_in(arrays, "train", task)
+        test = _samples_in(arrays, "test", task)
         if train is None:
             raise DataError("internal error: the shared memory holds no training samples; please report this")
         weights = {name.removeprefix(_WEIGHTS): arrays[name] for name in arrays if name.startswith(_WEIGHTS)}
         return cls(train, test, weights=weights)
 
 
+def _samples_in(arrays: Tensors, part: str, task: Task) -> Samples | None:
+    """Return the samples of a part that `Pools.content` has named so; None where there are none."""
+    if f"{part}.inputs" not in arrays:
+        return None
+    groups = arrays.get(f"{part}.groups")
+    return Samples(arrays[f"{part}.inputs"], arrays[f"{part}.labels"], task.class_names, task.input, groups)
+
+
 def prepare(plan: Plan, saved: Path | None = None) -> tuple[Pools, Division, Task]:
-    """The data, their partition among clients, and the task. ``saved``: a partition made before.
+    """Read the data, divide them among clients, and describe the task.
+
+    Args:
+        plan: The settings.
+        saved: The file of a partition that was made before; it counts more than the one that the plan names.
 
     Raises:
-        UnknownName: no such kind of source.
-        ConfigError: unknown or impossible options.
-        DataError: data are missing, too few, or not those that a saved partition was made for.
-        UsageError: data and partition do not go together.
+        UnknownName: There is no such kind of source.
+        ConfigError: Options are unknown or impossible.
+        DataError: Data are missing, too few, or not those that a saved partition was made for.
+        UsageError: Data and partition do not go together.
     """
+    # 1. A saved partition brings its rule and its seed, by which sources of several domains are read.
     path = saved or plan.saved_partition
-    known = None if path is None else Division.read(path)
-    rule = plan.partition if known is None else known.rule
-    sources = _sources(plan, rule, plan.seed if known is None else known.settings.get("seed", plan.seed))
+    existing = None
+    rule = plan.partition
+    seed = plan.seed
+    if path is not None:
+        existing = Division.read(path)
+        rule = existing.rule
+        seed = existing.settings.get("seed", seed)
+    # 2. The samples, in the form in which the encoder takes them.
+    sources = _sources(plan, rule, seed)
     spec = plan.input_for(data.natural_input(next(iter(sources.values())), folder=plan.folder), rule)
     pools = _load(plan, sources, spec)
-    if known is not None:
-        pools = pools.like(known)
-        known.check_pool(pools.mark, str(path))
-    division = known or divide(plan, pools)
+    # 3. Who gets which rows.
+    if existing is not None:
+        pools = pools.like(existing)
+        existing.check_pool(pools.mark, str(path))
+    division = existing or divide(plan, pools)
     if plan.validation is not None and saved is None:
         division = without_test(division, pools.train, plan)
+    # 4. Means and deviations are of training rows alone, so that these have to be known before.
     if plan.standardise:
         rows = np.unique(np.concatenate([np.asarray(share.train, np.int64) for share in division.clients.values()]))
         spec = data.standardised(pools.train.take(rows))
@@ -107,11 +124,11 @@ def prepare(plan: Plan, saved: Path | None = None) -> tuple[Pools, Division, Tas
 
 
 def divide(plan: Plan, pools: Pools) -> Division:
-    """The plan's rule applied to the pools; the same seed and labels give the same rows.
+    """Apply the plan's rule to the pools; the same seed and labels give the same rows.
 
     Raises:
-        DataError: the samples do not suffice.
-        UsageError: another number of clients than the data name, or options without effect.
+        DataError: The samples do not suffice.
+        UsageError: The data name another number of clients, or options have no effect.
     """
     if pools.test is not None and "test_fraction" in plan.model_fields_set:
         raise UsageError(f"test_fraction = {plan.test_fraction}: these data have their own test part; leave it out")
@@ -120,42 +137,54 @@ def divide(plan: Plan, pools: Pools) -> Division:
     rng = np.random.default_rng(plan.seed)
     train = _train_rows(plan, pools, rng)
     if pools.test is None:
-        shares = {name: held_out(pools.train, rows, plan.test_fraction, plan.seed) for name, rows in train.items()}
+        shares = {name: split_rows(pools.train, rows, plan.test_fraction, plan.seed) for name, rows in train.items()}
     else:
         tests = _test_rows(plan, pools, pools.test, train, rng)
         shares = {name: (rows, test) for (name, rows), test in zip(train.items(), tests, strict=True)}
-    if idle := [name for name, (rows, _) in shares.items() if not len(rows)]:
-        raise DataError(f"client '{idle[0]}' is left without training samples; use more data or fewer clients")
+    for name, (rows, _) in shares.items():
+        if not len(rows):
+            raise DataError(f"client '{name}' is left without training samples; use more data or fewer clients")
     if pools.test is None:
         _warn_of_shared_rows(shares)
     return partition.divided(plan.partition, plan.settings(), pools.mark, shares)
 
 
 def _warn_of_shared_rows(shares: Shares) -> None:
-    """Where clients share samples, held-out samples of one may be training samples of another."""
+    """Log how many held-out samples of some clients are training samples of others, where clients share samples."""
     trained = np.unique(np.concatenate([train for train, _ in shares.values()]))
-    known = sum(int(np.isin(test, trained).sum()) for _, test in shares.values())
-    if known:
+    trained_by_others = sum(int(np.isin(test, trained).sum()) for _, test in shares.values())
+    if trained_by_others:
         log.warning(
             "shared_samples known=%d: some clients train on samples that others are scored on, because this partition "
             "gives a sample to several clients; accuracies of a shared model are flattered",
-            known,
+            trained_by_others,
         )
 
 
 def _train_rows(plan: Plan, pools: Pools, rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """Client -> rows, which the data name, or which the rule gives."""
+    """Return client -> training rows, which the data name, or which the rule gives.
+
+    Raises:
+        UsageError: The data name another number of clients than the plan.
+    """
     if pools.owners:
         if plan.clients not in {None, len(pools.owners)}:
             owners = f"the data hold {len(pools.owners)} of them ({', '.join(pools.owners)})"
             raise UsageError(f"--clients {plan.clients} with partition {plan.partition}: {owners}; leave --clients out")
         return dict(pools.owners)
-    labels = pools.train.labels
     clients = plan.clients or CLIENTS
+    digits = len(str(clients - 1))  # names of one length, so that their order is that of their numbers
+    rows_of_clients = _rows_by_rule(plan, pools.train.labels, clients, rng)
+    return {f"c{number:0{digits}d}": rows for number, rows in enumerate(rows_of_clients)}
+
+
+def _rows_by_rule(plan: Plan, labels: np.ndarray, clients: int, rng: np.random.Generator) -> partition.Rows:
+    """Return the training rows of each client by the plan's rule, from the labels (n,) of the pool."""
     alpha = plan.alpha or 1.0
     min_size = plan.min_size or MIN_SIZE
+    train_start, _ = plan.starts or (0, 0)
     rules: dict[str, Callable[[], partition.Rows]] = {
-        "fedpac": lambda: partition.fedpac(labels, clients, size=plan.size or SIZE, first=(plan.starts or (0, 0))[0]),
+        "fedpac": lambda: partition.fedpac(labels, clients, size=plan.size or SIZE, first=train_start),
         "dirichlet": lambda: partition.dirichlet(labels, clients, alpha, rng, min_size=min_size),
         "quantity": lambda: partition.quantity(labels, clients, alpha, rng, min_size=min_size),
         "pathological": lambda: partition.pathological(
@@ -163,40 +192,45 @@ def _train_rows(plan: Plan, pools: Pools, rng: np.random.Generator) -> dict[str,
         ),
         "iid": lambda: partition.iid(labels, clients, rng, size=plan.size),
     }
-    digits = len(str(clients - 1))
-    return {f"c{number:0{digits}d}": rows for number, rows in enumerate(rules[plan.partition]())}
+    return rules[plan.partition]()
 
 
 def _test_rows(
     plan: Plan, pools: Pools, test: Samples, train: Mapping[str, np.ndarray], rng: np.random.Generator
 ) -> partition.Rows:
-    """Rows that the data name; FedPAC's by the same rule; else with each client's own mixture of classes."""
+    """Return the test rows of each client in the order of ``train``.
+
+    The data name them, or FedPAC's rule does; otherwise each client's have its own mixture of classes.
+    """
     if pools.tested:
         return [pools.tested[name] for name in train]
     if plan.partition == "fedpac":
         size = plan.test_size or plan.size or SIZE
-        return partition.fedpac(test.labels, len(train), size=size, first=(plan.starts or (0, 0))[1])
+        _, test_start = plan.starts or (0, 0)
+        return partition.fedpac(test.labels, len(train), size=size, first=test_start)
     return partition.alike(list(train.values()), pools.train.labels, test.labels, rng)
 
 
 def without_test(division: Division, train: Samples, plan: Plan) -> Division:
-    """The same clients, evaluated on a part of their training samples, to try out settings.
+    """Return the same clients, evaluated on a part of their training samples, to try out settings.
 
     A client with a single sample keeps it for training.
     """
     share = plan.validation or 0.0
     rows = {name: np.asarray(own.train, np.int64) for name, own in division.clients.items()}
-    shares = {name: held_out(train, mine, share, plan.seed) for name, mine in rows.items()}
+    shares = {name: split_rows(train, mine, share, plan.seed) for name, mine in rows.items()}
     _warn_of_shared_rows(shares)
     settings = {**division.settings, "validation": share}
     return partition.divided(division.rule, settings, partition.Pool.of(train.labels, None), shares)
 
 
-def held_out(samples: Samples, rows: np.ndarray, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Training and test rows of one client, split as a device would split its samples."""
-    mine = replace(samples, inputs=rows, names=(), labels=samples.labels[rows])
-    mine = mine if samples.groups is None else replace(mine, groups=samples.groups[rows])
-    train, test = data.split(mine, share, seed)
+def split_rows(samples: Samples, rows: np.ndarray, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return training and test rows of one client, split as a device would split its samples."""
+    # Row numbers in place of inputs: the split copies them, not the samples.
+    own_samples = replace(samples, inputs=rows, names=(), labels=samples.labels[rows])
+    if samples.groups is not None:
+        own_samples = replace(own_samples, groups=samples.groups[rows])
+    train, test = data.split(own_samples, share, seed)
     return train.inputs, test.inputs
 
 
@@ -204,7 +238,11 @@ def held_out(samples: Samples, rows: np.ndarray, share: float, seed: int) -> tup
 
 
 def _sources(plan: Plan, rule: str, seed: int) -> dict[str, str]:
-    """Owner -> source; a single '' where the samples have no owners. ``seed``: that of the partition."""
+    """Return owner -> source; a single '' where the samples have no owners. ``seed`` is the partition's.
+
+    Raises:
+        UsageError: There are fewer or more sources than the rule needs.
+    """
     if rule == "domains" and len(plan.data) > 1:
         return _distinct({source: source.partition(":")[2] or source for source in plan.data})
     if rule == "domains":
@@ -230,7 +268,7 @@ def _sources(plan: Plan, rule: str, seed: int) -> dict[str, str]:
 
 
 def _distinct(requested: Mapping[str, str]) -> dict[str, str]:
-    """Distinct client names for sources, from the last part of each path."""
+    """Return distinct client names for sources, from the last part of each path."""
     named: dict[str, str] = {}
     for source, typed in requested.items():
         last = typed.partition("?")[0].rstrip("/").rpartition("/")[2].lower()
@@ -242,49 +280,69 @@ def _distinct(requested: Mapping[str, str]) -> dict[str, str]:
 
 
 def _load(plan: Plan, sources: Mapping[str, str], spec: InputSpec) -> Pools:
-    if all(map(partition.parts_of, sources.values())) or list(sources) == [""]:
-        parts = [partition.read_pools(source, spec, folder=plan.folder) for source in sources.values()]
-        if list(sources) == [""]:
-            return Pools(parts[0].train, parts[0].test)
-        train = [own.train for own in parts]
-        test = [own.test for own in parts if own.test is not None]
-        return Pools(_joined(train), _joined(test), _rows_of(sources, train), _rows_of(sources, test))
-    each = [data.load(source, spec, folder=plan.folder, compact=True) for source in sources.values()]
-    return Pools(_joined(each), None, _rows_of(sources, each))
+    """Read the samples of all owners into one pool for training, and one for testing where the sources have it."""
+    if list(sources) == [""]:
+        parts = partition.read_pools(sources[""], spec, folder=plan.folder)
+        return Pools(parts.train, parts.test)
+    if not all(map(partition.parts_of, sources.values())):
+        pooled = [data.load(source, spec, folder=plan.folder, compact=True) for source in sources.values()]
+        return Pools(_joined(pooled), None, _rows_of(sources, pooled))
+    each = [partition.read_pools(source, spec, folder=plan.folder) for source in sources.values()]
+    train = [pools.train for pools in each]
+    test = [pools.test for pools in each if pools.test is not None]
+    return Pools(_joined(train), _joined(test), _rows_of(sources, train), _rows_of(sources, test))
 
 
 def _rows_of(owners: Iterable[str], each: Sequence[Samples]) -> dict[str, np.ndarray]:
-    """Rows of each owner where their samples are joined."""
-    ends = np.cumsum([len(samples) for samples in each])
-    return {name: np.arange(end - len(own), end) for name, own, end in zip(owners, each, ends, strict=True)}
+    """Return the rows of each owner where their samples are joined."""
+    rows = {}
+    begin = 0
+    for owner, samples in zip(owners, each, strict=True):
+        end = begin + len(samples)
+        rows[owner] = np.arange(begin, end)
+        begin = end
+    return rows
 
 
 def _joined(parts: Sequence[Samples]) -> Samples:
-    """One after another, labelled by the classes of all of them; groups of two sources stay distinct."""
-    names = tuple(sorted({name for samples in parts for name in samples.class_names}, key=_natural_order))
+    """Return the samples one after another, labelled by the classes of all parts; groups of two parts stay distinct."""
+    class_names = tuple(sorted({name for samples in parts for name in samples.class_names}, key=_natural_order))
     labels = []
-    groups = []
-    last = 0
     for samples in parts:
-        table = np.array([names.index(name) for name in samples.class_names], np.int64)
-        labels.append(table[samples.labels])
-        if samples.groups is not None:
-            groups.append(samples.groups + last)
-            last = int(groups[-1].max(initial=last)) + 1
+        places = np.array([class_names.index(name) for name in samples.class_names], np.int64)
+        labels.append(places[samples.labels])
+    groups = _joined_groups(parts)
+    # Inputs stay integers only where all are; otherwise all become what the encoder takes.
     is_compact = all(samples.inputs.dtype == np.uint8 for samples in parts)
-    inputs = np.concatenate([(samples if is_compact else samples.ready()).inputs for samples in parts])
-    joined = np.concatenate(groups) if len(groups) == len(parts) else None
-    are_whole = joined is not None and all(samples.are_whole for samples in parts)
-    return Samples(inputs, np.concatenate(labels), names, parts[0].input, joined, are_whole=are_whole)
+    ready = parts if is_compact else [samples.ready() for samples in parts]
+    inputs = np.concatenate([samples.inputs for samples in ready])
+    are_whole = groups is not None and all(samples.are_whole for samples in parts)
+    return Samples(inputs, np.concatenate(labels), class_names, parts[0].input, groups, are_whole=are_whole)
+
+
+def _joined_groups(parts: Sequence[Samples]) -> np.ndarray | None:
+    """Return the groups of all samples, numbered on from part to part; None where a part has none."""
+    joined = []
+    next_group = 0
+    for samples in parts:
+        if samples.groups is None:
+            return None
+        groups = samples.groups + next_group
+        next_group = int(groups.max(initial=next_group)) + 1
+        joined.append(groups)
+    return np.concatenate(joined)
 
 
 def _natural_order(name: str) -> tuple[int, str]:
-    """Numbers as numbers: class 10 after class 9."""
-    return (int(name), "") if name.isascii() and name.isdigit() else (1 << 62, name)
+    """Return a key that sorts numbers as numbers (class 10 after class 9), and names after all of them."""
+    is_number = name.isascii() and name.isdigit()
+    if is_number:
+        return int(name), ""
+    return 1 << 62, name
 
 
 def class_counts(division: Division, pools: Pools, class_names: tuple[str, ...]) -> dict[str, Any]:
-    """A partition as JSON, with the training and test samples of each class that each client has."""
+    """Return a partition as JSON, with the training and test samples of each class that each client has."""
     tested = pools.train if pools.test is None else pools.test
 
     def counts(labels: np.ndarray, rows: tuple[int, ...]) -> list[int]:

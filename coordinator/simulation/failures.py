@@ -34,7 +34,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
-        """That of an error that was caught."""
+        """Describe where an error that was caught came from."""
         frames = traceback.extract_tb(error.__traceback__)
         foreign = [frame for frame in frames if not frame.filename.startswith((*_OWN, *_INSTALLED))]
         chosen = (foreign or frames)[-1:]
@@ -49,14 +49,14 @@ class Failure:
         return f" ({known})" if known else ""
 
     def attach_to(self, error: BaseException) -> BaseException:
-        """The same error, with the traceback."""
+        """Return the same error, with the traceback as a note."""
         if not self.trace:
             return error
         add_note(error, f"Traceback of the client's process:\n{self.trace.rstrip()}")
         return error
 
     def to_json(self) -> dict[str, Any]:
-        """For another process; the constructor takes it."""
+        """Return location and traceback as JSON for another process; the constructor takes them."""
         return {"location": self.location, "trace": self.trace}
 
 

@@ -24,7 +24,7 @@ from edge_agent.core.errors import DataError, UsageError
 from edge_agent.data import partition
 from edge_agent.data.preprocess import height_width_channels
 
-from .datasets import Pools, Shares, held_out
+from .datasets import Pools, Shares, split_rows
 from .failures import Failure
 
 log = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ def save_clients(samples: Mapping[str, Any], folder: Path, *, test_fraction: flo
         middle = begin + len(one.train.labels)
         rows = np.arange(begin, middle)
         if one.test is None:
-            shares[name] = held_out(loaded.train, rows, test_fraction, seed)
+            shares[name] = split_rows(loaded.train, rows, test_fraction, seed)
             begin = middle
         else:
             begin = middle + len(one.test.labels)
@@ -214,7 +214,7 @@ def save_rows(
         elif pools.test is not None:
             raise DataError(f"{where}: these data have their own test part; give a pair (training rows, test rows)")
         else:
-            shares[name] = held_out(pools.train, _row_array(where, given, len(pools.train)), test_fraction, seed)
+            shares[name] = split_rows(pools.train, _row_array(where, given, len(pools.train)), test_fraction, seed)
     if pools.test is None:
         _warn_of_leaks(shares)
     folder.mkdir(parents=True, exist_ok=True)

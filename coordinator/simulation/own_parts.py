@@ -45,7 +45,7 @@ def prepare_torchvision(references: Iterable[str]) -> None:
 
 
 def add_method(kind: Any) -> str:
-    """As `edge_agent.methods.add`."""
+    """Make a method known to this process, and return its name; see `edge_agent.methods.add`."""
     return methods.add(kind)
 
 
@@ -78,7 +78,7 @@ def _shown(part: Any) -> str:
 
 
 def reference(part: Any, add: Callable[[Any], str]) -> tuple[str, bool]:
-    """How a plan names a class or factory, and whether other processes can load it: from its own file they can.
+    """Return how a plan names a class or factory, and whether other processes can load it: from a file they can.
 
     ``add``: `add_method` or `add_encoder`.
     """

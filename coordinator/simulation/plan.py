@@ -17,7 +17,7 @@ CLIENTS = 20
 SIZE = 600
 MIN_SIZE = 10
 FEDPAC_NORMALISATION = {"mean": (0.1307,), "std": (0.3081,)}
-"""That of FedPAC's code for grey images."""
+"""The normalisation in FedPAC's code for grey images."""
 
 _GIVEN_BY_DATA = ("domains", "subjects")
 _OPTIONS_OF = {
@@ -144,11 +144,14 @@ class Plan(Frozen):
 
     @model_validator(mode="after")
     def _says_one_thing(self) -> Plan:
-        if mistakes := list(self._mistakes()):
+        # All mistakes at once, so that nobody mends them one by one.
+        mistakes = [*self._mistakes_of_data(), *self._options_without_effect(), *self._mistakes_of_engine()]
+        if mistakes:
             raise ValueError("; ".join(mistakes))
         return self
 
-    def _mistakes(self) -> Iterator[str]:
+    def _mistakes_of_data(self) -> Iterator[str]:
+        """Yield what contradicts itself in data, partition and selection."""
         rule = self.rule
         if rule in _OPTIONS_OF["alpha"] and self.alpha is None:
             yield f"partition {rule} needs alpha, for example --alpha 0.5"
@@ -160,27 +163,39 @@ class Plan(Frozen):
             yield f"{len(self.data)} data sources, one after another are for --partition domains"
         if self.fraction_max is not None and self.fraction_max < self.fraction:
             yield f"fraction from {self.fraction} to {self.fraction_max}: expected the smaller one first"
+
+    def _options_without_effect(self) -> Iterator[str]:
+        """Yield the options of partitions that this one does not use."""
+        rule = self.rule
+        where = "a saved partition" if rule is None else f"partition {rule}"
         for option, rules in _OPTIONS_OF.items():
             value = getattr(self, option)
             if value is not None and rule not in rules:
-                where = "a saved partition" if rule is None else f"partition {rule}"
                 yield f"{option} = {value} has no effect on {where} (only on {', '.join(rules)})"
-        yield from self._mistakes_of_engine()
 
     def _mistakes_of_engine(self) -> Iterator[str]:
-        if self.engine in {"serial", "stacked"} and self.workers is not None:
+        """Yield the options of engines that the chosen one does not use, or that contradict it."""
+        has_no_workers = self.engine in {"serial", "stacked"}
+        if has_no_workers and self.workers is not None:
             yield f"workers = {self.workers} has no effect on engine {self.engine} (only on pool and ray)"
-        if self.address is not None and self.engine != "ray":
-            yield f"address = {self.address} has no effect on engine {self.engine or 'pool'} (only on ray)"
-        if (self.address or "").startswith("ray://"):
-            yield f"address = {self.address} is one for Ray's remote client; run on a machine of the cluster, with auto"
-        if self.precision != "float32" and self.engine == "stacked":
-            yield f"precision = {self.precision} with engine stacked, which computes in float32; leave one of them out"
-        if self.stacked_always and self.engine != "stacked":
+        if self.address is not None:
+            yield from self._mistakes_of_address(self.address)
+        if self.engine == "stacked":
+            if self.precision != "float32":
+                precision = f"precision = {self.precision}"
+                yield f"{precision} with engine stacked, which computes in float32; leave one of them out"
+        elif self.stacked_always:
             yield f"stacked_always has no effect on engine {self.engine or 'pool'} (only on stacked)"
 
+    def _mistakes_of_address(self, address: str) -> Iterator[str]:
+        """Yield why a cluster's address cannot be used."""
+        if self.engine != "ray":
+            yield f"address = {address} has no effect on engine {self.engine or 'pool'} (only on ray)"
+        if address.startswith("ray://"):
+            yield f"address = {address} is one for Ray's remote client; run on a machine of the cluster, with auto"
+
     def new_clients_of(self, clients: Sequence[str]) -> tuple[str, ...]:
-        """The clients that never train: the last ``new_clients``."""
+        """Return the clients that never train: the last ``new_clients``."""
         return tuple(clients[len(clients) - self.new_clients :])
 
     @property
@@ -221,17 +236,22 @@ class Plan(Frozen):
 
     def differences(self, now: Plan, but: Collection[str]) -> list[str]:
         """``name value, now value`` for each field that changes results and differs in plan ``now``, except ``but``."""
-        fields = [name for name in Plan.model_fields if name not in {*HOW_NOT_WHAT, "folder", *but}]
-        values = [(name, getattr(self, name), getattr(now, name)) for name in fields]
-        return [f"{name} {before}, now {after}" for name, before, after in values if before != after]
+        left_out = {*HOW_NOT_WHAT, "folder", *but}
+        differences = []
+        for name in Plan.model_fields:
+            before = getattr(self, name)
+            after = getattr(now, name)
+            if name not in left_out and before != after:
+                differences.append(f"{name} {before}, now {after}")
+        return differences
 
     def settings(self) -> dict[str, Any]:
-        """What the partition depends on beside the data; saved in its file."""
-        given = {name: getattr(self, name) for name in (*_OPTIONS_OF, "test_fraction", "validation", "seed")}
-        return {name: value for name, value in given.items() if value is not None}
+        """Return what the partition depends on beside the data, as JSON for its file."""
+        values = {name: getattr(self, name) for name in (*_OPTIONS_OF, "test_fraction", "validation", "seed")}
+        return {name: value for name, value in values.items() if value is not None}
 
     def encoder_for(self, spec: InputSpec, rule: str) -> str:
-        """The requested encoder, or one that suits the inputs; FedPAC's own for FedPAC's partition."""
+        """Return the requested encoder, or one that suits the inputs; FedPAC's own for FedPAC's partition."""
         if self.encoder_name is not None:
             return self.encoder_name
         if not isinstance(spec, ImageInput):
@@ -239,20 +259,25 @@ class Plan(Frozen):
         return "fedpac_cnn" if rule == "fedpac" else "small_cnn"
 
     def input_for(self, natural: InputSpec, rule: str) -> InputSpec:
-        """The data's own input spec with the requested fields; FedPAC's normalisation for FedPAC's partition.
+        """Return the data's own input spec with the requested fields; FedPAC's normalisation for FedPAC's partition.
 
         Raises:
-            ConfigError: unknown or impossible fields, all of them listed.
+            ConfigError: Fields are unknown or impossible; the message lists all of them.
         """
-        own = FEDPAC_NORMALISATION if rule == "fedpac" and natural.channels == 1 else {}
-        given = dict(self.input)
-        for name in {"mean", "std"} & given.keys():
-            given[name] = (given[name],) if isinstance(given[name], int | float) else given[name]
+        fields = natural.model_dump()
+        if rule == "fedpac" and natural.channels == 1:
+            fields |= FEDPAC_NORMALISATION
+        for name, value in self.input.items():
+            is_number_for_all_channels = name in {"mean", "std"} and isinstance(value, int | float)
+            fields[name] = (value,) if is_number_for_all_channels else value
         try:
-            return type(natural).model_validate({**natural.model_dump(), **own, **given})
+            return type(natural).model_validate(fields)
         except ValidationError as error:
             raise ConfigError("--input", mistakes_of(error, type(natural))) from error
 
 
 def _name_of(part: str) -> str:
-    return own_name(part.rpartition(":")[2]) if is_reference(part) else part
+    """Return the name by which a method or an encoder is registered: of one from a file, that of its class."""
+    if is_reference(part):
+        return own_name(part.rpartition(":")[2])
+    return part

@@ -31,10 +31,10 @@ from ..runs.result_notes import local_models
 from ..state.store import StateFolder
 from ..text import worst_tenth
 from ..views.runs import replay
-from .client_tasks import kept_in
+from .client_tasks import state_files_in
 from .datasets import class_counts, prepare
 from .plan import HOW_NOT_WHAT, Plan
-from .setup import CLIENTS, PARTITION, Prepared, planned
+from .setup import CLIENTS, PARTITION, Prepared, read_plan
 
 log = logging.getLogger(__name__)
 
@@ -72,9 +72,10 @@ def result_of(state: StateFolder, run: str, prepared: Prepared) -> dict[str, Any
         agents["new" if agent["id"] in prepared.new_clients else "trained"].append(agent)
     last = {}
     for name, (group, scope) in LAST_SCOPES.items():
-        scores = {agent["id"]: agent["acc"][scope] for agent in agents[group] if agent["acc"].get(scope) is not None}
-        if scores:
-            last[name] = spread(scores, division)
+        scored = [agent for agent in agents[group] if agent["acc"].get(scope) is not None]
+        if scored:
+            last[name] = spread({agent["id"]: agent["acc"][scope] for agent in scored}, division)
+    tested_clients = [client for client, share in division.clients.items() if share.test]
     result = {
         "run_id": run,
         "method": plan.method_name,
@@ -88,9 +89,7 @@ def result_of(state: StateFolder, run: str, prepared: Prepared) -> dict[str, Any
         "scored_on": "validation" if "validation" in division.settings else "test",
         "clients": len(division.clients),
         "new_clients": plan.new_clients,
-        "scored_clients": sum(
-            bool(share.test) for client, share in division.clients.items() if client not in prepared.new_clients
-        ),
+        "scored_clients": len(set(tested_clients).difference(prepared.new_clients)),
         "fraction": plan.fraction if plan.fraction_max is None else [plan.fraction, plan.fraction_max],
         "dropout": plan.dropout,
         "seed": plan.seed,
@@ -98,7 +97,7 @@ def result_of(state: StateFolder, run: str, prepared: Prepared) -> dict[str, Any
         "workers": prepared.choice.workers,
         "threads": plan.threads,
         "precision": plan.precision,
-        "seconds": round(math.fsum(one["seconds"] or 0.0 for one in rounds), 3),
+        "seconds": round(math.fsum(figures["seconds"] or 0.0 for figures in rounds), 3),
         "rounds": rounds,
         "last": {"rounds_done": record.round, "acc": last},
         "local_models": local_models(agents["trained"]),
@@ -111,7 +110,7 @@ def result_of(state: StateFolder, run: str, prepared: Prepared) -> dict[str, Any
 
 
 def round_of(state: StateFolder, run: str, number: int, division: Division) -> dict[str, Any]:
-    """One closed round."""
+    """Return the figures of one closed round as JSON."""
     entries = state.journal.entries(run, ("round_closed", "update_accepted"), round=number)
     closed = facts_of(entries, RoundClosed)
     figures = closed[0] if closed else RoundClosed()
@@ -120,10 +119,11 @@ def round_of(state: StateFolder, run: str, number: int, division: Division) -> d
         fact = entry.fact
         if isinstance(fact, UpdateAccepted) and entry.agent is not None:  # the first update of a client counts
             metrics.setdefault(entry.agent, dict(fact.metrics))
-    losses = [own["loss"] for own in metrics.values() if "loss" in own]
+    losses = [reported["loss"] for reported in metrics.values() if "loss" in reported]
     accuracies = {}
     for scope, name in SCOPES.items():
-        if scores := {client: own[name] for client, own in metrics.items() if name in own}:
+        scores = {client: reported[name] for client, reported in metrics.items() if name in reported}
+        if scores:
             accuracies[scope] = spread(scores, division)
     return {
         "round": number,
@@ -137,7 +137,7 @@ def round_of(state: StateFolder, run: str, number: int, division: Division) -> d
 
 
 def spread(scores: Mapping[str, float], division: Division) -> dict[str, float]:
-    """Over clients: mean, standard deviation, and mean of the worst tenth; and the mean over all test samples."""
+    """Return mean, standard deviation and mean of the worst tenth over clients, and the mean over all test samples."""
     tested = {client: len(division.clients[client].test) for client in scores}
     total = sum(tested.values())
     worst = sorted(scores.values())[: worst_tenth(len(scores))]
@@ -152,22 +152,24 @@ def spread(scores: Mapping[str, float], division: Division) -> dict[str, float]:
 
 
 def best_of(result: Mapping[str, Any], by: str = "clients_mean") -> dict[str, dict[str, float]]:
-    """Scope -> the highest mean, and after how many rounds it was reached; the earliest of equals.
+    """Return scope -> the highest mean, and after how many rounds it was reached; the earliest of equals.
 
     Only means over all clients that train and have test samples count, of rounds as of the end: the mean of a few that
     were selected varies from round to round, and the highest of many such means says nothing.
     """
     last = result["last"]
     all_clients = scored_clients(result)
-    candidates = [
-        (scope, rounds_done(scope, one["round"]), scores)
-        for one in result["rounds"]
-        for scope, scores in one["acc"].items()
-    ]
-    candidates += [(scope, last["rounds_done"], scores) for scope, scores in last["acc"].items() if scope != "local"]
+    candidates = []
+    for figures in result["rounds"]:
+        for scope, scores in figures["acc"].items():
+            candidates.append((scope, rounds_done(scope, figures["round"]), scores))
+    for scope, scores in last["acc"].items():
+        if scope != "local":
+            candidates.append((scope, last["rounds_done"], scores))
     best: dict[str, dict[str, float]] = {}
     for scope, done, scores in candidates:
-        if scope not in {"new", "new_global"} and scores.get("clients", all_clients) < all_clients:
+        is_of_a_selection = scores.get("clients", all_clients) < all_clients
+        if is_of_a_selection and scope not in {"new", "new_global"}:
             continue
         if scope not in best or scores[by] > best[scope][by]:
             best[scope] = {"rounds_done": done, **scores}
@@ -175,13 +177,15 @@ def best_of(result: Mapping[str, Any], by: str = "clients_mean") -> dict[str, di
 
 
 def scored_clients(result: Mapping[str, Any]) -> int:
-    """How many clients a whole round scores; results of earlier versions count all clients."""
+    """Return how many clients a whole round scores; results of earlier versions count all clients."""
     return int(result.get("scored_clients", int(result["clients"]) - int(result["new_clients"])))
 
 
 def rounds_done(scope: str, number: int) -> int:
-    """How many rounds the model of a scope has behind it when it is evaluated in that round."""
-    return number if scope == "after" else number - 1
+    """Return how many rounds the model of a scope has behind it when it is evaluated in that round."""
+    if scope == "after":
+        return number
+    return number - 1
 
 
 MOST_COUNTED = 1000
@@ -211,49 +215,58 @@ _LINES = {
 
 
 def curves(result: Mapping[str, Any], kind: Format = "svg") -> bytes:
-    """A picture file; accuracies of the model that existed after so many rounds."""
-    series = [
-        Series(f"{name}, {text}", tuple(points), role, is_dashed)
-        for scope, (name, role) in _LINES.items()
-        for average, text, is_dashed in (("clients_mean", "mean", False), ("worst10", "worst tenth", True))
-        if (points := curve(result, scope, average))
-    ]
+    """Return a picture file with the accuracies of the model that existed after so many rounds."""
+    series = []
+    for scope, (name, role) in _LINES.items():
+        means = curve(result, scope, "clients_mean")
+        if means:
+            series.append(Series(f"{name}, mean", tuple(means), role))
+        worst = curve(result, scope, "worst10")
+        if worst:
+            series.append(Series(f"{name}, worst tenth", tuple(worst), role, dashed=True))
     low = accuracy_floor(y for line in series for _, y in line.points if y is not None)
     title = f"{result['method']}, {result['clients']} clients, partition {result['partition']}, seed {result['seed']}"
-    text = f"Accuracy by rounds done. {ends(series, 'after round')}" if series else "No client has test samples."
-    axes = Axis("rounds done"), Axis("accuracy on held-out samples", low=low, high=1.0)
-    return picture([Lines(title, text, *axes, tuple(series))], kind)
+    summary = "No client has test samples."
+    if series:
+        summary = f"Accuracy by rounds done. {ends(series, 'after round')}"
+    accuracy = Axis("accuracy on held-out samples", low=low, high=1.0)
+    return picture([Lines(title, summary, Axis("rounds done"), accuracy, tuple(series))], kind)
 
 
 def curve(result: Mapping[str, Any], scope: str, average: str) -> list[tuple[float, float]]:
-    """(rounds done, accuracy) of the models of a scope; ``average``: a name of `spread`."""
-    scores = [(rounds_done(scope, one["round"]), one["acc"]) for one in result["rounds"]]
+    """Return (rounds done, accuracy) of the models of a scope; ``average`` is a name of `spread`."""
+    scores = [(rounds_done(scope, figures["round"]), figures["acc"]) for figures in result["rounds"]]
     scores.append((result["last"]["rounds_done"], result["last"]["acc"]))
     return [(float(done), acc[scope][average]) for done, acc in scores if scope in acc]
 
 
 def pooled_batch_norm(folder: Path, run: str, number: int, method: Method, task: Task) -> Tensors:
-    """Batch norm that stays with clients, pooled over those who have trained until round ``number``.
+    """Return batch norm that stays with clients, pooled over those who have trained until round ``number``.
 
     Empty where ``folder`` holds no simulation, or none of it stays with them.
 
     Raises:
-        StateError: the state of a client is damaged.
+        StateError: The state of a client is damaged.
     """
-    if planned(folder) is None or "encoder" not in method.shared:
+    if read_plan(folder) is None or "encoder" not in method.shared:
         return {}
     model = method.build(task)
     names = norm_names(model, method.shared_names(model))
+    if not names:
+        return {}
+    # A client that has not trained yet has no statistics; each other one counts by its samples.
     statistics = []
-    for client, share in Division.read(folder / PARTITION).clients.items() if names else ():
-        personal, _ = kept_in(folder / CLIENTS, client, run).before(number + 1)
+    for client, share in Division.read(folder / PARTITION).clients.items():
+        personal, _ = state_files_in(folder / CLIENTS, client, run).before(number + 1)
         if all(name in personal for name in names):
             statistics.append((float(len(share.train)), {name: personal[name] for name in names}))
-    return pooled_norm(statistics) if statistics else {}
+    if not statistics:
+        return {}
+    return pooled_norm(statistics)
 
 
 def training_samples(plan: Plan, folder: Path) -> dict[str, Samples]:
-    """The samples of each client that trained in the simulation in ``folder``, of 64 at most; empty: they are gone."""
+    """Return the samples of each client, of 64 at most, that trained in a simulation; empty: they are gone."""
     try:
         pools, division, _ = prepare(plan, folder / PARTITION)
     except HeadwaterError as error:

@@ -36,7 +36,7 @@ from ..service.surroundings import Runtime, StartOptions
 from ..state.store import StateFolder
 from ..text import listed, reason_of
 from ..views.runs import replay
-from .client_pool import RESUMABLE, Dropouts, SimulatedClients
+from .client_pool import RESUMABLE, Contact, Dropouts, Population, SimulatedClients
 from .client_tasks import Sessions, Shared
 from .engines.base import Engine, Serial
 from .engines.pool import LocalWorkers, WorkerPool
@@ -44,7 +44,7 @@ from .engines.ray_cluster import RayWorkers
 from .engines.stacked import Stacked
 from .failures import Failure
 from .results import describe, pooled_batch_norm, result_of
-from .setup import CLIENTS, LONGEST_SILENCE_S, Prepared, begin, check_is_free, computing_as_begun, planned, run_in
+from .setup import CLIENTS, LONGEST_SILENCE_S, Prepared, begin, check_is_free, computing_as_begun, read_plan, run_in
 
 SHORTEST_PAUSE_S = 0.01
 STALLED_S = 5 * LONGEST_SILENCE_S
@@ -52,7 +52,7 @@ STALLED_S = 5 * LONGEST_SILENCE_S
 
 
 class Simulation:
-    """One run in one folder, which this process has locked. `step` until `is_over`."""
+    """A simulated run in a folder that this process has locked. Call `step` until `is_over`."""
 
     def __init__(self, prepared: Prepared, state: StateFolder, run: str, engine: Engine) -> None:
         self.prepared = prepared
@@ -68,16 +68,11 @@ class Simulation:
             runtime=Runtime(clock=lambda: self.clock_s, stopwatch=time.perf_counter),
             start=StartOptions(probe_s=0.0, run_ids=RunNames(state.journal)),
         )
-        plan = prepared.plan
         self.clients = SimulatedClients(
             broker,
-            self.coordinator.topics,
-            self.coordinator.distributor,
-            self.coordinator.roster,
+            Contact(self.coordinator.topics, self.coordinator.distributor, self.coordinator.roster),
             engine,
-            {client: len(share.train) for client, share in prepared.division.clients.items()},
-            new_clients=prepared.new_clients,
-            dropouts=Dropouts(plan.dropout, plan.seed) if plan.dropout else None,
+            _population_of(prepared),
             attempt=self._attempt,
             beside=self._pooled_norm,
         )
@@ -112,7 +107,7 @@ class Simulation:
 
     def talk(self) -> None:
         """Exchange all messages between the coordinator and its clients."""
-        with files_kept(self.state.path):
+        with translate_file_errors(self.state.path):
             while self.coordinator.step(0) or self.clients.receive():
                 self._silent_s = 0.0
         self.coordinator.catch_up(STATUS_EVERY_S)
@@ -124,7 +119,7 @@ class Simulation:
             RunFailed: the run waits for clients, and none has a job left; or as `SimulatedClients.work`.
             TrainingFailed, StateError: as `SimulatedClients.work`.
         """
-        with files_kept(self.state.path):
+        with translate_file_errors(self.state.path):
             job = self.clients.work()
         if job is not None:
             return job
@@ -162,28 +157,42 @@ class Simulation:
         record = replay(self.state.journal, self.run)
         if record.status != "finished":
             raise RunFailed(f"{self.run} {record.status}: {record.reason or 'no reason was noted'}")
-        with files_kept(self.state.path):
+        with translate_file_errors(self.state.path):
             describe(self.state, self.run, self.prepared)
         result = result_of(self.state, self.run, self.prepared)
         return {**result, "start_s": round(self.engine.start_s, 3), **self.engine.figures}
 
     def _pooled_norm(self, job: Job) -> tuple[Outgoing, ...]:
-        """Batch norm that stays with clients, pooled as for a bundle: without it new clients have no encoder."""
+        """Return batch norm that stays with clients, pooled as for a bundle: without it new clients have no encoder."""
         if self._pooled is None:
             pooled = pooled_batch_norm(self.state.path, job.run, job.rounds, self.prepared.method, self.prepared.task)
-            self._pooled = (Outgoing.of(encode(pooled)),) if pooled else ()
+            self._pooled = ()
+            if pooled:
+                self._pooled = (Outgoing.of(encode(pooled)),)
         return self._pooled
 
     def _attempt(self, number: int) -> int:
-        """Which attempt at a round runs."""
+        """Return which attempt at a round runs."""
         opened = self.state.journal.entries(self.run, ("round_opened",), round=number)
         facts = facts_of(opened, RoundOpened)
-        return facts[-1].attempt if facts else 1
+        if not facts:
+            return 1
+        return facts[-1].attempt
+
+
+def _population_of(prepared: Prepared) -> Population:
+    """Return who the clients of a simulation are."""
+    plan = prepared.plan
+    samples = {client: len(share.train) for client, share in prepared.division.clients.items()}
+    dropouts = None
+    if plan.dropout:
+        dropouts = Dropouts(plan.dropout, plan.seed)
+    return Population(samples, prepared.new_clients, dropouts)
 
 
 @contextlib.contextmanager
 def open_simulation(prepared: Prepared, folder: Path, setup: Sequence[str] = ()) -> Iterator[Simulation]:
-    """A started simulation in ``folder``: a new one, or the one that was left there.
+    """Start a simulation in ``folder``: a new one, or the one that was left there.
 
     Kills of any process cost nothing. A power cut may cost the run, for nothing waits for the disk before the end.
 
@@ -193,7 +202,7 @@ def open_simulation(prepared: Prepared, folder: Path, setup: Sequence[str] = ())
         UsageError: the folder holds something else, or a run with other settings.
         StateError: another process uses it, or files are damaged, missing or of another run.
     """
-    is_new = planned(folder) is None
+    is_new = read_plan(folder) is None
     if is_new:
         check_is_free(folder)
     with without_syncs(folder), StateFolder(folder).open("headwater simulate") as state:
@@ -218,7 +227,7 @@ class StrictRuns(Runs):
     """Runs that errors do not end: when the run is resumed, the same step is tried again."""
 
     def fail(self, run: str, error: BaseException) -> None:
-        """Nothing is noted in the journal.
+        """Raise the error; nothing is noted in the journal.
 
         Raises:
             RunFailed: the run cannot continue.
@@ -235,7 +244,7 @@ class StrictRuns(Runs):
         raise error
 
     def trouble(self, error: StateError | OSError) -> None:
-        """As `stall`."""
+        """Raise the error, as `stall` does."""
         raise error
 
 
@@ -258,23 +267,27 @@ class StrictCoordinator(Coordinator):
             raise RunFailed(f"a message of {agent}: {reason_of(error)}{Failure.of(error).where}") from error
 
     def run_context(self) -> RunContext:
-        """As of every coordinator, but a failing client ends the run."""
+        """Return the context of a run as every coordinator has it, but a failing client ends the run."""
         return replace(super().run_context(), excludes_failing=False, is_simulation=True)
 
 
 @contextlib.contextmanager
-def files_kept(folder: Path) -> Iterator[None]:
-    """Inside, files of the simulation in ``folder`` are read and written.
+def translate_file_errors(folder: Path) -> Iterator[None]:
+    """Turn errors of files of the simulation in ``folder``, raised inside, into one that says what to do.
 
     Raises:
-        StateError: one of them could not be; it says what to do.
+        StateError: A file could not be read or written.
     """
     try:
         yield
     except (OSError, ChunkError, StateError) as error:  # a chunk that the disk does not take is a ChunkError
-        reason = reason_of(error) if isinstance(error, OSError) else str(error).rstrip(".")
-        what = "make room" if getattr(error, "errno", None) in _NO_ROOM else "mend that (make room on a full disk)"
-        raise StateError(f"{folder}: the simulation has stopped: {reason}; {what}{RESUMABLE}") from error
+        reason = str(error).rstrip(".")
+        if isinstance(error, OSError):
+            reason = reason_of(error)
+        remedy = "mend that (make room on a full disk)"
+        if getattr(error, "errno", None) in _NO_ROOM:
+            remedy = "make room"
+        raise StateError(f"{folder}: the simulation has stopped: {reason}; {remedy}{RESUMABLE}") from error
 
 
 SPARE_BYTES = 1 << 30
@@ -282,7 +295,7 @@ SPARE_BYTES = 1 << 30
 
 
 def create_engine(prepared: Prepared, folder: Path, setup: Sequence[str]) -> Engine:
-    """The engine that was chosen, for the simulation in ``folder``; ``setup``: functions that workers call first."""
+    """Make the engine that was chosen, for the simulation in ``folder``; workers call the functions ``setup`` first."""
     plan = prepared.plan
     choice = prepared.choice
     clients = folder / CLIENTS

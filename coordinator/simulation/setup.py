@@ -26,21 +26,30 @@ from ..processes.pipe import SharedBuffer
 from ..runs.request import Request, Weights
 from ..state.store import StateFolder
 from ..views.runs import RunRecord, replay
-from .client_tasks import kept_in
+from .client_tasks import state_files_in
 from .datasets import Pools, prepare
 from .engines.base import EngineChoice
 from .own_parts import register
 from .plan import Plan
 
-PLAN, PARTITION, CLIENTS = "simulation.json", "partition.json", "clients"
-"""Files and the folder of client states in the folder of a simulation."""
+PLAN = "simulation.json"
+"""File with the settings in the folder of a simulation."""
+
+PARTITION = "partition.json"
+"""File with each client's rows in the folder of a simulation."""
+
+CLIENTS = "clients"
+"""Folder of the clients' states in the folder of a simulation."""
 
 FEDERATION = "simulation"
 WEIGHTS = "weights.safetensors"
 LONGEST_ROUND_S = 7 * 86_400.0
 LEASE_S = 3600.0
-GRACE_S, LONGEST_SILENCE_S = 0.01, 1.0
-"""Of the simulated clock, which advances only when nothing is left to do: clients that have not delivered will not."""
+GRACE_S = 0.01
+"""Grace period by the simulated clock. It advances only when nothing is left to do: who has not delivered will not."""
+
+LONGEST_SILENCE_S = 1.0
+"""Deadline of a round by the same clock, where clients may drop out."""
 
 LOWEST_QUORUM = 1e-6
 """Quorum where clients drop out: one update is enough."""
@@ -64,10 +73,10 @@ class Prepared:
 
     @classmethod
     def of(cls, plan: Plan, saved: Path | None = None) -> Prepared:
-        """Data, partition, method and model of a plan. ``saved``: the partition of a run that is resumed.
+        """Make data, partition, method and model of a plan. ``saved``: the partition of a run that is resumed.
 
         Raises:
-            UsageError: names, parameters, data, or a combination of them is not possible.
+            UsageError: Names, parameters, data, or a combination of them is not possible.
         """
         import torch
 
@@ -80,15 +89,18 @@ class Prepared:
             raise UsageError(
                 f"new_clients = {plan.new_clients} of {len(division.clients)} clients; at least one client must train"
             )
-        if plan.weights_path is not None:
-            copied = None if saved is None else saved.parent / WEIGHTS  # of a simulation that is resumed
-            weights = copied if copied is not None and copied.exists() else plan.weights_path
-            pools = replace(pools, weights=read_weights(models.create(task), weights)[0])
+        weights_path = plan.weights_path
+        if weights_path is not None:
+            # A simulation that is resumed has a copy of its own: the original may have changed since.
+            if saved is not None and (saved.parent / WEIGHTS).exists():
+                weights_path = saved.parent / WEIGHTS
+            weights, _ = read_weights(models.create(task), weights_path)
+            pools = replace(pools, weights=weights)
         model = Built.of(method, task, seed=plan.seed, device=plan.device, weights=pools.weights)
         return cls(plan, method, pools, division, task, model, EngineChoice.of(plan, len(division.clients)))
 
     def with_params(self, params: dict[str, Any]) -> Prepared:
-        """A copy with these parameters of the method, and the model for them.
+        """Return a copy with these parameters of the method, and the model for them.
 
         Raises:
             ConfigError: unknown or impossible parameters, all of them listed.
@@ -101,7 +113,7 @@ class Prepared:
         return replace(self, method=method, model=model)
 
     def shared(self) -> Prepared:
-        """A copy with its pools in shared memory, where worker processes share them; drop the original."""
+        """Return a copy with its pools in shared memory, where worker processes share them; drop the original."""
         if self.choice.engine != "pool":
             return self
         buffer = SharedBuffer.of(*self.pools.content())
@@ -114,7 +126,7 @@ class Prepared:
         return self.plan.new_clients_of(tuple(self.division.clients))
 
     def settled_precision(self) -> Precision:
-        """The precision of training steps: as planned, but float32 where bfloat16 is not faster on this machine.
+        """Choose the precision of training steps: as planned, but float32 where bfloat16 is not faster here.
 
         All workers follow this one decision: their results must not depend on who trained whom.
 
@@ -135,13 +147,13 @@ class Prepared:
         return times.chosen
 
     def request(self) -> Request:
-        """The run request."""
+        """Return the request of the run, as the journal records it."""
         params = self.method.params.model_dump(mode="json")
         plan = self.plan
         return Request(plan.method_name, params, plan.rounds, plan.seed, self.task, plan.keep_every)
 
     def config(self, folder: Path) -> CoordinatorConfig:
-        """The configuration of a coordinator that waits for every client that can still deliver."""
+        """Return the configuration of a coordinator that waits for every client that can still deliver."""
         plan = self.plan
         closing = {"quorum": 1.0, "max_attempts": 1, "deadline_s": LONGEST_ROUND_S}
         if plan.dropout:
@@ -189,16 +201,17 @@ def _is_earlier_simulation(folder: Path) -> bool:
 SIMULATION_FOLDER = FolderKind("simulation", _is_earlier_simulation)
 
 
-def planned(folder: Path) -> Plan | None:
-    """The plan of the simulation in ``folder``; None where there is none, or one that was torn before it ever began.
+def read_plan(folder: Path) -> Plan | None:
+    """Return the plan of the simulation in ``folder``; None where there is none, or one that was torn at its start.
 
     Raises:
-        UsageError: there is a file instead of the folder.
-        ConfigError: the plan has mistakes.
-        StateError: the plan of a run is damaged.
+        UsageError: There is a file instead of the folder.
+        ConfigError: The plan has mistakes.
+        StateError: The plan of a run is damaged.
     """
-    if (file := next((path for path in (folder, *folder.parents) if path.is_file()), None)) is not None:
-        raise UsageError(f"{file} is a file; choose another --out")
+    for path in (folder, *folder.parents):
+        if path.is_file():
+            raise UsageError(f"{path} is a file; choose another --out")
     try:
         content = read_json(folder / PLAN)
     except StateError as error:
@@ -231,7 +244,7 @@ def check_is_free(folder: Path) -> None:
 
 
 def _is_beginning(folder: Path) -> bool:
-    """Whether the folder holds only what a simulation leaves that was killed before its run was requested."""
+    """Return whether a folder holds only what a simulation leaves that was killed before its run was requested."""
     names = {path.name for path in folder.iterdir()}
     left = {name for name in names if not (name.startswith(".") and name.endswith(".tmp"))}
     if _LOCK not in left or not left <= _LEFT_BY_A_BEGINNING:
@@ -243,23 +256,27 @@ def _is_beginning(folder: Path) -> bool:
 
 
 def run_in(state: StateFolder, prepared: Prepared) -> str:
-    """The run of the folder: that of its journal, or a new one.
+    """Return the run in the journal of the folder, or request one there.
 
     Raises:
-        UsageError: plan or partition differ from those that the run began with.
-        StateError: the journal was lost, or replaced by an older one.
+        UsageError: Plan or partition differ from those that the run began with.
+        StateError: The journal was lost, or replaced by an older one.
     """
-    if runs := state.journal.runs():
+    runs = state.journal.runs()
+    if runs:
         record = replay(state.journal, runs[0])
         _check_is_requested(state.path, record, prepared)
         _check_is_newest(state.path, record, prepared)
         return runs[0]
-    if left := [name for name in _LEFT_BY_ROUNDS if any((state.path / name).glob("*"))]:
+    left_by_rounds = [name for name in _LEFT_BY_ROUNDS if any((state.path / name).glob("*"))]
+    if left_by_rounds:
         raise StateError(
-            f"{state.path}: its journal knows of no run, but there are {', '.join(left)}: it was lost, in a power cut "
-            f"perhaps; remove {state.path} to start again, or choose another folder with --out"
+            f"{state.path}: its journal knows of no run, but there are {', '.join(left_by_rounds)}: it was lost, in a "
+            f"power cut perhaps; remove {state.path} to start again, or choose another folder with --out"
         )
-    weights = Weights.of(state.path / WEIGHTS) if prepared.plan.weights is not None else None
+    weights = None
+    if prepared.plan.weights is not None:
+        weights = Weights.of(state.path / WEIGHTS)
     simulated = Simulated(
         plan=_as_json(prepared.plan),
         partition_sha256=prepared.division.sha256,
@@ -270,7 +287,7 @@ def run_in(state: StateFolder, prepared: Prepared) -> str:
 
 
 def computing_as_begun(state: StateFolder, run: str, prepared: Prepared) -> Prepared:
-    """A copy with the precision and parameters that the run began with, whatever the machine or version.
+    """Return a copy with the precision and parameters that the run began with, whatever the machine or version.
 
     The plan has only parameters that were given; the journal has all of them, as the jobs of clients do.
 
@@ -278,8 +295,9 @@ def computing_as_begun(state: StateFolder, run: str, prepared: Prepared) -> Prep
         ConfigError: the method has no such parameters any more.
     """
     request = replay(state.journal, run).request
-    begun_with = None if request.simulation is None else request.simulation.precision
-    plan = prepared.plan.model_copy(update={"precision": begun_with or prepared.plan.precision})
+    plan = prepared.plan
+    if request.simulation is not None and request.simulation.precision:
+        plan = plan.model_copy(update={"precision": request.simulation.precision})
     return replace(prepared, plan=plan).with_params(request.params)
 
 
@@ -288,31 +306,44 @@ def _as_json(plan: Plan) -> dict[str, Any]:
 
 
 def _check_is_requested(folder: Path, record: RunRecord, prepared: Prepared) -> None:
-    """Runs of earlier versions do not record their settings."""
+    """Check that a run continues with the settings and samples that it began with.
+
+    Raises:
+        UsageError: Other settings, or other samples of the clients.
+    """
+    # Runs of earlier versions do not record their settings.
     requested = record.request.simulation
     if requested is None:
         return
     begun = parse(Plan, requested.plan, where=f"the plan in {folder}'s journal")
     # Data may be moved: the partition has their hash, and the request that of the weights.
-    if other := begun.differences(prepared.plan, but=("data", "weights")):
+    differences = begun.differences(prepared.plan, but=("data", "weights"))
+    if differences:
         raise UsageError(
-            f"{folder}: its settings differ from those in {PLAN} ({'; '.join(other[:5])}); "
+            f"{folder}: its settings differ from those in {PLAN} ({'; '.join(differences[:5])}); "
             "restore it, or choose another folder with --out"
         )
-    if requested.partition_sha256 != (now := prepared.division.sha256):
+    partition_sha256 = prepared.division.sha256
+    if requested.partition_sha256 != partition_sha256:
         raise UsageError(
-            f"{folder}: {PARTITION} gives clients other samples (hash {now[:16]}) than the run began with "
+            f"{folder}: {PARTITION} gives clients other samples (hash {partition_sha256[:16]}) than the run began with "
             f"({requested.partition_sha256[:16]}); restore it, or choose another folder with --out"
         )
 
 
 def _check_is_newest(folder: Path, record: RunRecord, prepared: Prepared) -> None:
-    """No client can have state of a round that has not been opened."""
+    """Check that no client has state of a round that has not been opened.
+
+    Raises:
+        StateError: A client has, so that the journal is an older one.
+    """
     if record.is_over:
         return
-    newest = LAST_ROUND if record.round >= record.request.rounds else record.round + 1
+    newest = record.round + 1
+    if record.round >= record.request.rounds:
+        newest = LAST_ROUND
     for client in prepared.division.clients:
-        rounds = kept_in(folder / CLIENTS, client, record.run).rounds()
+        rounds = state_files_in(folder / CLIENTS, client, record.run).rounds()
         if rounds and rounds[-1] > newest:
             when = "the end" if rounds[-1] == LAST_ROUND else f"round {rounds[-1]}"
             raise StateError(

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from coordinator.cli import RESEARCH
+
 FLOORS = [
     (
         "L0",
@@ -149,6 +151,18 @@ def test_of_the_other_side_only_what_runs_agents_imports_the_agent(sources):
         if re.fullmatch(r"edge_agent\.agent(\..+)?", imported.name)
     ]
     assert wrong == []
+
+
+def test_only_the_commands_of_researchers_import_their_room(sources):
+    """What serves and simulates neither loads it nor needs its extra, whenever an import runs."""
+    room = r"coordinator\.research(\..+)?"
+    importers = {
+        source.name
+        for source in sources
+        for imported in source.imports
+        if re.fullmatch(room, imported.name) and not re.fullmatch(room, source.name)
+    }
+    assert importers == {f"coordinator.cli.{command}" for command in RESEARCH}
 
 
 def test_a_method_does_not_know_that_mqtt_exists(sources):

@@ -46,38 +46,66 @@ __all__ = ["Location", "Settings", "analyze", "find"]
 
 
 def find(location: Location, settings: Settings) -> AnalysisTarget:
-    """The target at a location.
+    """Open the target at a location: a simulation, a coordinator's run, or a bundle.
 
     Raises:
-        UsageError: nothing there that can be analyzed, or data that are missing or too many.
-        DataError: data that are not there, or do not fit.
-        StateError: its files are damaged.
+        UsageError: Nothing there can be analyzed, or data are missing or too many.
+        DataError: Data are not there, or do not fit.
+        StateError: The target's files are damaged.
     """
     from .targets import BundleTarget, RunTarget
 
     path = Path(location.what).expanduser()
-    above = path.parent.parent
-    if (path / "simulation.json").is_file():
+    # 1. The folder of a simulation, or of a run in it. It is a coordinator's state folder as well.
+    simulation = _simulation_at(path)
+    if simulation is not None:
         from .simulations import SimulationTarget  # needs torch
 
-        return SimulationTarget.at(path, location.data)
+        return SimulationTarget.at(simulation, location.data)
+    # 2. A state folder, or the folder of one of its runs.
     if (path / "journal.db").is_file():
         return RunTarget.at(path, None, location, settings)
-    if (above / "journal.db").is_file() and path.parent.name == "runs":
-        if (above / "simulation.json").is_file():
-            return find(Location(str(above), data=location.data), settings)
-        return RunTarget.at(above, path.name, location, settings)
+    if _is_folder_of_run(path):
+        return RunTarget.at(path.parent.parent, path.name, location, settings)
+    # 3. A bundle: its file, its folder once installed, or a folder of bundles.
     if path.is_file() or (path / "manifest.json").is_file() or (path / "bundles").is_dir():
         return BundleTarget.at(path, location, settings)
-    if location.state is not None and not path.exists() and path.name == location.what:
+    # 4. A name without a path is that of a run in the state folder that was given.
+    is_name_alone = not path.exists() and path.name == location.what
+    if location.state is not None and is_name_alone:
         return RunTarget.at(location.state, location.what, location, settings)
+    raise UsageError(_what_is_wrong_at(path))
+
+
+def _simulation_at(path: Path) -> Path | None:
+    """Return the folder of the simulation that a path, or a run's folder in it, leads to; None where it does not."""
+    if (path / "simulation.json").is_file():
+        return path
+    if _is_folder_of_run(path) and not (path / "journal.db").is_file():
+        folder = path.parent.parent
+        if (folder / "simulation.json").is_file():
+            return folder
+    return None
+
+
+def _is_folder_of_run(path: Path) -> bool:
+    """Return whether a path is STATE/runs/RUN of a state folder."""
+    return path.parent.name == "runs" and (path.parent.parent / "journal.db").is_file()
+
+
+def _what_is_wrong_at(path: Path) -> str:
+    """Return why nothing can be analyzed at a path, with the nearest name beside it."""
     expected = "expected a simulation's folder, a coordinator's state folder, a run's name, or a bundle file"
     if path.exists():
-        raise UsageError(f"{path} cannot be analyzed; {expected}")
-    siblings = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
+        return f"{path} cannot be analyzed; {expected}"
+    siblings = []
+    if path.parent.is_dir():
+        siblings = [entry.name for entry in path.parent.iterdir()]
     close = nearest(path.name, siblings)
-    hint = f"did you mean '{path.parent / close}'? " if close else ""
-    raise UsageError(f"{path} does not exist; {hint}{expected}")
+    hint = ""
+    if close:
+        hint = f"did you mean '{path.parent / close}'? "
+    return f"{path} does not exist; {hint}{expected}"
 
 
 def analyze(

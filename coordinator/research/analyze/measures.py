@@ -189,7 +189,7 @@ def tsne(features: np.ndarray, perplexity: float, seed: int) -> np.ndarray | Non
     try:
         from sklearn.manifold import TSNE
     except ImportError as error:
-        raise MissingCapability.package("sklearn", "heads", "t-SNE") from error
+        raise MissingCapability.package("sklearn", "research", "t-SNE") from error
     wide = features.astype(np.float64)
     wide /= np.abs(wide).max(initial=0.0) or 1.0  # the scale does not matter, and huge squares would overflow
     # All features alike (a mask that picks nothing): the start by principal components divides by their spread.

@@ -157,8 +157,8 @@ def sentences(result: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def figures(result: Mapping[str, Any]) -> Iterator[Figure]:
-    """Every figure that the numbers allow, in the order of a page."""
-    states = [one for one in result["rounds"] if "separation" in one]
+    """Yield every figure that the numbers allow, in the order of a page."""
+    states = [state for state in result["rounds"] if "separation" in state]
     yield from _classes(result)
     if states:
         for measure in _MEASURES:
@@ -172,15 +172,22 @@ def figures(result: Mapping[str, Any]) -> Iterator[Figure]:
 
 
 def _measure(measure: str, states: Sequence[Mapping[str, Any]]) -> Iterator[Figure]:
+    """Yield a measure by round, and of each client after the last one."""
     title, caption, high = _MEASURES[measure]
     last = states[-1].get(measure, {})
     if not last:
         return
-    means = [(one["round"], {kind: one[measure][kind]["mean"] for kind in last}) for one in states]
+    means = _means_by_round(measure, states)
     yield from _over_rounds(f"{measure}-rounds", f"{title} by round", f"{caption}; mean over clients.", means, high)
     named = f"{title} of each client after {states[-1]['round']} rounds"
     kinds = {kind: result["clients"] for kind, result in last.items()}
     yield from _by_client(f"{measure}-clients", named, caption, kinds, _label(title), high)
+
+
+def _means_by_round(measure: str, states: Sequence[Mapping[str, Any]]) -> list[tuple[int, Mapping[str, float | None]]]:
+    """Return (rounds done, mean over clients of each kind that the last state has), in order."""
+    kinds = list(states[-1][measure])
+    return [(state["round"], {kind: state[measure][kind]["mean"] for kind in kinds}) for state in states]
 
 
 def _label(title: str) -> str:
@@ -195,7 +202,7 @@ def _over_rounds(
     high: float | None,
     names: Mapping[str, str] | None = None,
 ) -> Iterator[Figure]:
-    """Lines of the values by kind after each number of rounds; nothing where there is one state only."""
+    """Yield lines of the values by kind after each number of rounds; nothing where there is one state only."""
     series = []
     for kind in values[-1][1]:
         points = tuple((float(number), by_kind.get(kind)) for number, by_kind in values)
@@ -203,9 +210,8 @@ def _over_rounds(
             series.append(Series((names or {}).get(kind, kind), points, _role(kind)))
     if not series or len(values) == 1:
         return
-    axis = _range(
-        [y for one in series for _, y in one.points if y is not None], high, _label(title.partition(" by ")[0])
-    )
+    values_shown = [y for line in series for _, y in line.points if y is not None]
+    axis = _range(values_shown, high, _label(title.partition(" by ")[0]))
     summary = f"{title}. {ends(series, 'after round')}"
     yield Figure(name, _FEATURES, (Lines(title, summary, Axis("rounds done"), axis, tuple(series), caption),))
 
@@ -218,13 +224,14 @@ def _by_client(
     label: str,
     high: float | None,
 ) -> Iterator[Figure]:
-    """A row for each client, the highest value of the first kind first."""
-    clients = dict.fromkeys(client for result in kinds.values() for client in result)
-    rows = []
-    for client in clients:
-        values = {kind: value for kind, result in kinds.items() if (value := result.get(client)) is not None}
-        if values:
-            rows.append(Row(client, {kind: Mark(value) for kind, value in values.items()}))
+    """Yield a row for each client, the highest value of the first kind first."""
+    marks_of: dict[str, dict[str, Mark]] = {}
+    for kind, values in kinds.items():
+        for client, value in values.items():
+            marks = marks_of.setdefault(client, {})
+            if value is not None:
+                marks[kind] = Mark(value)
+    rows = [Row(client, marks) for client, marks in marks_of.items() if marks]
     if not rows:
         return
     first = next(iter(kinds))
@@ -232,47 +239,66 @@ def _by_client(
     keys = tuple(Key(kind, _role(kind), MARKERS.get(_role(kind), "dot")) for kind in kinds)
     more = f" The first {MOST_CLIENTS} of {len(rows)}." if len(rows) > MOST_CLIENTS else ""
     axis = _range([mark.value for row in rows for mark in row.marks.values()], high, label)
-    means = (
-        f"{kind} {min(known):.3f} to {max(known):.3f}"
-        for kind in kinds
-        if (known := [row.marks[kind].value for row in rows if kind in row.marks])
-    )
-    chart = Rows(title, f"{title}: {', '.join(means)}.", axis, keys, tuple(rows[:MOST_CLIENTS]), f"{caption}.{more}")
+    ranges = []
+    for kind in kinds:
+        shown = [row.marks[kind].value for row in rows if kind in row.marks]
+        if shown:
+            ranges.append(f"{kind} {min(shown):.3f} to {max(shown):.3f}")
+    chart = Rows(title, f"{title}: {', '.join(ranges)}.", axis, keys, tuple(rows[:MOST_CLIENTS]), f"{caption}.{more}")
     yield Figure(name, _FEATURES, (chart,))
 
 
 def _between(states: Sequence[Mapping[str, Any]]) -> Iterator[Figure]:
+    """Yield what compares pairs of clients: CKA of their features, and overlap of their important ones."""
     last = states[-1]
     if "cka" in last:
-        means = [(one["round"], {kind: one["cka"][kind]["mean"] for kind in last["cka"]}) for one in states]
-        caption = "Linear CKA of two clients' features of the same samples; mean over all pairs of clients."
-        known = [mean for _, of_kinds in means for mean in of_kinds.values() if mean is not None]
-        if known and min(known) <= 1 - SAME:  # otherwise a sentence says that the features are the same
-            yield from _over_rounds("cka-rounds", "CKA between clients by round", caption, means, 1.0)
-        for kind, result in last["cka"].items():
-            title = f"CKA between clients, {kind} features, after {last['round']} rounds"
-            if not _alike(result):
-                yield _matrix(f"cka-{kind}", title, "Linear CKA of two clients' features of the same samples.", result)
+        yield from _similarity(states)
     if "overlap" in last:
-        by = {"mask": "those that a client's mask picks most often", "fisher": "those of highest Fisher score"}
-        caption = f"Shared by two clients / important to either; important are {by[last['overlap']['by']]}."
+        criteria = {"mask": "those that a client's mask picks most often", "fisher": "those of highest Fisher score"}
+        caption = f"Shared by two clients / important to either; important are {criteria[last['overlap']['by']]}."
         title = f"Overlap of important features after {last['round']} rounds"
         yield _matrix("overlap", title, caption, last["overlap"])
 
 
+def _similarity(states: Sequence[Mapping[str, Any]]) -> Iterator[Figure]:
+    """Yield the CKA between clients by round, and the matrices of the last state.
+
+    What would be a chart of one value or one colour is left out: a sentence of the page says it.
+    """
+    last = states[-1]
+    caption = "Linear CKA of two clients' features of the same samples"
+    means = _means_by_round("cka", states)
+    defined = [mean for _, by_kind in means for mean in by_kind.values() if mean is not None]
+    if defined and min(defined) <= 1 - SAME:
+        text = f"{caption}; mean over all pairs of clients."
+        yield from _over_rounds("cka-rounds", "CKA between clients by round", text, means, 1.0)
+    for kind, pairs in last["cka"].items():
+        if not _alike(pairs):
+            title = f"CKA between clients, {kind} features, after {last['round']} rounds"
+            yield _matrix(f"cka-{kind}", title, f"{caption}.", pairs)
+
+
 def _alike(pairs: Mapping[str, Any]) -> list[float]:
-    """The values of all pairs of clients where they hardly differ: a matrix of one colour. Else empty."""
-    lines = enumerate(pairs["matrix"])
-    cells = ((row, column, value) for row, line in lines for column, value in enumerate(line))
-    values = [value for row, column, value in cells if row != column and value is not None]
-    return values if values and max(values) - min(values) <= ALIKE else []
+    """Return the values of all pairs of clients where they hardly differ: a matrix of one colour. Else empty."""
+    values = []
+    for row, line in enumerate(pairs["matrix"]):
+        for column, value in enumerate(line):
+            if row != column and value is not None:
+                values.append(value)
+    if values and max(values) - min(values) <= ALIKE:
+        return values
+    return []
 
 
 def _matrix(name: str, title: str, caption: str, pairs: Mapping[str, Any]) -> Figure:
+    """Return a matrix of pairs of clients, pale at the tenth below its lowest value."""
     values = [value for line in pairs["matrix"] for value in line if value is not None]
     low = math.floor(10 * min(values, default=0.0) + 1e-9) / 10
-    low = 0.9 if low >= 1 else low
-    mean = "" if pairs["mean"] is None else f" Mean over pairs: {pairs['mean']:.3f}."
+    if low >= 1:
+        low = 0.9
+    mean = ""
+    if pairs["mean"] is not None:
+        mean = f" Mean over pairs: {pairs['mean']:.3f}."
     names = tuple(pairs["clients"])
     cells = tuple(tuple(line) for line in pairs["matrix"])
     shown = f"{caption}{mean} From {low:g} (pale) to 1."
@@ -284,7 +310,7 @@ def _selection(states: Sequence[Mapping[str, Any]]) -> Iterator[Figure]:
     if "selection" not in states[-1]:
         return
     caption = "Share of features that a client's mask picks, over its test samples"
-    means = [(one["round"], {"relevant": one["selection"]["mean"]}) for one in states]
+    means = [(state["round"], {"relevant": state["selection"]["mean"]}) for state in states]
     yield from _over_rounds("selection-rounds", "Selection ratio by round", f"{caption}.", means, 1.0)
     text = f"Selection ratio of each client after {states[-1]['round']} rounds"
     kinds = {"relevant": states[-1]["selection"]["clients"]}
@@ -309,21 +335,26 @@ def _probe(result: Mapping[str, Any]) -> Iterator[Figure]:
 
 
 def _mixing(states: Sequence[Mapping[str, Any]]) -> Iterator[Figure]:
-    mixed = [one for one in states if "mixing" in one]
+    """Yield the weights of combined classifiers after the last round, and the shares of a client's own group."""
+    mixed = [state for state in states if "mixing" in state]
     if not mixed:
         return
     last = mixed[-1]["mixing"]
-    order = sorted(range(len(last["clients"])), key=lambda i: (last.get("groups", [""] * len(last["clients"]))[i], i))
+    # Clients of one group stand together, so that their weights are blocks.
+    groups = last.get("groups", [""] * len(last["clients"]))
+    order = sorted(range(len(groups)), key=lambda index: (groups[index], index))
     names = tuple(last["clients"][index] for index in order)
     cells = tuple(tuple(last["weights"][row][column] for column in order) for row in order)
     title = f"Weights of combined classifiers after {mixed[-1]['round']} rounds"
     high = max(max(row) for row in cells)
-    grouped = f" Clients by group; {last['same_group']:.1%} of a row is of its group." if "same_group" in last else ""
+    grouped = ""
+    if "same_group" in last:
+        grouped = f" Clients by group; {last['same_group']:.1%} of a row is of its group."
     caption = f"Row: who receives; column: whose classifier. From 0 (pale) to {high:.2f}.{grouped}"
     chart = Matrix(title, f"{title}.{grouped}", "receives", "whose", names, names, cells, 0.0, high, caption=caption)
     yield Figure("mixing", _BETWEEN, (chart,))
     kinds = {"same_group": "relevant", "own": "encoder", "if_even": "irrelevant"}
-    shares = [(one["round"], {kind: one["mixing"].get(name) for name, kind in kinds.items()}) for one in mixed]
+    shares = [(state["round"], {kind: state["mixing"].get(name) for name, kind in kinds.items()}) for state in mixed]
     names_of = {"relevant": "own group", "encoder": "own classifier", "irrelevant": "own group, were all alike"}
     yield from _over_rounds(
         "mixing-rounds", "Weight by round", "Mean share of a row of weights.", shares, 1.0, names_of
@@ -331,45 +362,46 @@ def _mixing(states: Sequence[Mapping[str, Any]]) -> Iterator[Figure]:
 
 
 def _classes(result: Mapping[str, Any]) -> Iterator[Figure]:
-    """Accuracies of a client's classes from most to fewest training samples."""
+    """Yield accuracies of the first clients' classes, from most to fewest training samples."""
     for client in result["clients"][:MOST_OF_CLASSES]:
-        scopes = {
-            s: answer["clients"][client] for s, answer in result["accuracy"].items() if client in answer["clients"]
-        }
-        if not scopes:
-            continue
-        keys = tuple(Key(f"acc.{s}", "global" if s == "global" else "personal", "bar") for s in scopes)
-        rows = tuple(
-            Row(
-                f"{row[0]['class']} ({row[0]['train']})",
-                {key.name: Mark(one["acc"]) for key, one in zip(keys, row, strict=True) if one["acc"] is not None},
-            )
-            for row in zip(*(one["classes"] for one in scopes.values()), strict=True)
-        )
-        title = f"Accuracy by class of client {client}"
-        text = "; ".join(f"{scope} {one['all']:.3f} of all samples" for scope, one in scopes.items())
-        caption = "In brackets the client's training samples of the class, most to fewest; no bar: none was tested."
-        axis = Axis("accuracy", low=0.0, high=1.0, digits=3)
-        chart = Rows(title, f"{title}: {text}.", axis, keys, rows, caption, "bars")
-        yield Figure(f"classes-{client}", _ACCURACY, (chart,))
+        scopes = {}
+        for scope, answer in result["accuracy"].items():
+            if client in answer["clients"]:
+                scopes[scope] = answer["clients"][client]
+        if scopes:
+            yield Figure(f"classes-{client}", _ACCURACY, (_classes_of(client, scopes),))
+
+
+def _classes_of(client: str, scopes: Mapping[str, Mapping[str, Any]]) -> Rows:
+    """Return a bar for each class and scope of a client; all scopes have the classes in the same order."""
+    keys = tuple(Key(f"acc.{scope}", "global" if scope == "global" else "personal", "bar") for scope in scopes)
+    rows = []
+    for entries in zip(*(accuracies["classes"] for accuracies in scopes.values()), strict=True):
+        marks = {}
+        for key, entry in zip(keys, entries, strict=True):
+            if entry["acc"] is not None:
+                marks[key.name] = Mark(entry["acc"])
+        rows.append(Row(f"{entries[0]['class']} ({entries[0]['train']})", marks))
+    title = f"Accuracy by class of client {client}"
+    text = "; ".join(f"{scope} {accuracies['all']:.3f} of all samples" for scope, accuracies in scopes.items())
+    caption = "In brackets the client's training samples of the class, most to fewest; no bar: none was tested."
+    axis = Axis("accuracy", low=0.0, high=1.0, digits=3)
+    return Rows(title, f"{title}: {text}.", axis, keys, tuple(rows), caption, "bars")
 
 
 def _drawn(result: Mapping[str, Any]) -> Iterator[Figure]:
-    for client, answer in groupby(result["tsne"], key=lambda one: one["client"]):
-        charts = tuple(_cloud(client, one, result["classes"]) for one in answer)
+    """Yield the t-SNE drawings of each client side by side."""
+    for client, drawings in groupby(result["tsne"], key=lambda drawing: drawing["client"]):
+        charts = tuple(_cloud(client, drawing, result["classes"]) for drawing in drawings)
         yield Figure(f"tsne-{client}", _DRAWN, charts)
 
 
 def _cloud(client: str, drawing: Mapping[str, Any], classes: Sequence[str]) -> Scatter:
-    """The points of each class in a colour and shape that thirty classes do not share."""
-    series = [
-        Series(
-            classes[label],
-            tuple((x, y) for (x, y), own in zip(drawing["points"], drawing["labels"], strict=True) if own == label),
-            f"c{label % CLASSES}",
-        )
-        for label in sorted(set(drawing["labels"]))
-    ]
+    """Return the points of each class in a colour and shape that thirty classes do not share."""
+    points_of: dict[int, list[tuple[float, float]]] = {}
+    for (x, y), label in zip(drawing["points"], drawing["labels"], strict=True):
+        points_of.setdefault(label, []).append((x, y))
+    series = [Series(classes[label], tuple(points_of[label]), f"c{label % CLASSES}") for label in sorted(points_of)]
     count = len(drawing["points"])
     title = f"{drawing['features'].capitalize()} features of client {client}, t-SNE"
     text = f"{title}: {count} test samples of {len(series)} classes."
@@ -378,7 +410,7 @@ def _cloud(client: str, drawing: Mapping[str, Any], classes: Sequence[str]) -> S
 
 
 def _is_steady(sent: Mapping[str, Any]) -> bool:
-    """Whether all rounds moved as much, within a twentieth: sums are then straight lines."""
+    """Return whether all rounds moved as much, within a twentieth: sums are then straight lines."""
     for name in ("bytes_up", "bytes_down"):
         values = [line[name] for line in sent["by_round"]]
         if max(values) - min(values) > 0.05 * max(values):
@@ -396,7 +428,8 @@ def _traffic(result: Mapping[str, Any]) -> Iterator[Figure]:
         points = tuple((float(line["round"]), total) for line, total in zip(sent["by_round"], sums, strict=True))
         series.append(Series(name, points, role, dashed=role == "global"))
     title = "Traffic up to each round"
-    up, down = (megabytes(sent[name]) for name in ("bytes_up", "bytes_down"))
+    up = megabytes(sent["bytes_up"])
+    down = megabytes(sent["bytes_down"])
     text = f"{title}: {up} from agents and {down} to agents in all."
     caption = "Payload in MB (millions of bytes), all rounds so far."
     chart = Lines(title, text, Axis("rounds done"), Axis("payload", "MB", low=0.0), tuple(series), caption)
@@ -408,8 +441,11 @@ def _role(kind: str) -> str:
 
 
 def _range(values: Sequence[float], high: float | None, label: str) -> Axis:
-    """An axis for the values: from 0, or from 0.5 where all lie above it; up to ``high``, or as they need."""
-    low = min(values, default=0.0)
+    """Return an axis for the values: from 0, or from 0.5 where all lie above it; up to ``high``, or as they need."""
+    lowest = min(values, default=0.0)
     if high is None:
-        return Axis(label, low=0.0, digits=3, can_log=low > 0)
-    return Axis(label, low=0.5 if low >= 0.5 else math.floor(10 * min(low, 0.0)) / 10, high=high, digits=3)
+        return Axis(label, low=0.0, digits=3, can_log=lowest > 0)
+    low = math.floor(10 * min(lowest, 0.0)) / 10
+    if lowest >= 0.5:
+        low = 0.5
+    return Axis(label, low=low, high=high, digits=3)

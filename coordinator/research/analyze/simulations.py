@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from edge_agent.data.partition import GROUPS
 from edge_agent.methods.values import Client
 from edge_agent.run_folder.client_state import LAST_ROUND, ClientStateFiles
 
-from ...simulation.setup import CLIENTS, PARTITION, Prepared, computing_as_begun, planned
+from ...simulation.setup import CLIENTS, PARTITION, Prepared, computing_as_begun, read_plan
 from ...state.store import StateFolder
 from ...views.runs import replay
 from .settings import Settings
@@ -39,7 +39,7 @@ class SimulationTarget(StoredRun):
 
     @classmethod
     def at(cls, path: Path, data: Sequence[str]) -> SimulationTarget:
-        """The simulation in ``path``.
+        """Open the simulation in ``path``.
 
         Raises:
             UsageError: data were given, or no round has closed yet.
@@ -48,11 +48,13 @@ class SimulationTarget(StoredRun):
         """
         if data:
             raise UsageError(f"{path} is a simulation, which has its own data; leave --data out")
-        plan = planned(path)
+        plan = read_plan(path)
         folder = StateFolder(path)
         with folder.look():
             runs = folder.journal.runs()
-            closed = replay(folder.journal, runs[0]).round if runs else 0
+            closed = 0
+            if runs:
+                closed = replay(folder.journal, runs[0]).round
         if plan is None or not closed:
             raise UsageError(f"{path}: no round of this simulation has closed yet; there is nothing to analyze")
         with folder.look():
@@ -60,7 +62,7 @@ class SimulationTarget(StoredRun):
         return cls(path, prepared, folder, runs[0])
 
     def samples_of(self, client: str) -> ClientSamples:
-        """One client's samples, copied out of the pools."""
+        """Return one client's samples, copied out of the pools."""
         train, test = self._prepared.pools.arrays(self._prepared.division.clients[client])
         return ClientSamples(LabelledSamples(train.inputs, train.labels), LabelledSamples(test.inputs, test.labels))
 
@@ -70,22 +72,26 @@ class SimulationTarget(StoredRun):
         method = self._method
         plan = self._prepared.plan
         shared = method.broadcast(state)
-        for name in self.tested():
-            mine = self.samples_of(name)
+        for name in self.clients_with_test_samples():
+            # 1. The client's model as it is at the beginning of the next round.
+            own_samples = self.samples_of(name)
             received = {**shared, **method.downlink(state, name)}
             saved = self._client_state(name, number)
             session = Session(
                 method,
                 self._task,
                 name,
-                *(Arrays(part.inputs, part.labels) for part in (mine.train, mine.test)),
+                Arrays(own_samples.train.inputs, own_samples.train.labels),
+                Arrays(own_samples.test.inputs, own_samples.test.labels),
                 seed=plan.seed,
                 device=plan.device,
                 model=self._prepared.model,
             )
             client = session.before_round(received, saved, round_number=number + 1, rounds=plan.rounds)
-            some = mine.test.some(settings.samples, settings.seed)
-            kinds, probed = (_features_by_kind(client, method, inputs) for inputs in (some.inputs, probe))
+            # 2. Its features of some of its test samples, and of the inputs that all clients are compared on.
+            some = own_samples.test.some(settings.samples, settings.seed)
+            kinds = _features_by_kind(client, method, some.inputs)
+            probed = _features_by_kind(client, method, probe)
             probed.pop("mask", None)
             view = FeatureView(
                 client=name,
@@ -94,42 +100,54 @@ class SimulationTarget(StoredRun):
                 kinds=kinds,
                 probe=probed,
                 answers={},
-                truth=mine.test.labels,
-                counts=np.bincount(mine.train.labels, minlength=len(self.class_names)),
+                truth=own_samples.test.labels,
+                counts=np.bincount(own_samples.train.labels, minlength=len(self.class_names)),
             )
-            has_details = number == self.rounds[-1] and view.is_finite()
-            yield _with_details(view, client, method, mine) if has_details else view
+            # 3. Details take as long as all rounds before, so that only the last round has them.
+            if number == self.rounds[-1] and view.is_finite():
+                view = _with_details(view, client, method, own_samples)
+            yield view
 
     def groups(self) -> dict[str, str]:
-        """Clients of FedPAC's partition by its rule, those of ``pathological`` by the classes that they train on."""
-        rule = self._prepared.division.rule
-        if rule == "fedpac":
-            names = [", ".join(self.class_names[label] for label in group) for group in GROUPS]
-            return {client: names[index % len(names)] for index, client in enumerate(self.clients)}
-        if rule == "pathological":
+        """Return the group of each client: by FedPAC's rule, or by the classes that ``pathological`` gave it."""
+        division = self._prepared.division
+        groups = {}
+        if division.rule == "fedpac":
+            names = [self._joined_names(group) for group in GROUPS]
+            for index, client in enumerate(self.clients):
+                groups[client] = names[index % len(names)]
+        elif division.rule == "pathological":
             labels = self._prepared.pools.train.labels
-            return {
-                client: ", ".join(self.class_names[label] for label in np.unique(labels[np.asarray(share.train)]))
-                for client, share in self._prepared.division.clients.items()
-            }
-        return {}
+            for client, share in division.clients.items():
+                groups[client] = self._joined_names(np.unique(labels[np.asarray(share.train)]))
+        return groups
+
+    def _joined_names(self, labels: Iterable[int]) -> str:
+        """Return the names of some classes as text."""
+        return ", ".join(self.class_names[label] for label in labels)
 
     def _client_state(self, client: str, number: int) -> ClientState:
-        """The client's state after that round, personalized after the last one of a run that has ended."""
+        """Return the client's state after that round, personalized after the last one of a run that has ended."""
         files = ClientStateFiles(self._path / CLIENTS / client / "runs" / self.run)
-        is_last = number == self.rounds[-1] and self._is_over
+        newest = number
+        if number == self.rounds[-1] and self._is_over:
+            newest = LAST_ROUND
         try:
-            return ClientState(*files.before((LAST_ROUND if is_last else number) + 1))
+            return ClientState(*files.before(newest + 1))
         except StateError as error:
             raise StateError(f"client '{client}' after round {number}: {error}") from error
 
 
-def _with_details(view: FeatureView, client: Client, method: Any, mine: ClientSamples) -> FeatureView:
-    tested = _tensor(client, mine.test.inputs)
-    scopes = {"personal": method.predict(client, tested), "global": method.predict_global(client, tested)}
-    answers = {s: result.argmax(dim=1).cpu().numpy() for s, result in scopes.items() if result is not None}
-    trained = LabelledSamples(_features_by_kind(client, method, mine.train.inputs)["encoder"], mine.train.labels)
-    return replace(view, answers=answers, trained=trained)
+def _with_details(view: FeatureView, client: Client, method: Any, own_samples: ClientSamples) -> FeatureView:
+    """Add the answers of the client's models to all its test samples, and the features of its training samples."""
+    inputs = _tensor(client, own_samples.test.inputs)
+    probabilities = {"personal": method.predict(client, inputs), "global": method.predict_global(client, inputs)}
+    answers = {}
+    for scope, result in probabilities.items():
+        if result is not None:
+            answers[scope] = result.argmax(dim=1).cpu().numpy()
+    features = _features_by_kind(client, method, own_samples.train.inputs)["encoder"]
+    return replace(view, answers=answers, trained=LabelledSamples(features, own_samples.train.labels))
 
 
 def _features_by_kind(client: Client, method: Any, inputs: np.ndarray) -> dict[str, np.ndarray]:

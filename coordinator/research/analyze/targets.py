@@ -47,7 +47,7 @@ class LabelledSamples:
         return len(self.labels)
 
     def some(self, count: int, seed: int) -> LabelledSamples:
-        """At most ``count`` of them, drawn at random and left in their order."""
+        """Return at most ``count`` samples, drawn at random and left in their order."""
         if count >= len(self):
             return self
         rows = np.sort(np.random.default_rng(seed).choice(len(self), count, replace=False))
@@ -86,14 +86,14 @@ class FeatureView:
         """The encoder's features (n, d)."""
         return self.kinds["encoder"]
 
-    def drawn(self) -> dict[str, np.ndarray]:
-        """Features to draw, by name: with a mask, those that it picks and those that it leaves."""
+    def features_to_draw(self) -> dict[str, np.ndarray]:
+        """Return features to draw, by name: with a mask, those that it picks and those that it leaves."""
         if self.mask is None:
             return dict(self.kinds)
         return {"relevant": self.features * self.mask, "irrelevant": self.features * (1 - self.mask)}
 
     def is_finite(self) -> bool:
-        """Whether all features are numbers."""
+        """Return whether all features are finite numbers."""
         return all(np.isfinite(result).all() for group in (self.kinds, self.probe) for result in group.values())
 
 
@@ -108,7 +108,7 @@ class LeftOut:
         self.reasons.setdefault(what, why)
 
     def body(self) -> list[dict[str, str]]:
-        """As JSON."""
+        """Return the reasons as JSON."""
         return [{"what": what, "why": why} for what, why in self.reasons.items()]
 
 
@@ -149,26 +149,26 @@ class AnalysisTarget(ABC):
 
     @abstractmethod
     def samples_of(self, client: str) -> ClientSamples:
-        """One client's samples."""
+        """Return one client's samples."""
 
     @abstractmethod
     def feature_views(self, number: int, settings: Settings, probe: np.ndarray) -> Iterator[FeatureView]:
         """Yield the view of each client after a round, with details for the last round; ``probe`` (p, ...) inputs."""
 
     def mixing(self, number: int) -> Mixing | None:  # noqa: ARG002 - for methods that combine classifiers
-        """How classifiers were combined in a round; None where they are not."""
+        """Return how classifiers were combined in a round; None where they are not."""
         return None
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of the run's ``metrics.jsonl``; none for a bundle."""
+        """Return the lines of the run's ``metrics.jsonl``; none for a bundle."""
         return []
 
     def groups(self) -> dict[str, str]:
-        """Client -> name of its group of similar clients; empty where groups are not known."""
+        """Return client -> name of its group of similar clients; empty where groups are not known."""
         return {}
 
-    def tested(self) -> tuple[str, ...]:
-        """Clients that have test samples; the others are noted as left out."""
+    def clients_with_test_samples(self) -> tuple[str, ...]:
+        """Return the clients that have test samples; the others are noted as left out."""
         result = []
         for client in self.clients:
             if len(self.samples_of(client).test):
@@ -178,12 +178,12 @@ class AnalysisTarget(ABC):
         return tuple(result)
 
     def probe(self, settings: Settings) -> np.ndarray:
-        """Inputs (p, ...) on which clients are compared: equally many of each client's test samples.
+        """Return inputs (p, ...) on which clients are compared: equally many of each client's test samples.
 
         Raises:
             DataError: no client has a test sample.
         """
-        names = self.tested()
+        names = self.clients_with_test_samples()
         if not names:
             raise DataError(f"none of {len(self.clients)} clients has test samples; give more data")
         sizes = measures.spread_evenly({name: len(self.samples_of(name).test) for name in names}, settings.probe)
@@ -197,7 +197,7 @@ _NAMED = re.compile(r"([^=:?/]+)=(.+)", re.DOTALL)
 
 
 def client_samples(sources: Sequence[str], task: Task, settings: Settings) -> dict[str, ClientSamples]:
-    """Client -> samples, split as a device would split them; sources without a name are called after their path.
+    """Read client -> samples, split as a device would split them; sources without a name are called after their path.
 
     Raises:
         UsageError: a name that cannot be a client's, or one that occurs twice.
@@ -205,7 +205,7 @@ def client_samples(sources: Sequence[str], task: Task, settings: Settings) -> di
     """
     result: dict[str, ClientSamples] = {}
     for given in sources:
-        name, source = named(given)
+        name, source = parse_name_and_source(given)
         if name in result:
             raise UsageError(f"--data {given}: client '{name}' occurs twice; name it differently: NAME=SOURCE")
         samples = data.load(source, task.input, task.class_names)
@@ -216,8 +216,8 @@ def client_samples(sources: Sequence[str], task: Task, settings: Settings) -> di
     return dict(sorted(result.items()))
 
 
-def named(given: str) -> tuple[str, str]:
-    """Name and source of what was given by ``--data``.
+def parse_name_and_source(given: str) -> tuple[str, str]:
+    """Return name and source of what was given by ``--data``.
 
     Raises:
         UsageError: the name cannot be a client's.
@@ -243,7 +243,7 @@ class SharedEncoder:
     def view(
         self, client: str, mine: ClientSamples, settings: Settings, left_out: LeftOut, *, details: bool
     ) -> FeatureView:
-        """The view of one client, with answers and training features where ``details`` are wanted."""
+        """Return the view of one client, with answers and training features where ``details`` are wanted."""
         some = mine.test.some(settings.samples, settings.seed)
         result = FeatureView(
             client=client,
@@ -293,18 +293,18 @@ class StoredRun(AnalysisTarget):
         self._task = task
 
     def state(self, number: int) -> State:
-        """The server's state after a round."""
+        """Return the server's state after a round."""
         return decode(self._folder.blobs.read(self._states[number]))
 
     def mixing(self, number: int) -> Mixing | None:
-        """The weights of a method that combines classifiers; None before the first round."""
+        """Return the weights of a method that combines classifiers; None before the first round."""
         if not hasattr(self._method, "combination"):
             return None
         names, weights = self._method.combination(self.state(number))
         return Mixing(tuple(names), np.asarray(weights, np.float64)) if names else None
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of the run's ``metrics.jsonl``."""
+        """Return the lines of the run's ``metrics.jsonl``."""
         return self._folder.run(self.run).metrics()
 
 
@@ -326,7 +326,7 @@ class BundleTarget(AnalysisTarget):
 
     @classmethod
     def at(cls, path: Path, location: Location, settings: Settings) -> BundleTarget:
-        """The bundle at ``path``, a file or a folder.
+        """Open the bundle at ``path``, a file or a folder.
 
         Raises:
             UsageError: no data were given.
@@ -335,7 +335,7 @@ class BundleTarget(AnalysisTarget):
         """
         stack = ExitStack()
         try:
-            bundle = _opened(path, stack)
+            bundle = _open_bundle(path, stack)
             if not location.data:
                 raise UsageError(
                     f"{path} is a bundle and holds no samples: give --data NAME=SOURCE, once for each client, "
@@ -350,17 +350,17 @@ class BundleTarget(AnalysisTarget):
         return made
 
     def samples_of(self, client: str) -> ClientSamples:
-        """One client's samples."""
+        """Return one client's samples."""
         return self._held[client]
 
     def feature_views(self, number: int, settings: Settings, probe: np.ndarray) -> Iterator[FeatureView]:  # noqa: ARG002 - one encoder
-        """One view for each client."""
-        for client in self.tested():
+        """Yield one view for each client."""
+        for client in self.clients_with_test_samples():
             yield self._encoder.view(client, self._held[client], settings, self.left_out, details=True)
 
 
-def _opened(path: Path, stack: ExitStack) -> Bundle:
-    """The bundle, verified; a file is unpacked where nothing of it stays."""
+def _open_bundle(path: Path, stack: ExitStack) -> Bundle:
+    """Open a bundle and verify it; a file is unpacked where nothing of it stays."""
     if path.is_file():
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headwater-analyze-")))
         return installed.install(path, folder / "bundles")
@@ -402,7 +402,7 @@ class RunTarget(StoredRun):
 
     @classmethod
     def at(cls, state: Path, run: str | None, location: Location, settings: Settings) -> RunTarget:
-        """The run of that name in a state folder; without a name the latest one with a closed round.
+        """Open the run of that name in a state folder; without a name the latest one with a closed round.
 
         Raises:
             UnknownName: no such run.
@@ -421,7 +421,7 @@ class RunTarget(StoredRun):
         return cls(folder, record.run, request, client_samples(location.data, request.task, settings))
 
     def samples_of(self, client: str) -> ClientSamples:
-        """One client's samples."""
+        """Return one client's samples."""
         return self._held[client]
 
     def feature_views(self, number: int, settings: Settings, probe: np.ndarray) -> Iterator[FeatureView]:  # noqa: ARG002 - one encoder
@@ -447,6 +447,6 @@ class RunTarget(StoredRun):
         classifier = self._method.global_head(state)
         classes = self._task.num_classes
         encoder = SharedEncoder(features, classifier, self._method.params.model_dump(mode="json"), classes)
-        for client in self.tested():
+        for client in self.clients_with_test_samples():
             details = number == self.rounds[-1]
             yield encoder.view(client, self._held[client], settings, self.left_out, details=details)

@@ -166,7 +166,7 @@ class Features:
 
     @classmethod
     def read(cls, path: Path) -> Features:
-        """What `write` has written."""
+        """Read features that `write` has written."""
         arrays = read_tensors(path)
         return cls(arrays["features"], arrays["labels"], {name: arrays[name] for name in ("weight", "bias")})
 
@@ -193,7 +193,8 @@ def real_features(cache: Path) -> tuple[Path, Path]:
             Features.read(path)
     except (HeadwaterError, KeyError):  # not there, or not whole: computed again
         if importlib.util.find_spec("torch") is None:
-            raise MissingCapability.package("torch", "train", "measuring heads on the features of an encoder") from None
+            purpose = "measuring heads on the features of an encoder"
+            raise MissingCapability.package("torch", "research", purpose) from None
         cache.mkdir(parents=True, exist_ok=True)
         for made, path in zip(make(*_samples(), FIT), paths, strict=True):
             made.write(path)
@@ -268,7 +269,7 @@ def resnet18(cache: Path) -> Bundle:
     file = cache / f"resnet18-{__version__}-schema{manifest.SCHEMA}.hwb"
     if not file.exists():
         if importlib.util.find_spec("torch") is None:
-            raise MissingCapability.package("torch", "export", "measuring an encoder")
+            raise MissingCapability.package("torch", "research", "measuring an encoder")
         import torch
 
         from edge_agent import methods

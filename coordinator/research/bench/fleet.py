@@ -29,26 +29,48 @@ from ...service.coordinator import Coordinator
 from ...service.surroundings import Runtime, StartOptions
 from ...state.store import StateFolder, read_status
 from ...views.runs import replay
-from .fleet_agents import FleetAgent, Models, Timers
+from .fleet_agents import AgentLink, FleetAgent, Models, Timers
 from .measuring import FleetPlan, Row, Usage, module, usage, wait_for
 from .rounds import FEDERATION, PROGRAMS, RUN_LIMIT_S, START_LIMIT_S, broker, round_seconds
 from .workloads import NOOP, register
 
-JOINING, IDLE, ROUNDS = "a message of joining", "a message while idle", "a message of the rounds"
-"""The phases: all CPU of one, that of timers included, is divided by its messages."""
+# The phases: all CPU of one, that of timers included, is divided by its messages.
+JOINING = "a message of joining"
+IDLE = "a message while idle"
+ROUNDS = "a message of the rounds"
 
 STATUS_S = 2.0
 """After this time ``status.json`` shows what has happened."""
 
 
 def pause(seconds: float) -> None:
-    """Let other processes work."""
+    """Wait so many seconds, in which other processes work."""
     threading.Event().wait(seconds)
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Bytes that have moved so far.
+
+    Attributes:
+        published: What the coordinator has published.
+        models: What of that were models; the rest are messages to single agents, of which there are more in a larger
+            fleet.
+        received: What all agents have received together.
+    """
+
+    published: int = 0
+    models: int = 0
+    received: int = 0
+
+    def since(self, before: Moved) -> Moved:
+        """Return what has moved since then."""
+        return Moved(self.published - before.published, self.models - before.models, self.received - before.received)
 
 
 @dataclass
 class FleetFigures:
-    """Figures of one fleet."""
+    """The figures that were measured of a fleet."""
 
     transport: str
     plan: FleetPlan
@@ -59,14 +81,8 @@ class FleetFigures:
     Of a phase, all of its CPU, timers included, is divided by its messages. Over a broker there are only phases.
     """
 
-    published_mb: float = 0.0
-    """What the coordinator published in all rounds."""
-
-    models_mb: float = 0.0
-    """What of that were models; the rest are messages to single agents, of which there are more in a larger fleet."""
-
-    received_mb: float = 0.0
-    """What all agents received together."""
+    moved: Moved = Moved()
+    """Bytes of all rounds."""
 
     updates: int = 0
     usage: Usage | None = None
@@ -74,20 +90,21 @@ class FleetFigures:
     """Seconds from hello to welcome of one agent during a flood."""
 
     def rows(self) -> list[Row]:
-        """The figures."""
+        """Return the figures in the order of the table."""
         rounds = len(self.seconds)
         payload_mb = self.plan.payload_bytes / 1e6
+        published_mb = self.moved.published / 1e6
+        models_mb = self.moved.models / 1e6
+        received_mb = self.moved.received / 1e6
         downloads = rounds * self.plan.cohort_size + self.plan.agents  # all agents get the final model
         rows = [Row(f"CPU, {kind} ({count})", us, "us") for kind, (count, us) in self.cpu_us.items()]
         rows += [Row(f"round {number}", seconds, "s") for number, seconds in enumerate(self.seconds, 1)]
         rows += [
             Row("updates aggregated", self.updates, ""),
             Row("CPU for each update", self._update_ms, "ms"),
-            Row("models published / needed", self.models_mb / (rounds + 1) / payload_mb, ""),
-            Row(
-                "other messages for each agent and round", 1e3 * (self.published_mb - self.models_mb) / downloads, "kB"
-            ),
-            Row("received by agents / needed", self.received_mb / downloads / payload_mb, ""),
+            Row("models published / needed", models_mb / (rounds + 1) / payload_mb, ""),
+            Row("other messages for each agent and round", 1e3 * (published_mb - models_mb) / downloads, "kB"),
+            Row("received by agents / needed", received_mb / downloads / payload_mb, ""),
         ]
         if self.welcome_s:
             rows += [
@@ -105,12 +122,12 @@ class FleetFigures:
         return messages * each_us / 1e3 / max(1, self.updates)
 
     def as_json(self) -> dict[str, Any]:
-        """One JSON object."""
+        """Return the figures as a JSON object."""
         return {"transport": self.transport, "figures": [row.as_json() for row in self.rows()]}
 
 
 def request_for(plan: FleetPlan) -> Request:
-    """The run to request."""
+    """Return the request of the run that is measured."""
     task = Task(input=ImageInput(channels=1, height=8, width=8), class_names=("a", "b"), encoder="linear")
     return Request(NOOP, {"payload_bytes": plan.payload_bytes}, plan.rounds, 0, task)
 
@@ -147,7 +164,7 @@ class LeapingClock:
         self._leapt = 0.0
 
     def __call__(self) -> float:
-        """The time now."""
+        """Return the time now, in seconds."""
         return time.monotonic() + self._leapt
 
     def leap(self, seconds: float) -> None:
@@ -172,7 +189,7 @@ class FleetTransport:
         self._clock = clock
 
     def start(self) -> None:
-        """Connected at once."""
+        """Report that the transport is connected, which it is at once."""
         self.add(Connected(1))
         self.add(Subscribed(Topics(FEDERATION).for_coordinator()))
 
@@ -195,13 +212,13 @@ class FleetTransport:
         """The fleet sends everything here."""
 
     def publish(self, topic: str, payload: bytes, *, qos: int = 1, retain: bool = False) -> None:  # noqa: ARG002 - one quality here
-        """To the fleet, when it has its turn."""
+        """Publish a payload to the fleet, which gets it in its turn."""
         self.traffic.bytes_up += len(payload)
         self.traffic.messages_up += 1
         self.outbox.append((topic, payload))
 
     def receive(self, timeout_s: float) -> Event | None:  # noqa: ARG002 - time leaps instead
-        """The next event."""
+        """Return the next event; None where there is none."""
         if not self.inbox:
             self.kind = ""
             return None
@@ -212,7 +229,7 @@ class FleetTransport:
         return event
 
     def wake(self) -> None:
-        """It never waits."""
+        """Do nothing: `receive` never waits."""
 
 
 class MemoryFleet:
@@ -228,18 +245,22 @@ class MemoryFleet:
         self.topics = Topics(FEDERATION)
         models = Models()
         self.subscribers: dict[str, set[FleetAgent]] = defaultdict(set)
+        link = AgentLink(self.publish, self._subscribe, self._unsubscribe)
         self.agents: dict[str, FleetAgent] = {}
         for number in range(plan.agents):
             name = f"agent-{number}"
-            self.agents[name] = FleetAgent(
-                name, self.topics, models, self.publish, self._subscribe, self._unsubscribe, self.clock
-            )
+            self.agents[name] = FleetAgent(name, self.topics, models, link, self.clock)
         self.cpu_ns = Counter[str]()
         self.count = Counter[str]()
 
     def publish(self, topic: str, payload: bytes, kind: str) -> None:
         """A message of an agent."""
         self.transport.add(Message(topic, payload), kind)
+
+    def moved(self) -> Moved:
+        """Return the bytes that have moved so far."""
+        received = sum(agent.received_bytes for agent in self.agents.values())
+        return Moved(self.transport.traffic.bytes_up, self.coordinator.distributor.published_bytes, received)
 
     def until(self, condition: Callable[[], bool], limit_s: float = RUN_LIMIT_S) -> None:
         """Go on until ``condition()``, which is tested whenever the coordinator has no event left.
@@ -260,7 +281,7 @@ class MemoryFleet:
             self.clock.leap(max(1e-4, min(self.coordinator.idle_s(), timers.due_in(self.clock()))))
 
     def _turn(self) -> None:
-        """Everything that has arrived at either side."""
+        """Handle everything that has arrived at either side."""
         step = self.coordinator.step
         clock = time.thread_time_ns
         kinds = self.transport
@@ -302,7 +323,7 @@ class Phases:
     figures: dict[str, tuple[int, float]] = field(default_factory=dict)
 
     def end(self, name: str) -> None:
-        """The phase of that name is over, and the next one begins."""
+        """End the phase, under that name, and begin the next one."""
         now = self.read()
         messages = now[0] - self.before[0]
         seconds = now[1] - self.before[1]
@@ -311,7 +332,7 @@ class Phases:
 
 
 def measure_in_memory(plan: FleetPlan, folder: Path) -> FleetFigures:
-    """Join, a minute of heartbeats, and a run.
+    """Measure a fleet in this process while it joins, sends heartbeats, and takes part in a run.
 
     Raises:
         MeasuringFailed: nothing happened for a long time, or the run failed.
@@ -321,35 +342,35 @@ def measure_in_memory(plan: FleetPlan, folder: Path) -> FleetFigures:
     torch.set_num_threads(1)
     register()
     with StateFolder(folder / "coordinator").open("headwater bench fleet") as state:
-        both = MemoryFleet(plan, state)
-        traffic = both.transport.traffic
-        agents = both.agents.values()
-        phases = Phases(lambda: (traffic.messages_down, sum(both.cpu_ns.values()) / 1e9))
-        both.coordinator.start()
-        both.until(lambda: all(agent.welcomed for agent in agents), START_LIMIT_S)
+        fleet = MemoryFleet(plan, state)
+        traffic = fleet.transport.traffic
+        agents = fleet.agents.values()
+        phases = Phases(lambda: (traffic.messages_down, sum(fleet.cpu_ns.values()) / 1e9))
+        # 1. All agents join, then send heartbeats for a while.
+        fleet.coordinator.start()
+        fleet.until(lambda: all(agent.welcomed for agent in agents), START_LIMIT_S)
         phases.end(JOINING)
-        begin = both.clock()
-        both.until(lambda: both.clock() - begin >= plan.idle_s)
+        begin = fleet.clock()
+        fleet.until(lambda: fleet.clock() - begin >= plan.idle_s)
         phases.end(IDLE)
+        # 2. A run from its request to its end.
         run = state.journal.request_run(request_for(plan).to_fact())
-        received = sum(agent.received_bytes for agent in agents)
-        published = traffic.bytes_up
-        models = both.coordinator.distributor.published_bytes
-        both.until(lambda: replay(state.journal, run).is_over)
+        before = fleet.moved()
+        fleet.until(lambda: replay(state.journal, run).is_over)
         phases.end(ROUNDS)
-        received = sum(a.received_bytes for a in agents) - received
-        published = traffic.bytes_up - published
-        models = both.coordinator.distributor.published_bytes - models
-        both.coordinator.close()
+        moved = fleet.moved().since(before)
+        fleet.coordinator.close()
         seconds = round_seconds(state.journal, run)
         updates = len(state.journal.entries(run, ("update_accepted",)))
-    kinds = {kind: (count, both.cpu_ns[kind] / count / 1000) for kind, count in sorted(both.count.items()) if kind}
-    megabytes = (published / 1e6, models / 1e6, received / 1e6)
-    return FleetFigures("memory", plan, seconds, phases.figures | kinds, *megabytes, updates, usage(os.getpid()))
+    kinds = {}
+    for kind, count in sorted(fleet.count.items()):
+        if kind:
+            kinds[kind] = (count, fleet.cpu_ns[kind] / count / 1000)
+    return FleetFigures("memory", plan, seconds, phases.figures | kinds, moved, updates, usage(os.getpid()))
 
 
 def measure(plan: FleetPlan, folder: Path) -> FleetFigures:
-    """The same over a broker, with the coordinator and the fleet as processes.
+    """Measure a fleet in memory, or over a broker with the coordinator and the fleet as processes.
 
     Raises:
         MeasuringFailed: a process ended, nothing happened for a long time, or the run failed.
@@ -375,6 +396,11 @@ def measure(plan: FleetPlan, folder: Path) -> FleetFigures:
         def traffic() -> dict[str, int]:
             return dict(read_status(state_path)["traffic"])
 
+        def moved() -> Moved:
+            received = asked()["received_bytes"]
+            counts = traffic()
+            return Moved(counts["bytes_published"], counts["blob_bytes_published"], received)
+
         def until(condition: Callable[[], bool], what: str, limit_s: float) -> None:
             wait_for(condition, [coordinator, fleet], what=what, limit_s=limit_s, every_s=1.0)
             pause(STATUS_S)
@@ -385,20 +411,17 @@ def measure(plan: FleetPlan, folder: Path) -> FleetFigures:
         phases.end(JOINING)
         pause(plan.idle_s)
         phases.end(IDLE)
-        received = asked()["received_bytes"]
-        published = traffic()["bytes_published"]
-        models = traffic()["blob_bytes_published"]
+        before = moved()
         with StateFolder(state_path).look() as state:
             run = state.journal.request_run(request_for(plan).to_fact())
             ends = ("run_finished", "run_failed", "run_cancelled")
             until(lambda: bool(state.journal.entries(run, ends)), "the run to end", RUN_LIMIT_S)
             phases.end(ROUNDS)
-            received = asked()["received_bytes"] - received
-            published = traffic()["bytes_published"] - published
-            models = traffic()["blob_bytes_published"] - models
+            moved_in_rounds = moved().since(before)
             seconds = round_seconds(state.journal, run)
             updates = len(state.journal.entries(run, ("update_accepted",)))
         used = usage(coordinator.pid)
-        welcome_s = asked(plan.flood)["welcome_s"] if plan.flood != "none" else []
-    megabytes = (published / 1e6, models / 1e6, received / 1e6)
-    return FleetFigures(plan.transport, plan, seconds, phases.figures, *megabytes, updates, used, welcome_s)
+        welcome_s = []
+        if plan.flood != "none":
+            welcome_s = asked(plan.flood)["welcome_s"]
+    return FleetFigures(plan.transport, plan, seconds, phases.figures, moved_in_rounds, updates, used, welcome_s)

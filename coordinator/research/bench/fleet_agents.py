@@ -10,6 +10,7 @@ import hashlib
 import heapq
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from edge_agent import __version__
@@ -34,6 +35,21 @@ Publish = Callable[[str, bytes, str], None]
 """Publishes a payload on a topic; the last argument is its kind, for the figures."""
 
 
+@dataclass(frozen=True)
+class AgentLink:
+    """How an agent reaches the broker.
+
+    Attributes:
+        publish: Publishes a payload.
+        subscribe: Subscribes the agent to a topic; `FleetAgent.subscribed` follows.
+        unsubscribe: Ends that.
+    """
+
+    publish: Publish
+    subscribe: Callable[[FleetAgent, str], None]
+    unsubscribe: Callable[[FleetAgent, str], None]
+
+
 class Models:
     """What the agents of one process share: the received blobs and the updates made of them."""
 
@@ -43,7 +59,7 @@ class Models:
         self._updates: OrderedDict[tuple[str, int], Outgoing] = OrderedDict()
 
     def add(self, ref: fields.BlobRef, frame: chunks.Frame) -> None:
-        """A frame that some agent has received.
+        """Take a frame that some agent has received.
 
         Raises:
             MeasuringFailed: the blob is complete and has another hash.
@@ -66,11 +82,11 @@ class Models:
                 self._whole.popitem(last=False)
 
     def has(self, digest: str) -> bool:
-        """Whether the blob is complete."""
+        """Return whether the blob is complete."""
         return digest in self._whole
 
     def update(self, digest: str, number: int) -> Outgoing:
-        """The update of the agent with that number on this model."""
+        """Return the update of the agent with that number on this model."""
         key = (digest, number)
         if key not in self._updates:
             self._updates[key] = Outgoing.of(encode(add(decode(self._whole[digest]), number)))
@@ -81,7 +97,7 @@ class Models:
 
 
 def stop_of(ref: fields.BlobRef, frame: chunks.Frame) -> int:
-    """The number after that of the last chunk in a frame."""
+    """Return the number after that of the last chunk in a frame."""
     return frame.index - (-len(frame.data) // ref.chunk_bytes)
 
 
@@ -93,19 +109,16 @@ class FleetAgent:
         name: str,
         topics: Topics,
         models: Models,
-        publish: Publish,
-        subscribe: Callable[[FleetAgent, str], None],
-        unsubscribe: Callable[[FleetAgent, str], None],
+        link: AgentLink,
         clock: Callable[[], float],
     ) -> None:
-        """``subscribe(agent, topic)`` is followed by `subscribed`."""
         self.id = name
         self._topics = topics
         self._models = models
         self._clock = clock
-        self._publish = publish
-        self._subscribe = subscribe
-        self._unsubscribe = unsubscribe
+        self._publish = link.publish
+        self._subscribe = link.subscribe
+        self._unsubscribe = link.unsubscribe
         self._boot = hashlib.sha256(name.encode()).hexdigest()[:16]
         self._number = number_of(name)
         self._seq = 0
@@ -120,21 +133,25 @@ class FleetAgent:
         self._pace = Pace(WINDOW_BYTES)
         self._is_direct = False
         self._again_s = AGAIN_S
-        self._heard_at = self._beat_at = clock()
+        now = clock()
+        self._heard_at = now
+        self._beat_at = now
         self._heartbeat_s = HEARTBEAT_S
         self.due_at = float("-inf")
         self.welcomed = False
-        self.receipts = self.rejected = self.received_bytes = 0
+        self.receipts = 0
+        self.rejected = 0
+        self.received_bytes = 0
 
     def subscribed(self, digest: str = "") -> None:
-        """The broker has confirmed the agent's own topics, or those of a blob."""
+        """Go on after the broker has confirmed the agent's own topics, or those of a blob."""
         if not digest:
             self.hello()
         elif self._ref is not None and self._ref.digest.startswith(digest):
             self._want()
 
     def received(self, topic: str, payload: bytes) -> None:
-        """A message to this agent."""
+        """Handle a message to this agent."""
         self.received_bytes += len(payload)
         if topic.endswith("/db") or "/b/" in topic:
             self._on_chunk(chunks.decode_frame(payload))
@@ -147,19 +164,25 @@ class FleetAgent:
     def tick(self) -> None:
         """Repeat what has no answer, or send a heartbeat."""
         now = self._clock()
-        heartbeat_s = HEARTBEAT_S if self._job is not None else self._heartbeat_s
+        silent_s = now - self._heard_at
+        heartbeat_s = self._heartbeat_s
+        if self._job is not None:
+            heartbeat_s = HEARTBEAT_S
+        # One message at a time: each of them shows the coordinator that the agent is there.
         if not self.welcomed:
             self.hello()
-        elif self._manifest is not None and now - self._heard_at >= self._again_s:
+        elif self._manifest is not None and silent_s >= self._again_s:
             self._send(self._manifest, "manifest again")
-        elif self._ref is not None and now - self._heard_at >= AGAIN_S:
+        elif self._ref is not None and silent_s >= AGAIN_S:
             self._want("want again")
         elif now - self._beat_at >= heartbeat_s:
             self.heartbeat()
-        self.due_at = now + AGAIN_S if self._is_busy else max(now, self._beat_at + heartbeat_s)
+        self.due_at = max(now, self._beat_at + heartbeat_s)
+        if self._is_busy:
+            self.due_at = now + AGAIN_S
 
     def heartbeat(self) -> None:
-        """Send one."""
+        """Send a heartbeat, with the job under way where there is one."""
         self._beat_at = self._clock()
         beat = up.Heartbeat()
         if self._job is not None:
@@ -175,7 +198,7 @@ class FleetAgent:
         self.due_at = self._clock() + AGAIN_S
 
     def flood_message(self, kind: str) -> bytes:
-        """A message with which an agent could flood the coordinator: junk, hello, or update (of round 1)."""
+        """Return what an agent could flood the coordinator with: junk, a hello, or an update (of round 1)."""
         if kind == "hello":
             return self._encoded(up.Hello(software=__version__, tier="train", samples=1))
         if kind == "update" and self._last_run:
@@ -241,13 +264,16 @@ class FleetAgent:
             self._send(up.Want(digest=self._ref.digest, ranges=ranges, direct=self._is_direct), kind)
 
     def _on_listen(self, message: down.Listen) -> None:
-        if self._ref is not None and self._ref.digest == message.digest and self._is_direct == message.broadcast:
-            self._is_direct = not message.broadcast
-            if message.broadcast:
-                self._subscribe(self, self._topics.broadcast(message.digest))
-            else:
-                self._unsubscribe(self, self._topics.broadcast(message.digest))
-                self._want()
+        is_fetching_it = self._ref is not None and self._ref.digest == message.digest
+        is_change = self._is_direct == message.broadcast
+        if not is_fetching_it or not is_change:
+            return
+        self._is_direct = not message.broadcast
+        if message.broadcast:
+            self._subscribe(self, self._topics.broadcast(message.digest))
+        else:
+            self._unsubscribe(self, self._topics.broadcast(message.digest))
+            self._want()
 
     def _on_chunk(self, frame: chunks.Frame) -> None:
         ref = self._ref
@@ -265,7 +291,7 @@ class FleetAgent:
             self._send(up.Progress(digest=ref.digest, missing=present.missing()), "progress")
 
     def _finish(self) -> None:
-        """The model is here: answer, compute, and offer the update."""
+        """Answer that the model is here, compute, and offer the update."""
         job = self._job
         ref = self._ref
         if job is None or ref is None:
@@ -284,28 +310,36 @@ class FleetAgent:
         self._send(self._manifest, "manifest")
 
     def _on_grant(self, message: down.Grant) -> None:
-        if self._manifest is not None and self._manifest.blob.digest == message.digest:
-            self._again_s = AGAIN_S
-            if self._sending is None and self._job is not None:
-                self._sending = Sending(self._models.update(self._job.blobs[0].digest, self._number), self._pace)
-            self._upload(message.missing)
+        if not self._offers(message.digest):
+            return
+        self._again_s = AGAIN_S
+        if self._sending is None and self._job is not None:
+            self._sending = Sending(self._models.update(self._job.blobs[0].digest, self._number), self._pace)
+        self._upload(message.missing)
 
     def _on_queued(self, message: down.Queued) -> None:
-        if self._manifest is not None and self._manifest.blob.digest == message.digest:
+        if self._offers(message.digest):
             self._heard_at = self._clock()
             self._again_s = message.again_s
 
     def _on_ack(self, message: down.Ack) -> None:
-        if self._manifest is not None and self._manifest.blob.digest == message.digest:
+        if self._offers(message.digest):
             self._upload(message.missing)
 
+    def _offers(self, digest: str) -> bool:
+        """Return whether it is the agent's update that a message names, and not one of an earlier round."""
+        return self._manifest is not None and self._manifest.blob.digest == digest
+
     def _upload(self, missing: fields.Ranges) -> None:
-        self._heard_at = now = self._clock()
+        """Send what the coordinator lacks of the update, as far as the pace allows."""
+        now = self._clock()
+        self._heard_at = now
         if self._sending is None:
             return
         self._sending.lacks(missing, now)
         for frame in self._sending.due(now):
-            self._publish(self._topics.up_chunks(self.id), frame, "last chunk" if self._sending.is_over else "chunk")
+            kind = "last chunk" if self._sending.is_over else "chunk"
+            self._publish(self._topics.up_chunks(self.id), frame, kind)
 
     def _stop_sending(self) -> None:
         if self._sending is not None:
@@ -313,12 +347,16 @@ class FleetAgent:
             self._sending = None
 
     def _on_receipt(self, message: down.Receipt) -> None:
-        if self._manifest is not None and self._manifest.blob.digest == message.digest:
-            self.receipts += message.accepted
-            self.rejected += not message.accepted
-            self._manifest = self._job = None
-            self._stop_sending()
-            self._has_finished()
+        if not self._offers(message.digest):
+            return
+        if message.accepted:
+            self.receipts += 1
+        else:
+            self.rejected += 1
+        self._manifest = None
+        self._job = None
+        self._stop_sending()
+        self._has_finished()
 
     def _has_finished(self) -> None:
         if self._heartbeat_s > HEARTBEAT_S:  # as agents do whose heartbeats take longer without a job
@@ -326,7 +364,9 @@ class FleetAgent:
 
     def _on_cancel(self, message: down.Cancel) -> None:
         if self._job is not None and down.job_key(self._job) == down.job_key(message):
-            self._job = self._manifest = self._ref = None
+            self._job = None
+            self._manifest = None
+            self._ref = None
             self._stop_sending()
 
 

@@ -20,7 +20,7 @@ from edge_agent.core.errors import MeasuringFailed
 from edge_agent.core.limits import OPEN_FILES, allow_open_files
 from edge_agent.wire.topics import Topics
 
-from .fleet_agents import FleetAgent, Models, Timers
+from .fleet_agents import AgentLink, FleetAgent, Models, Timers
 from .measuring import lines, send_line
 
 KEEPALIVE_S = 300
@@ -41,7 +41,7 @@ UNSUBSCRIBE = 10
 
 
 def packet(kind: int, body: bytes, flags: int = 0) -> bytes:
-    """One MQTT packet."""
+    """Encode an MQTT packet."""
     length = bytearray()
     left = len(body)
     while True:
@@ -52,7 +52,7 @@ def packet(kind: int, body: bytes, flags: int = 0) -> bytes:
 
 
 def text(value: str) -> bytes:
-    """A string of MQTT."""
+    """Encode a string as MQTT has it."""
     data = value.encode()
     return struct.pack(">H", len(data)) + data
 
@@ -80,7 +80,7 @@ def packets(received: bytearray) -> Iterator[tuple[int, int, bytes]]:
 
 
 class Connection:
-    """One agent's connection."""
+    """The connection of an agent to the broker."""
 
     def __init__(self, name: str, federation: str, address: tuple[str, int]) -> None:
         self.name = name
@@ -112,7 +112,7 @@ class Connection:
         self.unsent += packet(UNSUBSCRIBE, struct.pack(">H", self._next()) + text(topic), 2)
 
     def publish(self, topic: str, payload: bytes) -> None:
-        """With QoS 1."""
+        """Publish a payload with QoS 1."""
         self.unsent += packet(PUBLISH, text(topic) + struct.pack(">H", self._next()) + payload, 2)
 
     def handled(self) -> Iterator[tuple[str, bytes] | str]:
@@ -153,9 +153,9 @@ class MqttFleet:
         self._unsent: set[str] = set()
         self._topics = Topics(federation)
         models = Models()
-        make = (self._topics, models, self._publish, self._subscribe, self._unsubscribe, time.monotonic)
+        link = AgentLink(self._publish, self._subscribe, self._unsubscribe)
         names = [f"agent-{number}" for number in range(count)]
-        self.agents = {name: FleetAgent(name, *make) for name in names}
+        self.agents = {name: FleetAgent(name, self._topics, models, link, time.monotonic) for name in names}
         self._waiting = names[::-1]
         self._timers: Timers | None = None
         self.sent = 0

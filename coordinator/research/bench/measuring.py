@@ -127,14 +127,14 @@ class SimulationSize(Frozen):
 
 @dataclass(frozen=True)
 class Row:
-    """One figure."""
+    """A figure of a table: name, value and unit."""
 
     name: str
     value: float
     unit: str
 
     def as_json(self) -> dict[str, Any]:
-        """One JSON object."""
+        """Return the figure as a JSON object."""
         return {"name": self.name, "value": rounded(self.value), "unit": self.unit}
 
 
@@ -245,7 +245,7 @@ class Measured(ChildProcess):
         return self.exit_reason()
 
     def send(self, line: str = "") -> None:
-        """Send it one line."""
+        """Send the measured process a line."""
         self.pipe.send("line", line.encode())
 
     def answer(self) -> str:
@@ -275,12 +275,12 @@ def module(
 
 
 def send_line(line: str) -> None:
-    """One line from a measured process to the one that waits in `Measured.answer`."""
+    """Send a line from a measured process to the one that waits in `Measured.answer`."""
     owner_pipe().send("line", line.encode())
 
 
 def lines() -> Iterator[str]:
-    """In a measured process: the lines that `Measured.send` sends, until that process ends."""
+    """Yield, in a measured process, the lines that `Measured.send` sends, until that process ends."""
     pipe = owner_pipe()
     with contextlib.suppress(EOFError, ConnectionResetError):
         while True:

@@ -29,7 +29,7 @@ RUN_LIMIT_S = 1800.0
 
 
 def request_for(plan: RoundPlan) -> Request:
-    """The run to request."""
+    """Return the request of the run that is measured."""
     if plan.workload == "w1":
         return Request("fedavg", dict(W1_PARAMS), plan.rounds, 0, w1_task())
     task = Task(input=ImageInput(channels=1, height=8, width=8), class_names=("a", "b"), encoder="linear")
@@ -50,7 +50,7 @@ class Rounds:
     agent_peak_mb: float
 
     def rows(self) -> list[Row]:
-        """The figures."""
+        """Return the figures in the order of the table."""
         count = len(self.seconds) + 1
         above = self.coordinator_end.peak_mb - self.coordinator_idle.rss_mb
         cpu = self.coordinator_end.cpu_s - self.coordinator_idle.cpu_s
@@ -67,7 +67,7 @@ class Rounds:
         ]
 
     def as_json(self) -> dict[str, Any]:
-        """One JSON object."""
+        """Return the figures as a JSON object."""
         return {"broker": self.broker, "seconds": self.seconds, "figures": [row.as_json() for row in self.rows()]}
 
 
@@ -84,7 +84,7 @@ def broker(name: str) -> SupervisedBroker:
 
 
 def measure(plan: RoundPlan, broker_name: str, folder: Path) -> Rounds:
-    """One run of ``plan``.
+    """Measure a run of ``plan``.
 
     Raises:
         MeasuringFailed: a process ended, or nothing happened for a long time.

@@ -60,20 +60,18 @@ def report(size: SimulationSize, folder: Path) -> dict[str, Any]:
     device = device_name(choose_device(size.device)) if size.is_stacked else "cpu"
     source = data_source(folder, size)
     result = [measure(method, source, size, folder / method) for method in size.methods]
-    seconds = {
-        one.method: {
-            kind: [round(wall, 4) for wall, _ in rounds]
-            for kind, rounds in (("plain", one.plain), ("evaluated", one.evaluated))
-        }
-        for one in result
-    }
+    seconds = {}
+    for timed in result:
+        plain = [round(wall, 4) for wall, _ in timed.plain]
+        evaluated = [round(wall, 4) for wall, _ in timed.evaluated]
+        seconds[timed.method] = {"plain": plain, "evaluated": evaluated}
     return {
         "data": source.partition("?")[0],
         "device": device,
         "workers": 1 if size.is_stacked else worker_count(size),
         "seconds": seconds,
-        "engine": {one.method: one.engine for one in result},
-        "rows": [row for one in result for row in one.rows()],
+        "engine": {timed.method: timed.engine for timed in result},
+        "rows": [row for timed in result for row in timed.rows()],
     }
 
 
@@ -117,14 +115,15 @@ def plan_for(method: str, source: str, size: SimulationSize) -> Plan:
 
 
 def measure(method: str, source: str, size: SimulationSize, folder: Path) -> Timed:
-    """Rounds without and with evaluation in turns, after one of each that does not count.
+    """Time rounds without and with evaluation in turns, after one of each that does not count.
 
     Raises:
         MeasuringFailed: a run ended.
     """
     register()
     prepared = Prepared.of(plan_for(method, source, size))
-    prepared = prepared if size.is_stacked else prepared.shared()
+    if not size.is_stacked:
+        prepared = prepared.shared()
     evaluating = replace(prepared, plan=prepared.plan.model_copy(update={"evaluate_every": 1}))
     folder.mkdir(parents=True)
     memory_mb = None
@@ -135,10 +134,14 @@ def measure(method: str, source: str, size: SimulationSize, folder: Path) -> Tim
             memory_mb = sum(map(proportional_mb, (os.getpid(), *plain.engine.pids)))
         evaluated = stack.enter_context(open_simulation(evaluating, folder / "evaluating", SETUP))
         timed_round(evaluated)
-        turns = [(timed_round(plain), timed_round(evaluated)) for _ in range(size.rounds)]
+        # In turns, so that whatever else this machine does slows both kinds of rounds.
+        plain_rounds = []
+        evaluated_rounds = []
+        for _ in range(size.rounds):
+            plain_rounds.append(timed_round(plain))
+            evaluated_rounds.append(timed_round(evaluated))
         engine = plain.engine.figures.get("stacked", {})
-    one, other = zip(*turns, strict=True)
-    return Timed(method, size.clients, one, other, memory_mb, engine)
+    return Timed(method, size.clients, tuple(plain_rounds), tuple(evaluated_rounds), memory_mb, engine)
 
 
 def timed_round(simulation: Simulation) -> tuple[float, float]:

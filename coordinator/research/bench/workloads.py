@@ -130,7 +130,7 @@ def number_of(client: str) -> int:
 
 
 def add(received: Tensors, number: int) -> Tensors:
-    """All arrays plus ``number``."""
+    """Return all arrays plus ``number``."""
     return {name: array + number for name, array in received.items()}
 
 
@@ -148,7 +148,7 @@ def w1_source(client: int, clients: int) -> str:
 
 
 def has_fashion() -> bool:
-    """Whether Fashion-MNIST is installed."""
+    """Return whether Fashion-MNIST is installed."""
     return any(FASHION.glob("train-images*"))
 
 

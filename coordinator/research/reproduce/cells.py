@@ -6,10 +6,11 @@ import contextlib
 import itertools
 import shlex
 import sysconfig
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import Field, ValidationError
 
@@ -23,7 +24,7 @@ from edge_agent.data.partition import Division
 
 from ...runs.request import Weights
 from ...simulation.plan import Plan
-from ...simulation.setup import SIMULATION_FOLDER, WEIGHTS, planned
+from ...simulation.setup import SIMULATION_FOLDER, WEIGHTS, read_plan
 from ...state.store import StateFolder
 from ...views.runs import replay
 
@@ -49,6 +50,10 @@ class Row(Frozen):
     tolerance: float | None = Field(None, gt=0, description="points; default: that of the table")
     scope: Literal["personal", "global", "after"] = Field("personal", description="which accuracy is compared")
     note: str = Field("", description="what differs from the paper's row, or is not known")
+
+
+Part = TypeVar("Part", Row, Column)
+"""A row or a column of a table."""
 
 
 class Promise(Frozen):
@@ -78,76 +83,93 @@ class Table(Frozen):
     notes: tuple[str, ...] = ()
 
     def mistakes(self) -> Iterator[str]:
-        """Inconsistent names and seeds, and fields that no simulation has."""
+        """Yield inconsistent names and seeds, and fields that no simulation has."""
         if len(set(self.seeds)) < len(self.seeds):
             yield "a seed is given twice: that is not another run"
         rows = [row.name for row in self.rows]
         columns = [column.name for column in self.columns]
-        for kind, named in (("row", rows), ("column", columns)):
-            short = [slug(name) for name in named]
-            yield from (
-                f"two {kind}s would have the folder {name}" for name in sorted(set(short)) if short.count(name) > 1
-            )
+        yield from _shared_folders("row", rows)
+        yield from _shared_folders("column", columns)
         for row in self.rows:
-            yield from (f"{row.name}: no column '{name}'" for name in row.paper if name not in columns)
+            for name in row.paper:
+                if name not in columns:
+                    yield f"{row.name}: no column '{name}'"
         for promise in self.promises:
-            meant = {promise.row, *promise.above} - {"all", *rows}
-            yield from (f"promise about '{name}', which is no row" for name in sorted(meant))
+            unknown = {promise.row, *promise.above} - {"all", *rows}
+            yield from (f"promise about '{name}', which is no row" for name in sorted(unknown))
         yield from _mistakes_in(self.plan, "[plan]")
-        for kind, layers in (("row", self.rows), ("column", self.columns)):
-            for layer in layers:
-                yield from _mistakes_in(layer.plan, f"plan of {kind} '{layer.name}'")
+        for row in self.rows:
+            yield from _mistakes_in(row.plan, f"plan of row '{row.name}'")
+        for column in self.columns:
+            yield from _mistakes_in(column.plan, f"plan of column '{column.name}'")
+
+
+def _shared_folders(kind: str, labels: Sequence[str]) -> Iterator[str]:
+    """Yield the folders that several rows, or columns, would have in common."""
+    counts = Counter(map(slug, labels))
+    for folder in sorted(counts):
+        if counts[folder] > 1:
+            yield f"two {kind}s would have the folder {folder}"
 
 
 def data_of(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a simulation, of which ``data`` may be a single source."""
-    given = fields.get("data")
-    return {**fields, "data": (given,)} if isinstance(given, str) else dict(fields)
+    """Return the fields of a simulation, whose ``data`` in a TOML file may be a single source."""
+    source = fields.get("data")
+    if isinstance(source, str):
+        return {**fields, "data": (source,)}
+    return dict(fields)
 
 
 def _mistakes_in(plan: Mapping[str, Any], where: str) -> list[str]:
-    """Fields that no simulation has, or not with such values; combinations are checked with all of them."""
+    """Return what no simulation has, or not with such values; combinations are checked with all fields together."""
     try:
         Plan.model_validate({"data": ("not given yet",), **data_of(plan)})
     except ValidationError as error:
         are_of_fields = all(detail["loc"] for detail in error.errors())
-        return [f"{where}: {mistake}" for mistake in mistakes_of(error, Plan)] if are_of_fields else []
+        if not are_of_fields:
+            return []
+        return [f"{where}: {mistake}" for mistake in mistakes_of(error, Plan)]
     except UnknownName as error:
         return [f"{where}: {error}"]
     return []
 
 
 def slug(name: str) -> str:
-    """A name as part of a folder's: lower case, parts joined."""
+    """Return a name as a part of a folder's: in lower case, its words joined."""
     parts = "".join(char if char.isalnum() or char == "." else " " for char in name.lower()).split()
     return "-".join(parts)
 
 
 def names() -> list[str]:
-    """All tables that are at hand by name."""
+    """Return the names of all tables that Headwater brings."""
     return sorted(path.stem for path in _home().glob("*.toml"))
 
 
 def read_table(name: str) -> Table:
-    """The table of that name, or in that file.
+    """Read the table of that name, or in that file.
 
     Raises:
-        UnknownName: no such table; the nearest name is suggested.
-        ConfigError: the file is no table; all mistakes are listed.
+        UnknownName: There is no such table; the nearest name is suggested.
+        ConfigError: The file is no table; the message lists all mistakes.
     """
-    path = Path(name) if name.endswith(".toml") else _home() / f"{name}.toml"
-    if not path.exists() and not name.endswith(".toml"):
-        raise UnknownName("table", name, names())
+    path = Path(name)
+    if not name.endswith(".toml"):
+        path = _home() / f"{name}.toml"
+        if not path.exists():
+            raise UnknownName("table", name, names())
     table = parse(Table, read_toml(path), where=str(path))
-    if mistakes := list(table.mistakes()):
+    mistakes = list(table.mistakes())
+    if mistakes:
         raise ConfigError(str(path), mistakes)
     return table
 
 
 def _home() -> Path:
-    """Beside the packages in a checkout, in the environment's shared files where it is installed."""
+    """Return the folder of the tables: beside the packages in a checkout, else among the environment's shared files."""
     beside = Path(__file__).resolve().parents[3] / "configs" / FOLDER
-    return beside if beside.is_dir() else Path(sysconfig.get_path("data")) / "share" / "headwater" / FOLDER
+    if beside.is_dir():
+        return beside
+    return Path(sysconfig.get_path("data")) / "share" / "headwater" / FOLDER
 
 
 FAILED = "failed.json"
@@ -157,7 +179,7 @@ _OR_ELSE = "remove it to restart that row, or choose another --out"
 
 @dataclass(frozen=True)
 class Cell:
-    """One simulation of a table."""
+    """A simulation of a table: a row, a column and a seed."""
 
     row: Row
     column: Column
@@ -188,7 +210,7 @@ class Cell:
     @property
     def closed(self) -> int:
         """Number of closed rounds of an unfinished run."""
-        if self.is_over or planned(self.folder) is None:
+        if self.is_over or read_plan(self.folder) is None:
             return 0
         with StateFolder(self.folder).look() as state:
             return len(state.journal.entries(kinds=("round_closed",)))
@@ -199,10 +221,8 @@ class Cell:
 
         The run has ended without a result, or its training failed with settings that have changed since.
         """
-        if not self.is_over and planned(self.folder) is not None:
-            with StateFolder(self.folder).look() as state:
-                if any(replay(state.journal, run).status in {"failed", "cancelled"} for run in state.journal.runs()):
-                    return True
+        if self._has_ended_without_result():
+            return True
         if not (read_json(self.folder / FAILED) or {}).get("would_fail_again", False):
             return False
         try:
@@ -210,8 +230,16 @@ class Cell:
         except UsageError:
             return True
 
+    def _has_ended_without_result(self) -> bool:
+        """Return whether a run in the folder has failed or was cancelled, so that it cannot be resumed."""
+        if self.is_over or read_plan(self.folder) is None:
+            return False
+        with StateFolder(self.folder).look() as state:
+            statuses = [replay(state.journal, run).status for run in state.journal.runs()]
+        return "failed" in statuses or "cancelled" in statuses
+
     def is_there(self) -> bool:
-        """Whether its folder holds a run with the same settings, or a recorded failure."""
+        """Return whether its folder holds a run with the same settings, or a recorded failure."""
         try:
             return self.is_begun() or bool(self.failure)
         except (UsageError, StateError):
@@ -235,25 +263,30 @@ class Cell:
             (self.folder / FAILED).unlink(missing_ok=True)
 
     def is_begun(self) -> bool:
-        """Whether there is a run to resume.
+        """Return whether there is a run to resume.
 
         Raises:
-            UsageError: the run in the folder has other settings or weights.
+            UsageError: The run in the folder has other settings or weights.
         """
-        begun = planned(self.folder)
+        begun = read_plan(self.folder)
         if begun is None:
             return False
-        other = begun.differences(self.plan, but=("data",))
-        sources = [[data.location(source, plan.folder) for source in plan.data] for plan in (begun, self.plan)]
-        if sources[0] != sources[1]:
-            other.append(f"data {begun.data}, now {self.plan.data}")
-        if other:
-            raise UsageError(f"{self.folder} has other settings ({'; '.join(other[:5])}); {_OR_ELSE}")
-        if (path := self.plan.weights_path) is not None:
-            weights = Weights.of(path)
+        differences = begun.differences(self.plan, but=("data",))
+        if _locations_of(begun) != _locations_of(self.plan):  # the same files may be named from another folder
+            differences.append(f"data {begun.data}, now {self.plan.data}")
+        if differences:
+            raise UsageError(f"{self.folder} has other settings ({'; '.join(differences[:5])}); {_OR_ELSE}")
+        weights_path = self.plan.weights_path
+        if weights_path is not None:
+            weights = Weights.of(weights_path)
             if weights.sha256 != Weights.of(self.folder / WEIGHTS).sha256:
                 raise UsageError(f"{self.folder} started with other weights than those in {weights.path}; {_OR_ELSE}")
         return True
+
+
+def _locations_of(plan: Plan) -> list[Any]:
+    """Return where the sources of a simulation are, whatever folder their paths count from."""
+    return [data.location(source, plan.folder) for source in plan.data]
 
 
 @dataclass(frozen=True)
@@ -270,20 +303,20 @@ class Reproduction:
     seeds: Sequence[int] = ()
 
     def cells(self) -> list[Cell]:
-        """All selected simulations, ordered by seed: a table with one seed is complete before the second begins.
+        """Return all selected simulations, ordered by seed: a table with one seed is complete before the second begins.
 
         Raises:
             UnknownName: rows or columns that the table does not have.
             ConfigError: impossible simulations, selected or not; all mistakes are listed.
         """
-        rows = chosen(self.table.rows, self.rows, "row")
-        columns = chosen(self.table.columns, self.columns, "column")
+        rows = select(self.table.rows, self.rows, "row")
+        columns = select(self.table.columns, self.columns, "column")
         return [cell for cell in self._all_cells() if cell.row in rows and cell.column in columns]
 
     def shown(self, cells: Sequence[Cell]) -> list[Cell]:
-        """The selected cells, and all others of the same seeds that have a run or a failure in the folder."""
-        wanted = {cell.folder for cell in cells}
-        return [cell for cell in self._all_cells() if cell.folder in wanted or cell.is_there()]
+        """Return the selected cells, and all others of the same seeds that have a run or a failure in the folder."""
+        selected = {cell.folder for cell in cells}
+        return [cell for cell in self._all_cells() if cell.folder in selected or cell.is_there()]
 
     def check(self, cells: Sequence[Cell]) -> None:
         """Check that data, partitions, weights and devices of these cells exist; no sample is read.
@@ -292,56 +325,64 @@ class Reproduction:
             ConfigError: some do not; all of them are listed.
             MissingCapability: a package that a source needs is not installed.
         """
-        from torch import nn
-
         from edge_agent.client import choose_device
-        from edge_agent.training.weights import read_weights
 
         mistakes = Mistakes(self.table)
         for cell in cells:
-            plan = cell.plan
-            for source in plan.data:
+            for source in cell.plan.data:
                 with mistakes.of(cell.row, cell.column), with_advice(self.table):
-                    data.check(source, plan.folder)
+                    data.check(source, cell.plan.folder)
             with mistakes.of(cell.row, cell.column):
-                choose_device(plan.device)
-            if planned(cell.folder) is not None:
-                continue  # a run has its own copies of partition and weights
-            with mistakes.of(cell.row, cell.column):
-                if plan.saved_partition is not None:
-                    Division.read(plan.saved_partition)
-            with mistakes.of(cell.row, cell.column):
-                if plan.weights_path is not None:  # whether they fit needs the network
-                    read_weights(nn.Module(), plan.weights_path)
+                choose_device(cell.plan.device)
+            if read_plan(cell.folder) is None:  # a run has its own copies of partition and weights
+                self._check_files(cell, mistakes)
         mistakes.check(self.name)
+
+    def _check_files(self, cell: Cell, mistakes: Mistakes) -> None:
+        """Note where the partition or the weights of a cell cannot be read."""
+        from torch import nn
+
+        from edge_agent.training.weights import read_weights
+
+        with mistakes.of(cell.row, cell.column):
+            if cell.plan.saved_partition is not None:
+                Division.read(cell.plan.saved_partition)
+        with mistakes.of(cell.row, cell.column):
+            if cell.plan.weights_path is not None:  # whether they fit needs the network
+                read_weights(nn.Module(), cell.plan.weights_path)
 
     @property
     def command(self) -> str:
         """The command line that selects the same cells."""
-        options = [("row", name) for name in self.rows] + [("column", name) for name in self.columns]
-        options += [("seeds", ",".join(map(str, self.seeds)))] if self.seeds else []
+        options = [("row", name) for name in self.rows]
+        options += [("column", name) for name in self.columns]
+        if self.seeds:
+            options.append(("seeds", ",".join(map(str, self.seeds))))
         for name, value in self.changes.items():
-            options += [(name, str(one)) for one in (value if isinstance(value, tuple) else (value,))]
+            values = value if isinstance(value, tuple) else (value,)
+            options += [(name, str(item)) for item in values]
         options.append(("out", str(self.folder)))
-        parts = ["headwater", "reproduce", self.name]
-        return shlex.join([*parts, *(word for name, value in options for word in (f"--{name}", value))])
+        words = ["headwater", "reproduce", self.name]
+        for name, text in options:
+            words += [f"--{name}", text]
+        return shlex.join(words)
 
     def _all_cells(self) -> list[Cell]:
+        """Return the cells of all rows and columns.
+
+        Raises:
+            ConfigError: Some are impossible; the message lists all mistakes.
+        """
         cells = list[Cell]()
         mistakes = Mistakes(self.table)
         for seed, column, row in itertools.product(self.seeds or self.table.seeds, self.table.columns, self.table.rows):
-            raw: dict[str, Any] = {"folder": str(Path.cwd()), "method": row.method, "paper": True, "seed": seed}
-            params: dict[str, Any] = {}
-            for layer in (self.table.plan, column.plan, row.plan, self.changes):
-                raw |= layer
-                params |= layer.get("params", {})
-            raw = data_of({**raw, "params": params | row.params})
+            fields = self._fields_of(row, column, seed)
             with mistakes.of(row, column):
-                methods.create(raw["method"], raw["params"], paper=raw["paper"])
+                methods.create(fields["method"], fields["params"], paper=fields["paper"])
             with mistakes.of(row, column):
-                if not raw.get("data"):
+                if not fields.get("data"):
                     raise UsageError(f"no data; give them with --data. {self.table.get_data}".strip())
-                plan = parse(Plan, raw, where="plan")
+                plan = parse(Plan, fields, where="plan")
                 if plan.encoder is not None and plan.encoder not in models.names():
                     raise UnknownName("encoder", plan.encoder, models.names())
                 folder = self.folder / f"{slug(row.name)}--{slug(column.name)}--seed{seed}"
@@ -349,18 +390,33 @@ class Reproduction:
         mistakes.check(self.name)
         return cells
 
+    def _fields_of(self, row: Row, column: Column, seed: int) -> dict[str, Any]:
+        """Return the fields of a `Plan` for one cell, as a file of settings would have them.
 
-def chosen(all_of_them: Sequence[Any], wanted: Sequence[str], kind: str) -> list[Any]:
-    """Rows or columns selected by name or folder name, in the table's order; all of them without a selection.
+        Later layers replace fields of earlier ones; only parameters of the method are put together.
+        """
+        fields: dict[str, Any] = {"folder": str(Path.cwd()), "method": row.method, "paper": True, "seed": seed}
+        params: dict[str, Any] = {}
+        for layer in (self.table.plan, column.plan, row.plan, self.changes):
+            fields |= layer
+            params |= layer.get("params", {})
+        return data_of({**fields, "params": params | row.params})
+
+
+def select(parts: Sequence[Part], names: Sequence[str], kind: str) -> list[Part]:
+    """Return the rows or columns of these names or folder names, in the table's order; without names all of them.
 
     Raises:
-        UnknownName: no such name; the nearest one is suggested.
+        UnknownName: There is no such name; the nearest one is suggested.
     """
-    known = {slug(one.name): one for one in all_of_them}
-    for name in wanted:
-        if slug(name) not in known:
-            raise UnknownName(kind, name, sorted(known))
-    return [one for name, one in known.items() if not wanted or name in map(slug, wanted)]
+    by_folder = {slug(part.name): part for part in parts}
+    for name in names:
+        if slug(name) not in by_folder:
+            raise UnknownName(kind, name, sorted(by_folder))
+    if not names:
+        return list(by_folder.values())
+    selected = set(map(slug, names))
+    return [part for folder, part in by_folder.items() if folder in selected]
 
 
 class Mistakes:
@@ -412,4 +468,6 @@ def with_advice(table: Table) -> Iterator[None]:
     try:
         yield
     except DataError as error:
-        raise DataError(f"{error}. {table.get_data}" if table.get_data else str(error)) from error
+        if not table.get_data:
+            raise
+        raise DataError(f"{error}. {table.get_data}") from error

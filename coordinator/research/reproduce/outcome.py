@@ -15,7 +15,7 @@ from ...report.pictures import picture
 from ...simulation.plan import Plan
 from ...simulation.results import best_of, curve, scored_clients
 from ...text import counted, listed
-from .cells import Cell, Column, Reproduction, Row, Table
+from .cells import Cell, Column, Promise, Reproduction, Row, Table
 
 HUNDRED = 100.0
 REASON_CHARS = 160
@@ -24,7 +24,7 @@ CAVEAT = "One machine, few seeds: differences below a point are noise; `last` is
 
 @dataclass(frozen=True)
 class Outcome:
-    """One cell of the table, over its seeds; accuracies in percent, None where there is none."""
+    """A cell of the table over its seeds; accuracies in percent, None where there is none."""
 
     row: Row
     column: Column
@@ -45,31 +45,51 @@ class Outcome:
 
     @property
     def difference(self) -> float | None:
-        """Ours minus the paper's, in points."""
-        return None if self.ours is None or self.paper is None else self.ours - self.paper
+        """Our value minus the paper's, in points; None where one of them is missing."""
+        if self.ours is None or self.paper is None:
+            return None
+        return self.ours - self.paper
 
     @property
     def is_within(self) -> bool | None:
         """Whether the difference is within the tolerance; None where there is nothing to compare."""
-        return None if self.difference is None else abs(self.difference) <= self.tolerance
+        if self.difference is None:
+            return None
+        return abs(self.difference) <= self.tolerance
 
     @property
     def verdict(self) -> str:
         """The comparison in a few words."""
         if self.ours is None:
-            reason = " ".join(self.trouble.replace("|", "/").split())  # for a table cell; table.json has all of it
-            reason = reason if len(reason) <= REASON_CHARS else f"{reason[: REASON_CHARS - 1]}…"
-            return f"failed: {reason}" if reason else self.under_way or "not run yet"
-        few = f", {self.rounds[0]} of {self.of_rounds} rounds" if self.rounds[0] < self.of_rounds else ""
-        few += f", without {counted(self.missing, 'client')}" if self.missing else ""
+            return self._why_no_value()
+        reservations = self._reservations()
         if self.difference is None:
-            return f"nothing published{few}"
+            return f"nothing published{reservations}"
         if self.is_within:
-            return f"within {self.tolerance:g}{few}"
-        return f"{abs(self.difference):.2f} points {'above' if self.difference > 0 else 'below'}{few}"
+            return f"within {self.tolerance:g}{reservations}"
+        side = "above" if self.difference > 0 else "below"
+        return f"{abs(self.difference):.2f} points {side}{reservations}"
+
+    def _why_no_value(self) -> str:
+        """Return why there is no value of ours, short enough for a cell of a table; table.json has all of it."""
+        reason = " ".join(self.trouble.replace("|", "/").split())
+        if len(reason) > REASON_CHARS:
+            reason = f"{reason[: REASON_CHARS - 1]}…"
+        if reason:
+            return f"failed: {reason}"
+        return self.under_way or "not run yet"
+
+    def _reservations(self) -> str:
+        """Return in which respects our value is of less than the table asks for; empty: in none."""
+        text = ""
+        if self.rounds[0] < self.of_rounds:
+            text += f", {self.rounds[0]} of {self.of_rounds} rounds"
+        if self.missing:
+            text += f", without {counted(self.missing, 'client')}"
+        return text
 
     def as_json(self) -> dict[str, Any]:
-        """The same as JSON."""
+        """Return the cell as a JSON object of table.json."""
         numbers = {name: value for name, value in vars(self).items() if name not in {"row", "column", "under_way"}}
         return {
             "row": self.row.name,
@@ -86,7 +106,7 @@ class Outcome:
 
 
 def outcomes(table: Table, cells: Sequence[Cell]) -> list[Outcome]:
-    """One for each row and column of the wanted cells, in their order."""
+    """Return one outcome for each row and column of some cells, in their order."""
     groups: dict[tuple[str, str], list[Cell]] = {}
     for cell in cells:
         groups.setdefault((cell.row.name, cell.column.name), []).append(cell)
@@ -94,11 +114,16 @@ def outcomes(table: Table, cells: Sequence[Cell]) -> list[Outcome]:
 
 
 def _outcome(table: Table, cells: Sequence[Cell]) -> Outcome:
+    """Compare the runs of one cell, which differ in their seeds alone, with the published value."""
     row = cells[0].row
     column = cells[0].column
-    results = [result for cell in cells if (result := cell.result) is not None]
-    value = [_percent(result, row.scope, table.when, table.average) for result in results]
-    ours = [one for one in value if one is not None]
+    results = _results_of(cells)
+    ours = []
+    for result in results:
+        value = _percent(result, row.scope, table.when, table.average)
+        if value is not None:
+            ours.append(value)
+    asked = {**table.plan, **column.plan, **row.plan}
     return Outcome(
         row,
         column,
@@ -110,59 +135,90 @@ def _outcome(table: Table, cells: Sequence[Cell]) -> Outcome:
         best=_mean([_percent(result, row.scope, "best", table.average) for result in results]),
         after=_mean([_after(result, table.average) for result in results]),
         tolerance=row.tolerance or table.tolerance,
-        of_rounds=int({**table.plan, **column.plan, **row.plan}.get("rounds", Plan.model_fields["rounds"].default)),
+        of_rounds=int(asked.get("rounds", Plan.model_fields["rounds"].default)),
         missing=max((len(result.get("failed", ())) for result in results), default=0),
-        under_way=next((f"in round {closed + 1}" for cell in cells if (closed := cell.closed)), ""),
-        trouble=next((failure for cell in cells if (failure := cell.failure)), ""),
+        under_way=_first_under_way(cells),
+        trouble=next(filter(None, (cell.failure for cell in cells)), ""),
     )
 
 
+def _first_under_way(cells: Sequence[Cell]) -> str:
+    """Say in which round the first unfinished run is that has closed one; empty where there is none."""
+    for cell in cells:
+        closed = cell.closed
+        if closed:
+            return f"in round {closed + 1}"
+    return ""
+
+
+def _results_of(cells: Sequence[Cell]) -> list[dict[str, Any]]:
+    """Return the results of those cells that are finished."""
+    results = []
+    for cell in cells:
+        result = cell.result
+        if result is not None:
+            results.append(result)
+    return results
+
+
 def _percent(result: Mapping[str, Any], scope: str, when: str, average: str) -> float | None:
+    """Return the accuracy of a run that is compared, in percent; None where the run has none of that scope."""
     if scope == "after" and when == "last":
         return _after(result, average)
     scores = best_of(result, average) if when == "best" else result["last"]["acc"]
-    return HUNDRED * scores[scope][average] if scope in scores else None
+    if scope not in scores:
+        return None
+    return HUNDRED * scores[scope][average]
 
 
 def _after(result: Mapping[str, Any], average: str) -> float | None:
-    """Accuracy right after local training, of the last round that evaluated it for all clients."""
+    """Return the accuracy right after local training, of the last round that evaluated it for all clients."""
     all_clients = scored_clients(result)
-    for one in reversed(result["rounds"]):
-        scores = one["acc"].get("after")
+    for figures in reversed(result["rounds"]):
+        scores = figures["acc"].get("after")
         if scores is not None and scores.get("clients", all_clients) >= all_clients:
             return HUNDRED * float(scores[average])
     return None
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return round(fmean(known), 3) if known else None
+    """Return the mean of the values that there are; None where there is none."""
+    present = [value for value in values if value is not None]
+    if not present:
+        return None
+    return round(fmean(present), 3)
 
 
 def promises(table: Table, compared: Sequence[Outcome]) -> list[dict[str, Any]]:
-    """Each order that the table claims, checked in each column: ``holds`` None while a row is missing."""
+    """Return each order that the table claims, checked in each column, as JSON; ``holds`` None: a row is missing."""
     result = []
     for column, promise in itertools.product(table.columns, table.promises):
-        accuracies = {one.row.name: one.ours for one in compared if one.column.name == column.name}
+        accuracies = {cell.row.name: cell.ours for cell in compared if cell.column.name == column.name}
         if promise.row not in accuracies:
             continue
-        mine = accuracies[promise.row]
-        others = [
-            row.name
-            for row in table.rows
-            if row.name != promise.row and ("all" in promise.above or row.name in promise.above)
-        ]
-        values = {name: accuracies.get(name) for name in others}
-        above = {name: mine > value for name, value in values.items() if mine is not None and value is not None}
-        beaten_by = [name for name, is_below in above.items() if not is_below]
-        is_complete = len(above) == len(others)
-        holds = False if beaten_by else (True if is_complete else None)
+        others = _rows_below(table, promise)
+        # Rows without a result cannot be compared yet; one row that is as high settles that the order does not hold.
+        compared_with = []
+        beaten_by = []
+        highest = accuracies[promise.row]
+        for name in others:
+            accuracy = accuracies.get(name)
+            if highest is None or accuracy is None:
+                continue
+            compared_with.append(name)
+            if not highest > accuracy:
+                beaten_by.append(name)
+        holds = None
+        if beaten_by:
+            holds = False
+        elif len(compared_with) == len(others):
+            holds = True
         result.append(
             {
                 "column": column.name,
                 "row": promise.row,
                 "above": others,
-                "compared": list(above),
+                "compared": compared_with,
                 "beaten_by": beaten_by,
                 "holds": holds,
             }
@@ -170,8 +226,16 @@ def promises(table: Table, compared: Sequence[Outcome]) -> list[dict[str, Any]]:
     return result
 
 
+def _rows_below(table: Table, promise: Promise) -> list[str]:
+    """Return the names of the rows that the paper has below the promise's row."""
+    others = [row.name for row in table.rows if row.name != promise.row]
+    if "all" in promise.above:
+        return others
+    return [name for name in others if name in promise.above]
+
+
 def as_json(reproduction: Reproduction, compared: Sequence[Outcome]) -> dict[str, Any]:
-    """The comparison as one JSON object."""
+    """Return the comparison as the JSON object of table.json."""
     table = reproduction.table
     return {
         "title": table.title,
@@ -179,7 +243,7 @@ def as_json(reproduction: Reproduction, compared: Sequence[Outcome]) -> dict[str
         "measure": table.measure,
         "average": table.average,
         "when": table.when,
-        "cells": [one.as_json() for one in compared],
+        "cells": [cell.as_json() for cell in compared],
         "promises": promises(table, compared),
         "notes": list(table.notes),
         "folder": str(reproduction.folder),
@@ -198,39 +262,64 @@ def write(reproduction: Reproduction, cells: Sequence[Cell]) -> None:
 
 
 def _markdown(reproduction: Reproduction, compared: Sequence[Outcome]) -> Iterator[str]:
+    """Yield the lines of table.md."""
     table = reproduction.table
     yield f"# {table.title}"
     yield f"\nPublished: {table.source}; {table.measure}.\n"
     for column in table.columns:
-        rows = [one for one in compared if one.column.name == column.name]
-        if not rows:
+        cells = [cell for cell in compared if cell.column.name == column.name]
+        if not cells:
             continue
         yield f"## {column.name}\n"
         if column.doubt:
             yield f"*Doubtful:* {column.doubt}\n"
         yield "| method | paper | ours | ± | difference | verdict | best | after training | rounds | seeds |"
         yield "|---|---|---|---|---|---|---|---|---|---|"
-        for one in rows:
-            paper, ours, std, best, after = map(_number, (one.paper, one.ours, one.std, one.best, one.after))
-            sign = "–" if one.difference is None else f"{one.difference:+.2f}"
-            rounds = "–".join(map(str, sorted({min(one.rounds), max(one.rounds)}))) if one.rounds else "–"
-            row = [one.row.name, paper, ours, std, sign, one.verdict, best, after, rounds, str(one.seeds)]
-            yield f"| {' | '.join(row)} |"
+        for cell in cells:
+            yield f"| {' | '.join(_markdown_row(cell))} |"
         yield ""
-        yield from (f"{sentence(claim)}\n" for claim in promises(table, compared) if claim["column"] == column.name)
+        for claim in promises(table, compared):
+            if claim["column"] == column.name:
+                yield f"{sentence(claim)}\n"
     yield f"*{CAVEAT}* `best` is chosen on the test samples. All values are percent."
     notes = [*table.notes, *(f"{row.name}: {row.note}" for row in table.rows if row.note)]
-    yield from ([""] if notes else [])
-    yield from (f"- {note}" for note in notes)
+    if notes:
+        yield ""
+    for note in notes:
+        yield f"- {note}"
     yield f"\n```\n{reproduction.command}\n```"
 
 
+def _markdown_row(cell: Outcome) -> list[str]:
+    """Return one cell of the published table as a row of table.md."""
+    sign = "–"
+    if cell.difference is not None:
+        sign = f"{cell.difference:+.2f}"
+    rounds = "–"
+    if cell.rounds:
+        rounds = "–".join(map(str, sorted({min(cell.rounds), max(cell.rounds)})))
+    return [
+        cell.row.name,
+        _number(cell.paper),
+        _number(cell.ours),
+        _number(cell.std),
+        sign,
+        cell.verdict,
+        _number(cell.best),
+        _number(cell.after),
+        rounds,
+        str(cell.seeds),
+    ]
+
+
 def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f}"
+    if value is None:
+        return "–"
+    return f"{value:.2f}"
 
 
 def sentence(claim: Mapping[str, Any]) -> str:
-    """A sentence on whether an order that the paper claims holds."""
+    """Say in a sentence whether an order that the paper claims holds; ``claim`` is one of `promises`."""
     order = f"{claim['row']} above {listed(claim['above'])}"
     if claim["holds"]:
         return f"The paper's order holds: {order}."
@@ -266,8 +355,8 @@ def panel(table: Table, column: Column, cells: Sequence[Cell]) -> Lines:
     rows = {cell.row.name: cell.row for cell in cells}
     series: list[Series] = []
     for number, row in enumerate(rows.values()):
-        results = [cell.result for cell in cells if cell.row.name == row.name]
-        curves = [curve(result, row.scope, table.average) for result in results if result is not None]
+        results = _results_of([cell for cell in cells if cell.row.name == row.name])
+        curves = [curve(result, row.scope, table.average) for result in results]
         role = f"c{number % CLASSES}"
         line = _over_seeds(row.name, [points for points in curves if points], role)
         if line is None:
@@ -293,13 +382,16 @@ def _over_seeds(name: str, curves: Sequence[Sequence[tuple[float, float]]], role
     if not curves:
         return None
     by_round = [dict(points) for points in curves]
-    common = sorted(set(by_round[0]).intersection(*by_round[1:]))
-    values = [[HUNDRED * points[done] for points in by_round] for done in common]
-    means = tuple((done, fmean(of_round)) for done, of_round in zip(common, values, strict=True))
+    common_rounds = sorted(set(by_round[0]).intersection(*by_round[1:]))
+    means = []
+    band = []
+    for done in common_rounds:
+        percents = [HUNDRED * accuracies[done] for accuracies in by_round]
+        means.append((done, fmean(percents)))
+        band.append((min(percents), max(percents)))
     if len(curves) == 1:
-        return Series(name, means, role)
-    band = tuple((min(of_round), max(of_round)) for of_round in values)
-    return Series(f"{name}, mean of {len(curves)} seeds", means, role, band=band)
+        return Series(name, tuple(means), role)
+    return Series(f"{name}, mean of {len(curves)} seeds", tuple(means), role, band=tuple(band))
 
 
 def _data_of(cells: Sequence[Cell]) -> str:

@@ -37,34 +37,50 @@ class EngineChoice:
 
     @classmethod
     def of(cls, plan: Plan, clients: int) -> EngineChoice:
-        """What the plan says; by default several workers where several cores can serve several clients.
+        """Choose what the plan says; by default several workers where several cores can serve several clients.
 
         Raises:
-            MissingCapability: processes cannot share memory on this system, or Ray is not installed.
+            MissingCapability: Processes cannot share memory on this system, or Ray is not installed.
         """
         workers = min(plan.workers or cores(), clients)
-        can_share = hasattr(socket, "send_fds")
         engine = plan.engine
-        if engine is None:  # one process for a GPU: several would share it, and each would need its own context
-            has_work = workers > 1 and can_share and choose_device(plan.device).type == "cpu"
-            engine = "pool" if plan.workers or has_work else "serial"
+        if engine is None:
+            engine = _default_engine(plan, workers)
         if engine in {"serial", "stacked"}:
             return cls(engine)
         if engine == "ray":
             import_ray()
-            return cls("ray", workers if plan.address is None else min(plan.workers or 0, clients))
-        if not can_share:
+            # A running cluster says itself for how many workers it has room.
+            if plan.address is not None:
+                workers = min(plan.workers or 0, clients)
+            return cls("ray", workers)
+        if not _can_share_memory():
             raise MissingCapability(
                 "engine pool needs sockets that pass file descriptors (Linux, macOS); use --engine serial"
             )
         return cls(engine, workers)
 
 
+def _default_engine(plan: Plan, workers: int) -> EngineName:
+    """Return the engine of a plan that names none, on a machine with so many useful workers."""
+    if plan.workers:
+        return "pool"
+    # One process for a GPU: several would share it, and each would need its own context.
+    if workers > 1 and _can_share_memory() and choose_device(plan.device).type == "cpu":
+        return "pool"
+    return "serial"
+
+
+def _can_share_memory() -> bool:
+    """Return whether processes of this system can pass each other the memory that holds the samples."""
+    return hasattr(socket, "send_fds")
+
+
 def import_ray() -> Any:
-    """The package ``ray``.
+    """Import and return the package ``ray``.
 
     Raises:
-        MissingCapability: it is not installed.
+        MissingCapability: Ray is not installed.
     """
     try:
         import ray
@@ -84,8 +100,8 @@ class Work:
     blobs: tuple[Outgoing, ...]
 
     def received(self) -> Tensors:
-        """The tensors of all blobs."""
-        return received([blob.data for blob in self.blobs])
+        """Return the tensors of all blobs."""
+        return decode_blobs([blob.data for blob in self.blobs])
 
 
 @dataclass(frozen=True)
@@ -103,19 +119,22 @@ class Done:
 
     @classmethod
     def of(cls, work: Work, answer: Answer, log: str = "") -> Done:
-        """From what a client has computed; ``log``: that of the worker that has computed it."""
+        """Describe what a client has computed; ``log`` is the file of the worker that did."""
         reply = answer.reply
         blob = None
         if isinstance(reply, UpdateManifest):
-            is_whole = len(answer.content) == 1  # as from another process: no copy
-            content = answer.content[0] if is_whole else b"".join(answer.content)
+            content = answer.content[0]
+            if len(answer.content) > 1:  # one piece, as from another process, is not copied
+                content = b"".join(answer.content)
             blob = Outgoing(reply.blob, memoryview(content))
-        failure = replace(answer.failure, log=log) if answer.failure.trace else answer.failure
+        failure = answer.failure
+        if failure.trace:
+            failure = replace(failure, log=log)
         return cls(work, reply, blob, answer.seconds, failure)
 
 
-def received(blobs: Sequence[memoryview]) -> Tensors:
-    """The tensors of several blobs together; a later blob wins."""
+def decode_blobs(blobs: Sequence[memoryview]) -> Tensors:
+    """Return the tensors of several blobs together; a later blob wins."""
     tensors: Tensors = {}
     for data in blobs:
         tensors.update(decode(data))
@@ -169,11 +188,11 @@ class Engine(ABC):
         self.start_s = 0.0  # an engine of this process is ready at once
 
     def give(self, work: Work) -> None:
-        """Queue a job."""
+        """Queue a job for the engine."""
         self._given.append(work)
 
     def take(self) -> Done:
-        """The next job that is done; waits for it.
+        """Wait for the next job that is done, and return it.
 
         Raises:
             RunFailed: the engine cannot continue.
@@ -186,7 +205,7 @@ class Engine(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Stop at once."""
+        """Stop at once; jobs that were given are lost."""
 
     @abstractmethod
     def _advance(self) -> None:

@@ -38,7 +38,7 @@ from ..datasets import Pools
 from ..own_parts import register
 from ..plan import Plan
 from ..setup import CLIENTS, PARTITION, Prepared
-from .base import Done, Engine, Work, received
+from .base import Done, Engine, Work, decode_blobs
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class Workers(Protocol[Handle, Placed]):
 
 
 class WorkerPool(Engine, Generic[Handle, Placed]):
-    """An engine of workers."""
+    """An engine that gives each idle worker one job."""
 
     def __init__(self, name: str, hosts: Workers[Handle, Placed], workers: int) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class WorkerPool(Engine, Generic[Handle, Placed]):
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Those of the workers, as far as they are known; they may be on other machines."""
+        """The workers' process ids, as far as they are known; they may be on other machines."""
         return tuple(worker.pid for worker in self._all if worker.pid)
 
     @property
@@ -173,7 +173,7 @@ class WorkerPool(Engine, Generic[Handle, Placed]):
                 self._busy[idle.pop(0)] = work
 
     def _place(self, work: Work) -> list[Placed]:
-        """Where the work's blobs are. What no job needs any more is released before new ones are placed."""
+        """Place the work's blobs. What no job needs any more is released before new ones are placed."""
         new = [blob for blob in work.blobs if blob.ref.digest not in self._placed]
         if new:
             works = (work, *self._given, *self._busy.values())
@@ -220,7 +220,7 @@ class WorkerPool(Engine, Generic[Handle, Placed]):
 
 
 def worker_init(prepared: Prepared, setup: Sequence[str]) -> dict[str, Any]:
-    """What a worker needs beside samples and partition, as JSON; ``setup``: functions that it calls first."""
+    """Return what a worker needs beside samples and partition, as JSON; it calls the functions ``setup`` first."""
     return {
         "plan": prepared.plan.model_dump(mode="json", exclude_unset=True),
         "params": prepared.method.params.model_dump(mode="json"),
@@ -230,7 +230,7 @@ def worker_init(prepared: Prepared, setup: Sequence[str]) -> dict[str, Any]:
 
 
 def shared_from(init: Mapping[str, Any], memory: memoryview, division: Division, clients: Path) -> Shared:
-    """What the clients of a worker have in common. ``memory`` holds the pools, and is not copied."""
+    """Make what the clients of a worker have in common. ``memory`` holds the pools, and is not copied."""
     import torch
 
     plan = Plan.model_validate(init["plan"])
@@ -251,7 +251,7 @@ def shared_from(init: Mapping[str, Any], memory: memoryview, division: Division,
 
 
 class LocalWorkers:
-    """`Workers` as child processes."""
+    """The workers of a pool as child processes on this machine."""
 
     def __init__(self, init: Mapping[str, Any], pools: SharedBuffer, logs: Path, limits: Limits) -> None:
         self._init = init
@@ -262,13 +262,13 @@ class LocalWorkers:
 
     @classmethod
     def of(cls, prepared: Prepared, folder: Path, setup: Sequence[str]) -> LocalWorkers:
-        """For the simulation in ``folder``."""
+        """Describe the workers of the simulation in ``folder``; `start` and `spawn` begin them."""
         init = {**worker_init(prepared, setup), "folder": str(folder.absolute())}
         memory = prepared.memory or SharedBuffer.of(*prepared.pools.content())
         return cls(init, memory, folder / "workers", Limits(threads=prepared.plan.threads or None))
 
     def start(self, count: int) -> int:
-        """As many as requested."""
+        """Return as many workers as requested; nothing limits processes on this machine."""
         return count
 
     def spawn(self, number: int) -> Worker[ChildProcess]:
@@ -280,14 +280,14 @@ class LocalWorkers:
         return worker
 
     def log_of(self, worker: Worker[ChildProcess]) -> str:
-        """One file for each worker, in the folder of the run."""
+        """Return the worker's own file in the folder of the run."""
         return str(self._log(worker.number))
 
     def _log(self, number: int) -> Path:
         return self._logs / f"worker-{number}.log"
 
     def put(self, blob: Outgoing) -> SharedBuffer:
-        """In shared memory."""
+        """Put a blob into shared memory."""
         return SharedBuffer.of(blob.data)
 
     def submit(self, worker: Worker[ChildProcess], work: Work, blobs: Sequence[SharedBuffer]) -> None:
@@ -295,7 +295,7 @@ class LocalWorkers:
         self._send(worker, "job", {"client": work.client, "job": work.job.model_dump_json()}, blobs)
 
     def wait(self) -> Iterable[tuple[Worker[ChildProcess], Answer | str | None]]:
-        """Frames and exits."""
+        """Yield what workers have sent, and why some have exited."""
         for key, _ in self._selector.select():
             worker: Worker[ChildProcess] = key.data
             child = worker.handle
@@ -318,7 +318,7 @@ class LocalWorkers:
             worker.handle.pipe.send(topic, json.dumps(fields).encode(), buffers)
 
     def close(self) -> None:
-        """Kill all workers."""
+        """Kill all workers, whatever they do."""
         for key in list((self._selector.get_map() or {}).values()):
             self._selector.unregister(key.fileobj)
             key.data.handle.close()
@@ -326,25 +326,28 @@ class LocalWorkers:
 
 
 def serve(pipe: Pipe) -> None:
-    """The child process: report that it is ready, then do one job after another."""
+    """Run a worker process: report that it is ready, then do one job after another."""
     frames = queue.SimpleQueue[Frame]()
     listen(pipe, frames.put)
     with without_syncs():
         frame = frames.get()
         init = json.loads(frame.payload)
         folder = Path(init["folder"])
-        shared = shared_from(init, _mapped(frame)[0], Division.read(folder / PARTITION), folder / CLIENTS)
+        shared = shared_from(init, _map_buffers(frame)[0], Division.read(folder / PARTITION), folder / CLIENTS)
         pipe.send("ready")
         while True:
             frame = frames.get()
             fields = json.loads(frame.payload)
-            result = answer(shared, fields["client"], Job.model_validate_json(fields["job"]), received(_mapped(frame)))
-            buffers = [SharedBuffer.of(*result.content)] if result.content else []
+            job = Job.model_validate_json(fields["job"])
+            result = answer(shared, fields["client"], job, decode_blobs(_map_buffers(frame)))
+            buffers = []
+            if result.content:
+                buffers.append(SharedBuffer.of(*result.content))
             pipe.send("done", json.dumps(result.to_json()).encode(), buffers)
 
 
-def _mapped(frame: Frame) -> list[memoryview]:
-    """What the buffers of a frame hold; they are closed."""
+def _map_buffers(frame: Frame) -> list[memoryview]:
+    """Return what the buffers of a frame hold, and close these."""
     views = [buffer.map() for buffer in frame.buffers]
     for buffer in frame.buffers:
         buffer.close()

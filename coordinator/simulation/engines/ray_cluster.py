@@ -37,9 +37,9 @@ from edge_agent.wire.blobs.chunks import Outgoing
 from edge_agent.wire.messages.down import Job
 from edge_agent.wire.tensors import decode, pieces
 
-from ..client_tasks import Answer, answer, kept_in
+from ..client_tasks import Answer, answer, state_files_in
 from ..setup import Prepared
-from .base import Work, import_ray, received
+from .base import Work, decode_blobs, import_ray
 from .pool import Worker, shared_from, worker_init
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ Bytes = np.ndarray
 
 
 def as_bytes(content: Sequence[bytes | memoryview]) -> Bytes:
-    """The pieces, joined."""
+    """Join pieces of bytes into one array."""
     return np.frombuffer(b"".join(content), np.uint8)
 
 
@@ -78,7 +78,7 @@ class CarriedState(ClientStateFiles):
         self.after: Bytes = as_bytes([])
 
     def before(self, round_number: int) -> tuple[Tensors, Tensors]:  # noqa: ARG002 - chosen by who has the files
-        """The state that arrived."""
+        """Return the state that arrived."""
         return split(decode(self._both.data))
 
     def write(self, round_number: int, personal: Tensors, memory: Tensors) -> None:
@@ -96,16 +96,16 @@ class Actor:
         self._shared = shared_from(fields, pools.data, division, Path(os.devnull))
 
     def ready(self) -> dict[str, Any]:
-        """Its process and versions."""
+        """Return the actor's process id and versions."""
         import torch
 
         return {"pid": os.getpid(), "software": __version__, "torch": torch.__version__}
 
     def work(self, client: str, job: str, state: Bytes, *blobs: Bytes) -> tuple[str, Bytes, Bytes]:
-        """(reply as JSON, update, client state after it)."""
+        """Do a client's job. Returns: reply as JSON, update, client state after it."""
         carried = CarriedState(state)
         shared = replace(self._shared, carried=carried)
-        result = answer(shared, client, Job.model_validate_json(job), received([blob.data for blob in blobs]))
+        result = answer(shared, client, Job.model_validate_json(job), decode_blobs([blob.data for blob in blobs]))
         fields = {**result.to_json(), "state_round": carried.round}
         return json.dumps(fields), as_bytes(result.content), carried.after
 
@@ -114,7 +114,7 @@ class Actor:
 
 
 class RayWorkers:
-    """`pool.Workers` as actors of a Ray cluster."""
+    """The workers of a pool as actors of a Ray cluster."""
 
     def __init__(self, prepared: Prepared, clients: Path, setup: Sequence[str]) -> None:
         """``clients``: the folder of the clients' states."""
@@ -140,7 +140,7 @@ class RayWorkers:
         content = self._prepared.pools.content()
         self._cpus = max(1, plan.threads)
         store = sum(memoryview(piece).nbytes for piece in content) + SPARE_STORE_BYTES
-        link = connected(plan.address, cpus=count * self._cpus, store_bytes=store)
+        link = connect_to_cluster(plan.address, cpus=count * self._cpus, store_bytes=store)
         self._ray = self._stack.enter_context(link)
         self._stack.callback(self._kill_all)
         available = int(self._ray.cluster_resources().get("CPU", 0)) // self._cpus
@@ -154,7 +154,7 @@ class RayWorkers:
         return count
 
     def spawn(self, number: int) -> Worker[Any]:
-        """Start an actor."""
+        """Start an actor on a machine of the cluster."""
         options = {"num_cpus": self._cpus, "num_gpus": self._gpus or None, "max_restarts": 0}
         actor = self._ray.remote(Actor).options(**options).remote(self._init, self._pools)
         worker = Worker[Any](number, actor)
@@ -163,11 +163,11 @@ class RayWorkers:
         return worker
 
     def log_of(self, worker: Worker[Any]) -> str:  # noqa: ARG002 - Ray has the logs, on the machines of the cluster
-        """None here."""
+        """Return no file: none is on this machine."""
         return ""
 
     def put(self, blob: Outgoing) -> Any:
-        """In Ray's store."""
+        """Put a blob into Ray's store."""
         return self._ray.put(as_bytes([blob.data]))
 
     def submit(self, worker: Worker[Any], work: Work, blobs: Sequence[Any]) -> None:
@@ -181,7 +181,7 @@ class RayWorkers:
         self._pending[reply] = (worker, work)
 
     def wait(self) -> Iterable[tuple[Worker[Any], Answer | str | None]]:
-        """Replies and exits.
+        """Return replies, and why some actors have exited.
 
         Raises:
             RunFailed: a worker has another version of Headwater.
@@ -228,7 +228,7 @@ class RayWorkers:
         return worker, None
 
     def _state_files(self, work: Work) -> ClientStateFiles:
-        return kept_in(self._clients, work.client, work.job.run, self._prepared.plan.keep_every)
+        return state_files_in(self._clients, work.client, work.job.run, self._prepared.plan.keep_every)
 
     def _kill_all(self) -> None:
         for worker in self._workers:
@@ -237,7 +237,7 @@ class RayWorkers:
 
 
 @contextlib.contextmanager
-def connected(address: str | None, *, cpus: int, store_bytes: int) -> Iterator[Any]:
+def connect_to_cluster(address: str | None, *, cpus: int, store_bytes: int) -> Iterator[Any]:
     """The package ``ray``, connected; a connection that this process has already is used and left as it is.
 
     Without an ``address`` a cluster of ``cpus`` is started here, with a store for ``store_bytes``. It leaves no files,

@@ -27,8 +27,9 @@ from edge_agent.training.loops import diverged
 from edge_agent.training.parts import Parts
 from edge_agent.wire.messages.up import Fault, UpdateManifest
 
-from ..client_tasks import Answer, HalfRound, Shared, attempt, failed_reply, is_out_of_memory
+from ..client_tasks import Answer, HalfRound, Shared, attempt, failed_reply
 from ..failures import Failure
+from ..out_of_memory import is_out_of_memory
 from .base import Done, Serial, Work
 
 log = logging.getLogger(__name__)
@@ -51,7 +52,8 @@ class Stacked(Serial):
         size = sum(tensor.nbytes for tensor in self._model.state_dict().values())
         super().__init__(shared, most=max(1, min(MOST_AT_ONCE, MOST_UPDATE_BYTES // size)))
         self._verdict: Verdict | None = None
-        self._jobs = self._stacked = 0
+        self._jobs = 0
+        self._stacked = 0
 
     @property
     def figures(self) -> dict[str, Any]:
@@ -71,41 +73,52 @@ class Stacked(Serial):
     def _advance(self) -> None:
         """Run the first job, and at once with it all others that can be."""
         work = self._given.pop(0)
-        self._jobs += work.job.purpose == "train"
+        if work.job.purpose == "train":
+            self._jobs += 1
         method = self._method(work)
-        job = work.job
-        alike = [
-            other
-            for other in (self._given if method is not None else ())
-            if (other.job.run, other.job.round, other.job.purpose) == (job.run, job.round, job.purpose)
-            and self._has_enough(other)
-        ]
-        if method is None or not (alike or self._always):
+        if method is None:
+            self._run(work)
+            return
+        alike = [other for other in self._given if self._is_alike(other, work)]
+        if not alike and not self._always:
             self._run(work)
             return
         self._given = [other for other in self._given if other not in alike]
         self._jobs += len(alike)
         self._run_all(method, [work, *alike])
 
+    def _is_alike(self, other: Work, work: Work) -> bool:
+        """Return whether a job can be done at once with another one: both are of one round."""
+        here = (work.job.run, work.job.round, work.job.purpose)
+        return (other.job.run, other.job.round, other.job.purpose) == here and self._has_enough(other)
+
     def _method(self, work: Work) -> Method | None:
-        """The method of a job that can be done at once with others; None where it cannot."""
+        """Return the method of a job that can be done at once with others; None where it cannot."""
         if work.job.purpose != "train" or not self._has_enough(work):
             return None
         method = methods.create(work.job.method, work.job.params)
         is_standard = method.has_standard_update()
         if self._verdict is None:
-            reason = obstacle(self._model) if is_standard else f"method '{method.name}' trains in its own way"
+            reason = f"method '{method.name}' trains in its own way"
+            if is_standard:
+                reason = obstacle(self._model)
             if reason:
                 self._decide(Verdict(None, reason))
-        is_off = not is_standard or (self._verdict is not None and self._verdict.convolutions is None)
-        return None if is_off else method
+        if not is_standard:
+            return None
+        is_ruled_out = self._verdict is not None and self._verdict.convolutions is None
+        if is_ruled_out:
+            return None
+        return method
 
     def _has_enough(self, work: Work) -> bool:
-        """Whether batches have two samples for batch norm; a client with one trains alone, and reports the error."""
+        """Return whether batches have two samples for batch norm; a client with one trains alone, and says so."""
         samples = len(self._shared.division.clients[work.client].train)
-        return min(samples, int(work.job.params.get("batch_size", samples))) > 1 or not has_norm(self._model)
+        batch_size = int(work.job.params.get("batch_size", samples))
+        return min(samples, batch_size) > 1 or not has_norm(self._model)
 
     def _decide(self, verdict: Verdict) -> Verdict:
+        """Remember the verdict for all later rounds, and log it where nothing is stacked."""
         self._verdict = verdict
         if verdict.convolutions is None:
             log.warning("one_by_one device=%s because=%s", self._device, verdict.reason)
@@ -139,19 +152,19 @@ class Stacked(Serial):
         self._run_all(method, works[half:])
 
     def _try(self, method: Method, works: Sequence[Work]) -> Verdict:
-        """The verdict of the first clients that train, once in a run."""
+        """Find out by the first clients that train whether and how to stack; this is done once in a run."""
 
         def begin(work: Work, received: Tensors) -> Client:
             job = work.job.model_copy(update={"evaluate": False})
             return HalfRound.begin(self._shared, work.client, job, received).client
 
-        starters = [
-            Starter(received, functools.partial(begin, work, received)) for work, received in _with_received(works)
-        ]
+        starters = []
+        for work, received in _with_received(works):
+            starters.append(Starter(received, functools.partial(begin, work, received)))
         return Trial(method, self._model, starters).verdict(self._measure, always=self._always)
 
     def _measure(self, _: str, work: Callable[[], object]) -> float:
-        """Seconds on a clock, waiting for the device."""
+        """Return the seconds that some work takes, on the device too."""
         begin = self._now()
         work()
         return self._now() - begin
@@ -162,9 +175,15 @@ class Stacked(Serial):
         return time.perf_counter()
 
     def _train(self, method: Method, works: Sequence[Work], convolutions: Convolutions) -> None:
+        """Train clients in one pass.
+
+        Raises:
+            RuntimeError: Memory ran out, or torch cannot compute this in one pass. No reply has been made by then.
+        """
         begin = time.perf_counter()
         params = method.params
         stack = Stack(self._model, len(works))
+        # 1. The first half of each client's round: its model, with what it has received, becomes a part of the stack.
         begun = list[tuple[Work, HalfRound]]()
         failed = list[tuple[Work, Fault, Failure]]()
         for work, received in _with_received(works):
@@ -178,10 +197,12 @@ class Stacked(Serial):
                 continue
             stack.hold(len(begun))
             begun.append((work, half))
+        # 2. All clients' steps at once, each with its own batches.
         clients = [half.client for _, half in begun]
         schedules = [schedule(client, params) for client in clients]
         losses = stack.train(clients, schedules, params, method.frozen, convolutions)
         seconds = (time.perf_counter() - begin) / len(works)
+        # 3. The second half of each client's round, with its part of the stack in the model.
         for position, (work, half) in enumerate(begun):
             stack.put(position)
             end = functools.partial(_end, half, schedules[position], losses[:, position], method)
@@ -194,12 +215,14 @@ class Stacked(Serial):
 
 
 def device_name(device: torch.device) -> str:
-    """The product name of the device."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+    """Return the product name of the device."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return str(device)
 
 
 def _with_received(works: Sequence[Work]) -> list[tuple[Work, Tensors]]:
-    """Works with what they receive; what several receive is decoded once."""
+    """Return works with what they receive; what several receive is decoded once."""
     decoded: dict[tuple[str, ...], Tensors] = {}
     result = []
     for work in works:
@@ -238,9 +261,11 @@ WARM_STEPS = 1
 FEW = 4
 """Clients that are timed one by one, and at once where there is no GPU, whose size would decide."""
 
-TOLERANCE, SHORT_TOLERANCE = 1e-4, 0.05
-"""Largest difference relative to the change by training, over all tensors, in 64 bits and where there are only 32:
-another loss is far above. In 32 bits, batch norm over a few numbers amplifies rounding too much for a tighter bound."""
+TOLERANCE = 1e-4
+"""Largest difference relative to the change by training, over all tensors, in 64 bits: another loss is far above."""
+
+SHORT_TOLERANCE = 0.05
+"""The same in 32 bits, where batch norm over a few numbers amplifies rounding too much for a tighter bound."""
 
 ONE_BY_ONE = "one by one"
 
@@ -273,25 +298,34 @@ class Trial:
     starters: Sequence[Starter]
 
     def verdict(self, measure: Measure, *, always: bool) -> Verdict:
-        """Whether and how to train them at once; ``always``: whenever it equals the method's own training."""
+        """Decide whether and how to train them at once; ``always``: whenever it equals the method's own training."""
+        # 1. Training in one pass has to be the method's own training.
         difference = self.difference()
         device = next(self.model.parameters()).device
-        if not difference <= (TOLERANCE if _has_64_bits(device) else SHORT_TOLERANCE):
+        tolerance = TOLERANCE if _has_64_bits(device) else SHORT_TOLERANCE
+        is_equal = difference <= tolerance  # not so for a difference that is not a number
+        if not is_equal:
             return Verdict(None, f"it would differ from method '{self.method.name}' by {difference:.2g} of a step")
         if always:
             return Verdict("grouped", "asked for")
+        # 2. It has to be faster, in one of the ways in which convolutions can be computed.
         few = self.starters[:FEW]
+        at_once = few if device.type == "cpu" else self.starters
         seconds = {ONE_BY_ONE: self._one_by_one(measure, few)}
-        ways: list[Convolutions] = ["grouped", "unfolded"] if has_unfolding(self.model) else ["grouped"]
+        ways: list[Convolutions] = ["grouped"]
+        if has_unfolding(self.model):
+            ways.append("unfolded")
         for way in ways:
-            seconds[way] = self._at_once(measure, few if device.type == "cpu" else self.starters, way)
+            seconds[way] = self._at_once(measure, at_once, way)
         times = ", ".join(f"{name} {1000 * value:.3g} ms" for name, value in seconds.items())
+        reason = f"a client's step takes {times}"
         fastest = min(ways, key=lambda way: seconds[way])
-        is_faster = seconds[fastest] < seconds[ONE_BY_ONE]
-        return Verdict(fastest if is_faster else None, f"a client's step takes {times}", seconds)
+        if seconds[fastest] < seconds[ONE_BY_ONE]:
+            return Verdict(fastest, reason, seconds)
+        return Verdict(None, reason, seconds)
 
     def difference(self) -> float:
-        """Difference of one stacked epoch of two small clients from the method's own, relative to its change."""
+        """Return how far one stacked epoch of two small clients is from the method's own, relative to its change."""
         method = self._with_epochs(1)
         pair = self.starters[:2]
         try:
@@ -313,7 +347,7 @@ class Trial:
         return _distance(alone, stacked) / (_distance(alone, before) or 1.0)
 
     def _in_64_bits(self, number: int, starter: Starter) -> Client:
-        """A client with a few samples, one less than the one before, in 64 bits where the device has them."""
+        """Return a client with a few samples, one less than the one before, in 64 bits where the device has them."""
         rows = max(2, self.method.params.batch_size * 3 // 2 + 2 - number)
         self.model.float()
         few = _shortened(starter.begin(), rows)
@@ -326,7 +360,7 @@ class Trial:
         return type(self.method)(self.method.params.model_copy(update={"local_epochs": epochs}))
 
     def _one_by_one(self, measure: Measure, starters: Sequence[Starter]) -> float:
-        """Seconds of one client's step by the method's own code."""
+        """Return the seconds of one client's step by the method's own code."""
         method = self._with_epochs(1)
         total = 0.0
         steps = 0
@@ -340,7 +374,7 @@ class Trial:
         return total / steps
 
     def _at_once(self, measure: Measure, starters: Sequence[Starter], way: Convolutions) -> float:
-        """Seconds of one client's step in a stack."""
+        """Return the seconds of one client's step in a stack."""
         params = self._with_epochs(WARM_STEPS + TIMED_STEPS).params
         stack = Stack(self.model, len(starters))
         clients = list[Client]()
@@ -363,7 +397,10 @@ def _has_64_bits(device: torch.device) -> bool:
     return device.type != "mps"
 
 
-def _distance(one: Stack, other: Stack) -> float:
-    """Between all their tensors, as if they were one vector."""
-    pairs = ((tensor.double(), other.tensors[name].double()) for name, tensor in one.tensors.items())
-    return math.sqrt(sum(float((mine - theirs).square().sum()) for mine, theirs in pairs))
+def _distance(first: Stack, second: Stack) -> float:
+    """Return the distance between all tensors of two stacks, as if these were one vector."""
+    squares = 0.0
+    for name, tensor in first.tensors.items():
+        difference = tensor.double() - second.tensors[name].double()
+        squares += float(difference.square().sum())
+    return math.sqrt(squares)

@@ -31,12 +31,12 @@ from coordinator.report.charts import (
     assets,
     chart_json,
     clean,
+    downsample,
     ends,
     figure_html,
     inline_assets,
     percent,
     points,
-    thinned,
 )
 from coordinator.report.pictures import FORMATS, format_of, picture
 from edge_agent.core.errors import UsageError
@@ -145,7 +145,7 @@ def test_long_series_keep_their_ends_and_extremes_and_the_page_says_it():
     points[1234] = (1234.0, 7.0)
     points[4321] = (4321.0, -7.0)
     chart = Lines("t", "s", Axis("x"), Axis("y"), (Series("a", tuple(points), "local"),), "All agents.")
-    kept = thinned(chart.series[0]).points
+    kept = downsample(chart.series[0]).points
     assert len(kept) <= MOST_POINTS
     assert {(0.0, 0.0), (1234.0, 7.0), (4321.0, -7.0), points[-1]} <= set(kept)
     shown = chart_json(chart)

@@ -108,7 +108,7 @@ def test_a_stopped_simulation_goes_on_and_tells_the_same(tmp_path, images, metho
         done = 0
         while done < jobs:
             done += simulation.step() is not None
-    found = simulation_folder.planned(folder)
+    found = simulation_folder.read_plan(folder)
     assert found == plan
     with open_simulation(Prepared.of(found, folder / simulation_folder.PARTITION), folder) as simulation:
         again = simulation.finish()

@@ -31,7 +31,7 @@ from coordinator.simulation.engines import pool as local_pool
 from coordinator.simulation.engines.base import EngineChoice, Work
 from coordinator.simulation.engines.pool import LocalWorkers, WorkerPool
 from coordinator.simulation.run import open_simulation
-from coordinator.simulation.setup import PARTITION, Prepared, planned
+from coordinator.simulation.setup import PARTITION, Prepared, read_plan
 from edge_agent.client import supported
 from edge_agent.core.errors import DataError, RunFailed, UsageError
 from edge_agent.core.task import Task
@@ -229,7 +229,7 @@ def test_a_resumed_simulation_keeps_the_precision_that_it_began_with(begun_in, i
         while not closed_rounds(simulation):
             simulation.step()
     asked = timed_as(monkeypatch, float32_s=times[1], bfloat16_s=times[0])
-    found = planned(folder)
+    found = read_plan(folder)
     assert found.precision == "bfloat16", "what was asked for"
     with open_simulation(Prepared.of(found, folder / PARTITION), folder) as simulation:
         assert simulation.finish()["precision"] == begun_in

@@ -18,7 +18,7 @@ from simulation_harness import closed_rounds, learned_anywhere, run, run_and_upd
 
 from coordinator.simulation.engines import ray_cluster
 from coordinator.simulation.engines.base import EngineChoice
-from coordinator.simulation.engines.ray_cluster import connected
+from coordinator.simulation.engines.ray_cluster import connect_to_cluster
 from coordinator.simulation.run import open_simulation
 from coordinator.simulation.setup import PARTITION, Prepared
 from edge_agent.core.errors import MissingCapability, RunFailed, UsageError
@@ -283,7 +283,7 @@ def test_what_cannot_be_asked_for_is_told(images, changes, words):
 def local_cluster():
     """Two workers on this machine, for all tests of this file; whoever finds a connection uses it."""
     pytest.importorskip("ray")
-    with connected(None, cpus=2, store_bytes=0) as ray:
+    with connect_to_cluster(None, cpus=2, store_bytes=0) as ray:
         yield ray
 
 

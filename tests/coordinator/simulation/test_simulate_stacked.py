@@ -226,7 +226,7 @@ def test_where_memory_is_short_fewer_are_done_at_once(images, tiny, tmp_path, mo
 
     def short(self, clients, *rest):
         if len(clients) > 2:
-            raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         return train(self, clients, *rest)
 
     monkeypatch.setattr(Stack, "train", short)

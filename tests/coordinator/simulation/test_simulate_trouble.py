@@ -21,7 +21,7 @@ from coordinator.rounds.server_step import ServerStep
 from coordinator.simulation import results
 from coordinator.simulation.client_pool import SimulatedClients
 from coordinator.simulation.run import open_simulation
-from coordinator.simulation.setup import PARTITION, PLAN, Prepared, planned
+from coordinator.simulation.setup import PARTITION, PLAN, Prepared, read_plan
 from coordinator.state.starts import record_start
 from coordinator.state.store import BlobStore, StateFolder
 from coordinator.views.runs import replay
@@ -281,16 +281,16 @@ def test_a_torn_plan_of_a_run_that_never_began_is_written_anew(tmp_path, images)
     folder = tmp_path / "sim"
     with StateFolder(folder).open("headwater simulate"):
         (folder / PLAN).write_text('{"meth')
-    assert planned(folder) is None
+    assert read_plan(folder) is None
     assert run(plan, folder)["rounds"]
-    assert planned(folder) == plan
+    assert read_plan(folder) == plan
 
 
 def test_a_torn_plan_of_a_run_says_how_to_get_out_of_that(tmp_path, images):
     stopped_after(small_plan(images), tmp_path / "sim", 1)
     (tmp_path / "sim" / PLAN).write_text('{"meth')
     with pytest.raises(StateError, match=r"damaged.*put it back from a backup, or remove .*sim") as told:
-        planned(tmp_path / "sim")
+        read_plan(tmp_path / "sim")
     assert "to start afresh" not in str(told.value)
 
 
@@ -312,7 +312,7 @@ def test_the_folder_of_a_coordinator_is_not_taken_for_a_beginning(tmp_path, imag
 @pytest.mark.parametrize("place", ["a.txt", "a.txt/sim"])
 def test_a_file_is_no_folder_for_a_simulation(tmp_path, images, place):
     (tmp_path / "a.txt").write_text("x")
-    for ask in (planned, lambda folder: run(small_plan(images), folder)):
+    for ask in (read_plan, lambda folder: run(small_plan(images), folder)):
         with pytest.raises(UsageError, match=r"a\.txt is a file; choose another --out"):
             ask(tmp_path / place)
 
@@ -336,7 +336,7 @@ def test_a_plan_that_was_changed_is_not_gone_on_with(tmp_path, images, change, w
     raw = json.loads((folder / PLAN).read_text())
     (folder / PLAN).write_text(json.dumps(raw | change))
     with pytest.raises(UsageError, match=rf"{words}.*restore it.*--out"):
-        run(planned(folder), folder)
+        run(read_plan(folder), folder)
 
 
 @pytest.mark.parametrize("what", ["fewer clients", "other rows"])
@@ -385,7 +385,7 @@ def test_a_simulation_from_before_a_change_of_defaults_ends_as_it_was_begun(tmp_
         whole = run(plan, tmp_path / "whole")
         stopped_after(plan, folder, 4)
     assert kind.Params().specific_dim != 24
-    prepared = Prepared.of(planned(folder).model_copy(update=engine), folder / PARTITION).shared()
+    prepared = Prepared.of(read_plan(folder).model_copy(update=engine), folder / PARTITION).shared()
     with open_simulation(prepared, folder) as simulation:
         again = simulation.finish()
     assert again["params"]["specific_dim"] == 24

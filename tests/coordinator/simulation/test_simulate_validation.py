@@ -39,6 +39,6 @@ def test_a_validated_run_says_so_and_goes_on_as_one(idx, tmp_path):
     folder = tmp_path / "stopped"
     with open_simulation(Prepared.of(plan), folder) as simulation:
         simulation.step()
-    found = simulation_folder.planned(folder)
+    found = simulation_folder.read_plan(folder)
     with open_simulation(Prepared.of(found, folder / simulation_folder.PARTITION), folder) as simulation:
         assert learned(simulation.finish()) == learned(whole)

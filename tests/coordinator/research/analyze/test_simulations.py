@@ -105,7 +105,7 @@ def test_a_mask_picks_the_features_that_the_classifier_sees(runs):
         logits = features @ both[f"{name}.weight"].T + both[f"{name}.bias"]
         return np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
 
-    together = answer(view.kinds["encoder"], "head") + answer(view.drawn()["relevant"], "relevant_head")
+    together = answer(view.kinds["encoder"], "head") + answer(view.features_to_draw()["relevant"], "relevant_head")
     assert (together.argmax(axis=1) == view.answers["personal"]).all()
     result = analyzed(path, samples=1000)["rounds"][-1]
     assert result["selection"]["clients"]["c0"] == pytest.approx(view.mask.mean())
