@@ -19,6 +19,7 @@ from typing import Any
 from edge_agent import __version__
 from edge_agent.core.errors import DuplicateId, MessageError, RunFailed
 from edge_agent.core.time_and_text import show_time
+from edge_agent.core.worst_tenth import mean_of_worst_tenth
 from edge_agent.wire.messages import codec, down, fields, up
 from edge_agent.wire.messages.fields import run_name
 from edge_agent.wire.topics import Topics
@@ -28,7 +29,6 @@ from ..journal.sqlite import Journal
 from ..journal.store import run_number, utc_now
 from ..state.candidate import Candidate
 from ..state.command_keys import CommandKeys
-from ..text import worst_tenth
 from .link_breaks import LinkBreaks
 
 log = logging.getLogger(__name__)
@@ -228,10 +228,9 @@ class Roster:
             for scope in ("local", "global", "personal"):
                 known = (member.figures.acc.get(scope) for member in self._members.values())
                 if values := sorted(acc for acc in known if acc is not None):
-                    worst = values[: worst_tenth(len(values))]
                     self._accuracies[scope] = {
                         "mean": fmean(values),
-                        "worst_tenth": fmean(worst),
+                        "worst_tenth": mean_of_worst_tenth(values),
                         "agents": len(values),
                     }
         return self._accuracies

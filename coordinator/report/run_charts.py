@@ -8,8 +8,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import fmean, median, quantiles
 from typing import Any
 
+from edge_agent.core.worst_tenth import mean_of_worst_tenth
+
 from ..state.noise import Compared, Gain, classify_gain, classify_mean_gain
-from ..text import counted, worst_tenth
+from ..text import counted
 from .charts import MARKERS, Axis, Bars, Key, Lines, Mark, Matrix, Row, Rows, Series, ends, percent, points
 from .figures import CURVES, SCOPES, AgentFigures, Curve, RoundFigures, RunFigures
 
@@ -190,7 +192,7 @@ def accuracy(run: RunFigures) -> Lines | None:
         means = tuple((float(done), fmean(acc.values())) for done, acc in models)
         if means:
             series.append(Series(f"{name}, mean", means, role, band=band))
-            worst = tuple((float(done), _worst(list(acc.values()))) for done, acc in models)
+            worst = tuple((float(done), mean_of_worst_tenth(acc.values())) for done, acc in models)
             if worst != means:
                 series.append(Series(f"{name}, worst tenth", worst, role, dashed=True))
     if run.proxy:
@@ -373,10 +375,6 @@ def _range(values: Sequence[float]) -> str:
     low = min(values, default=0)
     high = max(values, default=0)
     return f"{low:.0f}" if low == high else f"{low:.0f} to {high:.0f}"
-
-
-def _worst(values: Sequence[float]) -> float:
-    return fmean(sorted(values)[: worst_tenth(len(values))])
 
 
 def _spread(values: Sequence[float]) -> tuple[float, float]:

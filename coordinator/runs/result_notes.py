@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+from edge_agent.core.worst_tenth import worst_tenth
+
 from ..journal.entries import ProxyEvaluated, ProxyFailed, RunRequested, WarmStarted
 from ..journal.sqlite import Journal
 from ..journal.store import facts_of
 from ..state.noise import STANDARD_ERRORS, adjusted, standard_error
-from ..text import counted, listed, worst_tenth
+from ..text import counted, listed
 from ..views.runs import RunRecord
 from .good_state import reason_of_restoration
 
@@ -262,7 +264,7 @@ def _collapsed(scored: Sequence[Mapping[str, Any]]) -> Iterator[Warned]:
         return
     mean = fmean(one["acc"]["personal"] for one in scored)
     ranked = sorted(scored, key=lambda one: (one["acc"]["personal"], -one["support"], one["id"]))
-    worst = ranked[: worst_tenth(len(ranked))]
+    worst = worst_tenth(ranked)
     theirs = fmean(one["acc"]["personal"] for one in worst)
     support = sum(one["support"] for one in worst)
     if adjusted(theirs, support) + STANDARD_ERRORS * standard_error(theirs, support) < COLLAPSED * mean:

@@ -18,11 +18,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from edge_agent import __version__
 from edge_agent.core import errors
 from edge_agent.core.errors import StateError
+from edge_agent.core.worst_tenth import mean_of_worst_tenth
 from edge_agent.wire.faults import CODES
 from edge_agent.wire.messages.fields import DISK_ERROR
 
@@ -31,7 +33,6 @@ from ..journal.kinds import FINAL, Kind
 from ..journal.sqlite import Journal
 from ..journal.store import Entry, follow, utc_now
 from ..state.store import StateFolder, StatusFiles
-from ..text import worst_tenth
 from ..views.releases import RELEASE_KINDS, Book
 from .health import is_fresh, objection
 
@@ -444,10 +445,8 @@ def _releases(snapshot: Snapshot) -> Iterator[Metric]:
 def _accuracy(snapshot: Snapshot) -> Iterator[Metric]:
     values = dict[tuple[str, str], float]()
     for scope, accuracies in sorted(snapshot.accuracies.items()):
-        ordered = sorted(accuracies)
-        worst = ordered[: worst_tenth(len(ordered))]
-        values[scope, "mean"] = sum(ordered) / len(ordered)
-        values[scope, "worst_tenth"] = sum(worst) / len(worst)
+        values[scope, "mean"] = fmean(accuracies)
+        values[scope, "worst_tenth"] = mean_of_worst_tenth(accuracies)
     if values:
         about = "Accuracy that agents reported in the last closed round: mean, and mean of the worst tenth."
         yield _gauges("accuracy_ratio", about, ("scope", "statistic"), values)

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from edge_agent.core.storage import open_regular
+from edge_agent.core.worst_tenth import mean_of_worst_tenth
 
 from ..state.values import as_number, as_text
-from ..text import worst_tenth
 
 CHUNK_BYTES = 4 << 20
 """Read at once; a run of thousands of agents has hundreds of megabytes, and pages are served in between."""
@@ -43,9 +43,8 @@ class Spread(NamedTuple):
     def of(cls, values: np.ndarray[Any, np.dtype[np.float64]]) -> Spread:
         """Of one value or more."""
         ranked = np.sort(values)
-        worst = ranked[: worst_tenth(len(ranked))]
         low, high = np.percentile(ranked, (10, 90))
-        return cls(float(ranked.mean()), float(low), float(high), float(worst.mean()), len(ranked))
+        return cls(float(ranked.mean()), float(low), float(high), mean_of_worst_tenth(ranked.tolist()), len(ranked))
 
 
 class RoundPoint(NamedTuple):

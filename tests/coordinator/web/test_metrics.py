@@ -19,11 +19,11 @@ from coordinator.journal.entries import fact_of
 from coordinator.journal.sqlite import Journal
 from coordinator.state import store
 from coordinator.state.store import StateFolder
-from coordinator.text import worst_tenth
 from coordinator.web import health, metrics
 from coordinator.web.metrics import Reader, Snapshot, exposition, reason_label
 from coordinator.web.run_curves import Spread
 from edge_agent import __version__
+from edge_agent.core.worst_tenth import worst_tenth
 from edge_agent.wire.messages import codec, up
 
 NOW = datetime(2030, 1, 1, 12, tzinfo=timezone.utc)
@@ -164,7 +164,7 @@ def test_the_worst_tenth_is_the_same_agents_in_status_metrics_and_pages(tmp_path
     in_metrics = scraped["headwater_accuracy_ratio", ("scope", "personal"), ("statistic", "worst_tenth")]
     on_page = Spread.of(np.arange(15) / 100).worst
     assert [in_status, in_metrics, on_page] == pytest.approx([0.005] * 3)
-    assert [worst_tenth(number) for number in (1, 9, 10, 11, 30, 250)] == [1, 1, 1, 2, 3, 25]
+    assert [len(worst_tenth(range(number))) for number in (1, 9, 10, 11, 30, 250)] == [1, 1, 1, 2, 3, 25]
 
 
 def test_what_a_silent_coordinator_said_last_is_not_shown_as_what_is(tmp_path):
