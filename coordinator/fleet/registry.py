@@ -27,8 +27,8 @@ from edge_agent.wire.topics import Topics
 from ..journal.entries import RunHeard, RunningFigures, RunRequested
 from ..journal.sqlite import Journal
 from ..journal.store import run_number, utc_now
-from ..state.candidate import Candidate
 from ..state.command_keys import CommandKeys
+from ..views.candidate import Candidate
 from .link_breaks import LinkBreaks
 
 log = logging.getLogger(__name__)

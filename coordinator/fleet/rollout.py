@@ -34,6 +34,7 @@ from ..journal.entries import (
 )
 from ..journal.store import Entry, utc_now
 from ..state.store import StateFolder
+from ..views.follower import Follower
 from ..views.releases import (
     AUTOMATIC,
     HEARD_AGAIN,
@@ -109,6 +110,7 @@ class Rollout:
         self._now = now
         self._gone_after = gone_after
         self.book = Book()
+        self._follower = Follower(state.journal, self.book)
         self._has_read = False
         self._offers: dict[str, _Offer] = {}
         self._pinned: dict[str, Pin] = {}
@@ -404,7 +406,7 @@ class Rollout:
         """Count new entries; whether one of them may change what devices are to run."""
         is_first = not self._has_read
         self._has_read = True
-        entries = self.book.read(self._state.journal)
+        entries = self._follower.read()
         for entry in () if is_first else entries:
             if isinstance(entry.fact, _Command) and entry.fact.by not in {None, AUTOMATIC}:
                 _log_command(entry, entry.fact)

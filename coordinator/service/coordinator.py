@@ -58,12 +58,12 @@ from ..runs.request import Request
 from ..runs.round_loop import RunLoop
 from ..runs.run_queue import LOOK_FOR_REQUESTS_S, Runs, Storage, of_storage
 from ..state.backup import MARKER
-from ..state.candidate import accuracies_of
 from ..state.command_keys import CommandKeys
 from ..state.fault_log import FaultLog
-from ..state.fleet_rows import REPORTS, reported_by
 from ..state.starts import EPOCHS_OF_A_COPY, Takeover, record_start
 from ..state.store import MOST_LISTED, StateFolder
+from ..views.candidate import accuracies_of
+from ..views.fleet import REPORTS, reported_by
 from ..views.releases import book_of
 from .peers import PROBE_S, Peers
 from .status import AgentStatus, StatusReport, StatusWriter

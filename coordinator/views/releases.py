@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timedelta, timezone
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from edge_agent.core.errors import StateError, UsageError, nearest
 from edge_agent.core.time_and_text import moment_of
@@ -41,6 +41,7 @@ from ..journal.entries import (
 from ..journal.kinds import Kind
 from ..journal.sqlite import Journal
 from ..journal.store import Entry
+from .follower import Follower
 
 if TYPE_CHECKING:
     from edge_agent.bundle.trust import Scores
@@ -297,7 +298,9 @@ class Device:
 
 @dataclass
 class Book:
-    """All releases, devices and pins. Call `read` to follow the journal."""
+    """All releases, devices and pins, as a fold of the journal."""
+
+    kinds: ClassVar[tuple[Kind, ...]] = RELEASE_KINDS
 
     releases: list[Release] = field(default_factory=list)
     devices: dict[str, Device] = field(default_factory=dict)
@@ -311,19 +314,8 @@ class Book:
     sizes: Counter[str] = field(default_factory=Counter)
     """Channel -> devices."""
 
-    seen: int = 0
-    """The newest entry that is counted."""
-
-    def read(self, journal: Journal) -> list[Entry]:
-        """Count what has been written since; returns those entries."""
-        entries = journal.entries(kinds=RELEASE_KINDS, after=self.seen)
-        for entry in entries:
-            self.add(entry)
-        return entries
-
     def add(self, entry: Entry) -> None:
         """Count one more entry; what contradicts those before it (two commands at once) changes nothing."""
-        self.seen = entry.id
         fact = entry.fact
         if isinstance(fact, ReleaseMade):
             self._made(entry, fact)
@@ -643,7 +635,7 @@ def drawn(agent: str, release: int) -> str:
 def book_of(journal: Journal) -> Book:
     """The book of a journal as it is now."""
     book = Book()
-    book.read(journal)
+    Follower(journal, book).read()
     return book
 
 

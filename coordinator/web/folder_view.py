@@ -15,7 +15,7 @@ import zlib
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -25,23 +25,22 @@ from edge_agent.core.locks import lock_holder
 from edge_agent.core.storage import IDENTITY
 
 from ..identity.revoked import revoked_agents
-from ..journal.entries import BundleExported, RunCancelled, RunFailed, RunFinished, RunRequested
-from ..journal.kinds import FINAL
-from ..journal.store import Entry, utc_now
-from ..runs.timeline import Event, Timeline
-from ..state import history
+from ..journal.store import utc_now
 from ..state.fault_log import FaultLog
-from ..state.fleet_rows import AgentRow, FleetFacts, Reported, rows_of
+from ..state.fleet_rows import AgentRow, FleetFacts, HeardAgent, rows_of
 from ..state.store import EVERYONE, STATUS, JsonFile, StateFolder
-from ..state.values import as_number, as_text
-from ..views.releases import RELEASE_KINDS, Book
+from ..state.timeline import Timeline
+from ..views.fleet import FleetView
+from ..views.follower import Follower
+from ..views.history import HistoryIndex
+from ..views.releases import Book
+from ..views.run_list import RunInfo, RunList
+from ..views.timeline import Event
+from ..views.values import as_number, as_text
 from .run_curves import RunCurves
 
 log = logging.getLogger(__name__)
 
-RUN_KINDS = ("run_requested", "run_started", "cancel_requested", "bundle_exported", *FINAL)
-OF_AGENTS = history.KINDS
-KINDS = (*dict.fromkeys((*RUN_KINDS, *OF_AGENTS, *RELEASE_KINDS)),)
 ENTRIES_AT_ONCE = 2000
 """Read in one transaction; pages are served in between."""
 
@@ -80,43 +79,6 @@ class _Texts(dict[str, str]):
 
     def __missing__(self, _: str) -> str:
         return ""
-
-
-@dataclass(frozen=True)
-class RunBundle:
-    """The bundle that a run has exported last."""
-
-    fact: BundleExported
-    digest: str
-    """Of its file, which is a blob."""
-
-    at: str
-    """When it was exported (ISO 8601, UTC)."""
-
-
-@dataclass
-class RunInfo:
-    """One run as its entries in the journal have it."""
-
-    id: str
-    request: RunRequested
-    requested_at: str
-    started_at: str = ""
-    ended_at: str = ""
-    status: str = "queued"
-    reason: str = ""
-    cancel_requested: bool = False
-    bundle: RunBundle | None = None
-
-    @property
-    def is_over(self) -> bool:
-        """Whether it has ended."""
-        return self.status in FINAL.values()
-
-    @property
-    def rounds(self) -> int:
-        """How many were requested."""
-        return self.request.rounds
 
 
 class FolderView:
@@ -162,14 +124,14 @@ class FolderView:
         with self._timelines_lock:
             self._timelines: dict[str, tuple[Timeline, deque[Event]]] = {}
         self.book = Book()
-        self.runs: dict[str, RunInfo] = {}
+        self._run_list = RunList()
+        self._fleet = FleetView(self.book)
+        self._history = HistoryIndex(MOST_HISTORY)
+        folds = (self._run_list, self.book, self._fleet, self._history)
+        self._follower = Follower(self.folder.journal, *folds)
         self._curves: dict[str, RunCurves] = {}
         self._asked: dict[str, None] = {}
         """Older runs, in the order in which pages asked for them last."""
-
-        self._reported: dict[str, Reported] = {}
-        self._history: dict[str, array[int]] = {}
-        self._after = 0
 
     def close(self) -> None:
         """Close the journal."""
@@ -209,48 +171,15 @@ class FolderView:
                     self.trouble = ""
                     return False
                 journal.open(create=False)
-            entries = journal.entries(kinds=KINDS, after=self._after, limit=ENTRIES_AT_ONCE)
+            entries = self._follower.fetch(ENTRIES_AT_ONCE)
         except HeadwaterError as error:
             self.trouble = str(error)
             journal.close()
             return False
         self.trouble = ""
         with self.lock:
-            for entry in entries:
-                self._add(entry)
+            self._follower.feed(entries)
         return len(entries) == ENTRIES_AT_ONCE
-
-    def _add(self, entry: Entry) -> None:
-        self._after = entry.id
-        if entry.kind in RUN_KINDS and entry.run is not None:
-            self._add_to_run(entry, entry.run)
-        if entry.kind in RELEASE_KINDS:
-            self.book.add(entry)
-        if entry.kind in OF_AGENTS and entry.agent is not None:
-            ids = self._history.setdefault(entry.agent, array("q"))
-            ids.append(entry.id)
-            if len(ids) > 2 * MOST_HISTORY:
-                del ids[:MOST_HISTORY]
-            self._reported.setdefault(entry.agent, Reported()).add(entry, self.book)
-
-    def _add_to_run(self, entry: Entry, name: str) -> None:
-        fact = entry.fact
-        if isinstance(fact, RunRequested):
-            self.runs[name] = RunInfo(name, fact, entry.at)
-            return
-        if (run := self.runs.get(name)) is None:
-            return
-        if entry.kind == "run_started":
-            run.status = "running"
-            run.started_at = run.started_at or entry.at
-        elif entry.kind == "cancel_requested":
-            run.cancel_requested = True
-        elif isinstance(fact, BundleExported):
-            run.bundle = RunBundle(fact, entry.digest or "", entry.at)
-        elif isinstance(fact, RunFinished | RunFailed | RunCancelled):
-            run.status = FINAL[entry.kind]
-            run.ended_at = entry.at
-            run.reason = as_text(fact.reason or "")
 
     def _read_status(self) -> None:
         is_new = self._status_file.look()
@@ -315,6 +244,11 @@ class FolderView:
     def _curve(self, run: str) -> RunCurves:
         return self._curves.get(run) or RunCurves(self.folder.run(run).metrics_path, self.lock)
 
+    @property
+    def runs(self) -> dict[str, RunInfo]:
+        """Name -> run, in the order of their requests."""
+        return self._run_list.runs
+
     # --- what it says ------------------------------------------------------------------------------------------------
 
     def curves(self, run: str) -> RunCurves:
@@ -343,7 +277,7 @@ class FolderView:
                     del self._timelines[name]
                 self._timelines[run] = Timeline(self.folder, run), deque(maxlen=MOST_EVENTS)
             timeline, events = self._timelines[run]
-            events.extend(replace(event, agents=(), data={}) for event in timeline.new())
+            events.extend(replace(event, agents=(), data={}) for event in timeline.read_new())
             return list(events)
 
     @property
@@ -396,13 +330,13 @@ class FolderView:
 
     def history_ids(self, agent: str) -> array[int]:
         """Ids of the journal's entries about an agent, oldest first."""
-        return self._history.get(agent, array("q"))
+        return self._history.ids.get(agent, array("q"))
 
     def agents(self) -> list[AgentRow]:
         """All agents that were ever heard, sorted by id."""
         with self.lock:
             now_s = self.now().timestamp()
-            files = self._status_file.stamp, self._everyone_file.stamp, self._after, self._revoked
+            files = self._status_file.stamp, self._everyone_file.stamp, self._follower.after, self._revoked
             key = files, self.is_serving, self._live_version(), int(now_s // 60)
             if self._rows[0] != key:
                 self._rows = key, self._made_rows()
@@ -416,7 +350,7 @@ class FolderView:
         """Another value whenever a page about ``topic`` has news: fleet, runs, releases, ``run:ID`` or ``agent:ID``."""
         with self.lock:
             kind, _, name = topic.partition(":")
-            parts: list[Any] = [self._after, self.is_serving, self.trouble, self.is_loaded]
+            parts: list[Any] = [self._follower.after, self.is_serving, self.trouble, self.is_loaded]
             slow_s = 10 if kind in {"fleet", "agent"} else 60
             parts.append(int((self.status_at or 0) // slow_s))
             if kind in {"fleet", "agent"}:
@@ -446,12 +380,13 @@ class FolderView:
         return begun[-1] if begun else None
 
     def _made_rows(self) -> list[AgentRow]:
-        status = {as_text(one["id"]): one for one in self._everyone if "id" in one}
-        status |= {as_text(one["id"]): one for one in _objects(self.status.get("agents")) if "id" in one}
+        # All agents were written some time ago; those in the status are newer.
+        written = [*self._everyone, *_objects(self.status.get("agents"))]
+        heard = {as_text(agent["id"]): HeardAgent.from_body(agent) for agent in written if "id" in agent}
         run = self._live_run()
         facts = FleetFacts(
-            status,
-            self._reported,
+            heard,
+            self._fleet.reported,
             self.book,
             refused={one["id"]: one for one in self.refused() if one["id"]},
             revoked=self._revoked,

@@ -8,6 +8,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from importlib.resources import files
 from statistics import fmean
@@ -25,15 +26,18 @@ from edge_agent.core.time_and_text import show_time
 from ..fleet.release_commands import describe_release, stage_text, standing, waits_for
 from ..journal.store import Entry
 from ..runs.result_notes import SHOWN_CLIENTS, spent
-from ..runs.timeline import Event
-from ..state.fleet_rows import AgentRow
-from ..state.history import SCOPES, describe_entry
+from ..state.fleet_columns import page_columns
+from ..state.fleet_rows import AgentRow, Presence
 from ..state.noise import Compared, classify_mean_gain
-from ..state.values import as_number, as_text
+from ..views.candidate import SCOPES
+from ..views.history import AccuracyLine, BundleLine, HistoryLine, PinLine, RejectedLine, describe_entry
 from ..views.releases import Book, Release
+from ..views.run_list import RunInfo
+from ..views.timeline import Event
+from ..views.values import as_number, as_text
 from . import pictures
-from .fleet_table import PAGE_ROWS, SHOWN, SORTS, Query, page_of, totals
-from .folder_view import FolderView, RunInfo
+from .fleet_table import PAGE_ROWS, SHOWN, Query, Totals, page_of
+from .folder_view import FolderView
 from .render import figures, page, site_of
 
 MOST_COMPARED = 100
@@ -84,9 +88,9 @@ def fleet(request: Request) -> Response:
         query=query,
         table=table,
         figures=figures(pictures.of_fleet(table.rows)),
-        totals=totals(agents),
+        totals=Totals.from_rows(agents),
         filters={name: title for name, (title, _) in SHOWN.items()},
-        sorts=SORTS,
+        columns=page_columns(),
         run=_run_now(view),
         waiting=view.waiting(),
         rejected=_rejected(view.status),
@@ -116,8 +120,9 @@ def _agent_page(
     request: Request, view: FolderView, row: AgentRow, entries: Sequence[Entry], more: int | None
 ) -> Response:
     name = row.id
-    lines = [line for line in (describe_entry(entry, view.book) for entry in entries) if line is not None]
-    results = [(as_text(line["at"]), acc) for kind, line in lines if (acc := _running_acc_of(kind, line))]
+    described = [describe_entry(entry, view.book) for entry in entries]
+    lines = [line for line in described if line is not None]
+    results = [(as_text(line.at), line.running_accuracies) for line in lines if line.running_accuracies]
     runs = [run for run in reversed(list(view.runs)[-20:]) if run in view.begun_runs()]
     by_round = list[tuple[int, float | None, float | None]]()
     in_run = ""
@@ -132,7 +137,7 @@ def _agent_page(
         topic=f"agent:{name}",
         row=row,
         figures=figures(pictures.of_agent(by_round, in_run) | pictures.of_history(results)),
-        history=[_history_line(kind, line, view.book) for kind, line in reversed(lines)],
+        history=[_history_row(line, view.book) for line in reversed(lines)],
         more=more,
         faults=view.faults_of(name)[:PAGE_ROWS],
         releases=releases,
@@ -510,7 +515,7 @@ def _cohort(live: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
 
 def _kept_out(view: FolderView, agents: Sequence[AgentRow]) -> list[dict[str, str]]:
     """Devices that are refused and are no row of the table as such: without a name, or with that of another one."""
-    shown_as = {row.id for row in agents if row.state == "refused"}
+    shown_as = {row.id for row in agents if row.presence is Presence.REFUSED}
     return [one for one in view.refused() if one["id"] not in shown_as]
 
 
@@ -611,58 +616,48 @@ def _files(view: FolderView, run: str) -> list[tuple[str, int]]:
         return []
 
 
-def _acc_of(name: str, line: Mapping[str, Any]) -> dict[str, float | None]:
-    """The accuracies in a line of an agent's history, if it has any."""
-    if name == "accuracy":
-        return {scope: as_number(line["acc"].get(scope)) for scope in SCOPES}
-    if name == "bundles" and (personal := as_number(line["acc"])) is not None:
-        return {"personal": personal}
-    return {}
+@dataclass(frozen=True)
+class _HistoryRow:
+    """A line of an agent's history as the page shows it."""
+
+    at: str
+    what: str
+    note: str
+    bundle: str
+    release: int | None
+    acc: Mapping[str, float | None]
+    by: str
 
 
-def _running_acc_of(name: str, line: Mapping[str, Any]) -> dict[str, float | None]:
-    """The accuracies of what an agent ran after a line of its history: not those of a bundle that it went back from."""
-    went_back = line["rolled_back"] if name == "accuracy" else name == "bundles" and line["bundle_id"] != line["runs"]
-    if not went_back:
-        return _acc_of(name, line)
-    before = as_number(line["before"])
-    return {} if before is None else {"personal": before}
+def _history_row(line: HistoryLine, book: Book) -> _HistoryRow:
+    """Return a line of an agent's history for its page, with the release by which its bundle came."""
+    bundle = ""
+    number = None
+    by = ""
+    if isinstance(line, AccuracyLine | BundleLine):
+        bundle = as_text(line.bundle_id or "")
+        number = next((one.number for one in reversed(book.releases) if bundle and one.bundle_id == bundle), None)
+    if isinstance(line, BundleLine) and line.outcome:
+        number = line.release
+    if isinstance(line, PinLine):
+        by = as_text(line.by or "")
+    what, note = _say_history(line)
+    return _HistoryRow(line.at, what, as_text(note or ""), bundle, number, line.accuracies, by)
 
 
-def _history_line(name: str, line: Mapping[str, Any], book: Book) -> dict[str, Any]:
-    """One line of an agent's history as the page shows it."""
-    bundle = as_text(line.get("bundle_id") or "")
-    what, note = _HISTORY[name](line)
-    of_bundle = (one.number for one in reversed(book.releases) if bundle and one.bundle_id == bundle)
-    number = line["release"] if name == "bundles" and line["outcome"] else next(of_bundle, None)
-    by = as_text(line.get("by") or "")
-    acc = _acc_of(name, line)
-    return {"at": line["at"], "what": what, "note": note, "bundle": bundle, "release": number, "acc": acc, "by": by}
-
-
-def _finished(line: Mapping[str, Any]) -> tuple[str, str]:
-    note = "better off alone" if line["better_alone"] else as_text(line["rolled_back"] or "")
-    return f"finished {line['run']}", note
-
-
-def _installed(line: Mapping[str, Any]) -> tuple[str, str]:
-    what = f"release {as_text(line['release'])}: {as_text(line['outcome'])}" if line["outcome"] else "says what it runs"
-    return what, as_text(line["reason"] or line["kept"] or "")
-
-
-def _pinned(line: Mapping[str, Any]) -> tuple[str, str]:
-    if line["release"] is None:
+def _say_history(line: HistoryLine) -> tuple[str, str | None]:
+    """Return what happened, and the note beside it."""
+    if isinstance(line, AccuracyLine):
+        return f"finished {line.run}", "better off alone" if line.better_alone else line.rolled_back
+    if isinstance(line, BundleLine):
+        note = line.reason or line.kept
+        return (f"release {line.release}: {line.outcome}", note) if line.outcome else ("says what it runs", note)
+    if isinstance(line, RejectedLine):
+        return f"update rejected, {line.run}, round {line.round}", line.reason
+    if line.release is None:
         return "unpinned", ""
-    until = f" until {show_time(line['until'])}" if line["until"] else ""
-    return f"pinned to release {as_text(line['release'])}{until}", as_text(line["reason"] or "")
-
-
-_HISTORY: dict[str, Callable[[Mapping[str, Any]], tuple[str, str]]] = {
-    "accuracy": _finished,
-    "bundles": _installed,
-    "pins": _pinned,
-    "rejected": lambda line: (f"update rejected, {line['run']}, round {line['round']}", as_text(line["reason"] or "")),
-}
+    until = f" until {show_time(line.until)}" if line.until else ""
+    return f"pinned to release {line.release}{until}", line.reason
 
 
 def _possible(release: Release) -> Iterator[str]:

@@ -18,7 +18,7 @@ import numpy as np
 from edge_agent.core.storage import open_regular
 from edge_agent.core.worst_tenth import mean_of_worst_tenth
 
-from ..state.values import as_number, as_text
+from ..views.values import as_number, as_text
 
 CHUNK_BYTES = 4 << 20
 """Read at once; a run of thousands of agents has hundreds of megabytes, and pages are served in between."""

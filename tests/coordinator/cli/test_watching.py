@@ -22,8 +22,8 @@ from coordinator.cli.follow import agents_now
 from coordinator.cli.output import fitted, table
 from coordinator.cli.status import _Changes, _gathered
 from coordinator.journal.entries import fact_of
-from coordinator.runs.timeline import Timeline
 from coordinator.state.log_file import MOST_BYTES, NAME, LogReader, logging_to
+from coordinator.state.timeline import Timeline
 from edge_agent.wire.messages import codec, up
 
 
@@ -196,11 +196,11 @@ def test_follow_reads_on_where_it_was(tmp_path):
         seen = []
         for _ in range(400):
             fed.wait(0.1)
-            seen += timeline.new()
+            seen += timeline.read_new()
             if timeline.is_over:
                 break
-        seen += timeline.new()
-        whole = Timeline(fed.coordinator.state, "run-0001").new()
+        seen += timeline.read_new()
+        whole = Timeline(fed.coordinator.state, "run-0001").read_new()
         plain = [re.sub(r" \(\d+\.\d s\)$", "", one.text) for one in seen]
         assert sorted(plain) == sorted(re.sub(r" \(\d+\.\d s\)$", "", one.text) for one in whole)
         assert sum(one.kind == "round_closed" for one in seen) == 3
