@@ -61,6 +61,36 @@ class RoundPoint(NamedTuple):
     acc: dict[str, Spread]
     loss: float | None
 
+    @property
+    def x(self) -> float:
+        """Its place on the axis of rounds."""
+        return float(self.round)
+
+    @property
+    def work_s(self) -> float:
+        """Seconds from the tasks to the new model; 0 where they were not recorded."""
+        return self.seconds or 0.0
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds of waiting for agents before the tasks; 0 where they were not recorded."""
+        return self.waiting_s or 0.0
+
+    @property
+    def has_traffic(self) -> bool:
+        """Whether the bytes of at least one direction were recorded."""
+        return self.bytes_up is not None or self.bytes_down is not None
+
+    @property
+    def up_mb(self) -> float:
+        """Megabytes from agents; 0 where they were not recorded."""
+        return (self.bytes_up or 0.0) / 1e6
+
+    @property
+    def down_mb(self) -> float:
+        """Megabytes to agents; 0 where they were not recorded."""
+        return (self.bytes_down or 0.0) / 1e6
+
 
 class Incident(NamedTuple):
     """An update that is not in the aggregate of its round, or not as it was sent."""
@@ -143,16 +173,20 @@ class RunCurves:
         end = chunk.rfind(b"\n") + 1
         if not end and len(chunk) == most:  # a line longer than a chunk: the next call reads more
             return self._read(2 * most)
-        read = list[_Read]()
+        # Reading JSON takes time, so it is done before the lock is taken.
+        rounds = list[_Read]()
         damaged = 0
         for line in chunk[:end].splitlines():
             record = _record(line)
-            damaged += record is None
-            if record is not None and (one := _read_round(record)) is not None:
-                read.append(one)
+            if record is None:
+                damaged += 1
+                continue
+            closed = _read_round(record)
+            if closed is not None:
+                rounds.append(closed)
         with self._lock:
-            for one in read:
-                self._add(one)
+            for closed in rounds:
+                self._add(closed)
             self.damaged += damaged
             self._offset += end
         return bool(end) and len(chunk) == most
