@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timedelta, timezone
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 from edge_agent.core.errors import StateError, UsageError, nearest
 from edge_agent.core.time_and_text import moment_of
@@ -81,6 +81,21 @@ def amount(text: str, total: int, *, up: bool) -> int:
     return math.ceil(exact) if up else math.floor(exact)
 
 
+def _is_window(text: str) -> bool:
+    """Whether a text is two different times of day."""
+    match = _WINDOW.fullmatch(text)
+    return match is not None and match.groups()[:2] != match.groups()[2:]
+
+
+class Verdict(NamedTuple):
+    """What the reports so far say of a release, and why."""
+
+    kind: Literal["", "stop", "succeeded"] = ""
+    """``stop``: too many devices failed; ``succeeded``: the canary has; empty: nothing yet."""
+
+    reason: str = ""
+
+
 _Change = ReleaseSigned | ReleaseCanary | ReleaseStage | ReleaseHeld | ReleaseResumed
 
 AUTOMATIC = "automatic rollback"
@@ -137,18 +152,29 @@ class Plan:
 
         if not re.fullmatch(NAME_PATTERN, self.channel):
             raise UsageError(f"channel '{self.channel[:80]}' cannot be that of a device; expected {NAME_PATTERN}")
+        # Amounts and bounds.
         if self.canary and not amount(self.canary, 1000, up=True):
             raise UsageError("a canary of no device tests nothing; expected 1 or more, or no canary")
         amount(self.max_failed, 1000, up=False)
         if self.min_gain is not None and not math.isfinite(self.min_gain):
             raise UsageError(f"min_gain {self.min_gain} is no number; expected a change of accuracy, such as -0.02")
-        if self.window and (not (match := _WINDOW.fullmatch(self.window)) or match.groups()[:2] == match.groups()[2:]):
+        # Times.
+        if self.window and not _is_window(self.window):
             raise UsageError(f"window '{self.window[:40]}' is none; expected two times of day in UTC, as 02:00-05:00")
-        if self.activation(now)[0] > MAX_WAIT_S:
+        wait_s, _ = self.activation(now)
+        if wait_s > MAX_WAIT_S:
             raise UsageError(
                 f"activate_at '{self.activate_at[:40]}' is more than {MAX_WAIT_S / 86400:.0f} days ahead; give a "
                 "nearer date, or release later"
             )
+        self._check_canary()
+
+    def _check_canary(self) -> None:
+        """Return quietly where what is said of a canary fits together.
+
+        Raises:
+            UsageError: it does not.
+        """
         if not self.canary and (self.success or self.auto_promote):
             raise UsageError("success and auto-promote are about a canary; give --canary, for example 10%")
         if self.canary.isdecimal() and self.success > int(self.canary):
@@ -265,11 +291,16 @@ class Release:
         return not self.rolled_back_by and not self.held
 
     def add_result(self, agent: str, result: Result) -> None:
-        """A device's newest word about this release."""
-        if (before := self.results.get(agent)) is not None:
+        """Take a device's newest word about this release."""
+        before = self.results.get(agent)
+        if before is not None:
             self.count[before.outcome] -= 1
         self.results[agent] = result
         self.count[result.outcome] += 1
+
+    def agents_with(self, outcome: Outcome) -> list[str]:
+        """Return the devices whose newest word about this release is that outcome."""
+        return [agent for agent, result in self.results.items() if result.outcome == outcome]
 
 
 @dataclass(frozen=True)
@@ -322,7 +353,7 @@ class Book:
         elif isinstance(fact, ReleaseSigned | ReleaseCanary | ReleaseStage | ReleaseHeld | ReleaseResumed):
             release = self.get(fact.release)
             if release is not None:
-                self._changed(release, fact, entry.digest or "")
+                self._change(release, fact, entry.digest or "")
         elif entry.agent is not None:
             self._add_of_device(entry.agent, entry)
 
@@ -339,23 +370,28 @@ class Book:
         elif isinstance(fact, DeviceRetired):
             self._retired(agent)
 
-    def _changed(self, release: Release, fact: _Change, digest: str) -> None:
+    def _change(self, release: Release, fact: _Change, digest: str) -> None:
         """Count what was done to a release; ``digest``: of its file, where it was signed again."""
         if isinstance(fact, ReleaseSigned):
             release.digest = digest
             release.made = release.made.changed(signed=fact.signed)
-        elif release.rolled_back_by:
-            return
-        elif isinstance(fact, ReleaseCanary):
+        elif not release.rolled_back_by:  # what was rolled back is over
+            self._change_progress(release, fact)
+
+    def _change_progress(
+        self, release: Release, fact: ReleaseCanary | ReleaseStage | ReleaseHeld | ReleaseResumed
+    ) -> None:
+        """Count a step of a release that is not rolled back."""
+        if isinstance(fact, ReleaseCanary):
             release.canary = dict.fromkeys(fact.agents)
         elif isinstance(fact, ReleaseStage):
             release.paused = True
             release.promoted = release.promoted or fact.stage == "everybody"
-        elif isinstance(fact, ReleaseHeld) and not release.rolls_back:
-            release.held = fact.reason or "by 'headwater release hold'"
         elif isinstance(fact, ReleaseResumed):
             release.held = ""
-            release.forgiven = frozenset(agent for agent, one in release.results.items() if one.outcome == "failed")
+            release.forgiven = frozenset(release.agents_with("failed"))
+        elif not release.rolls_back:  # a rollback is never held
+            release.held = fact.reason or "by 'headwater release hold'"
 
     def get(self, number: int) -> Release | None:
         """The release of that number."""
@@ -469,21 +505,24 @@ class Book:
                         break
 
     def in_use(self) -> list[Release]:
-        """The releases that a device may get, or return to by a rollback; no cleaning takes their files."""
-        result = dict[int, Release]()
-        for channel in self.channels:
-            bundles = set[str]()
-            for release in self._of_channel(channel):
-                if release.promoted and release.is_open:
-                    bundles.add(release.bundle_id)
-                if not release.rolled_back_by:
-                    result[release.number] = release
-                if len(bundles) > 1:
-                    break
+        """Return the releases that a device may get, or return to by a rollback; no cleaning takes their files."""
+        used = {release.number: release for channel in self.channels for release in self._in_use_of(channel)}
         for pin in self.pins.values():
-            if (pinned := self.get(pin.release)) is not None:
-                result[pinned.number] = pinned
-        return [result[number] for number in sorted(result)]
+            pinned = self.get(pin.release)
+            if pinned is not None:
+                used[pinned.number] = pinned
+        return [used[number] for number in sorted(used)]
+
+    def _in_use_of(self, channel: str) -> Iterator[Release]:
+        """Yield the releases of a channel that are not rolled back, down to the second bundle for everybody."""
+        bundles = set[str]()
+        for release in self._of_channel(channel):
+            if release.promoted and release.is_open:
+                bundles.add(release.bundle_id)
+            if not release.rolled_back_by:
+                yield release
+            if len(bundles) > 1:  # a rollback returns to this one
+                return
 
     def canary_size(self, release: Release) -> int:
         """How many devices the canary is to have, in a fleet of this size."""
@@ -550,27 +589,41 @@ class Book:
         is_there = device is not None and device.channel == release.plan.channel
         return is_there and (release.promoted or agent in release.canary)
 
-    def verdict(self, release: Release, now: datetime) -> tuple[Literal["", "stop", "succeeded"], str]:
-        """What the reports so far say of a release, and why."""
+    def verdict(self, release: Release, now: datetime) -> Verdict:
+        """Return what the reports so far say of a release, and why."""
         if not release.is_open:
-            return "", ""
+            return Verdict()
         asked = self.sizes[release.plan.channel] if release.promoted else self.canary_size(release)
         allowed = amount(release.plan.max_failed, asked, up=False)
-        if release.count["failed"] > allowed and len(failed := self._failed(release, now)) > allowed:
+        failed = self._failed(release, now, beyond=allowed)
+        if len(failed) > allowed:
             reason = release.results[failed[0]].reason
-            return "stop", f"{len(failed)} of {asked} devices failed, {allowed} are allowed; {failed[0]}: {reason}"
-        needed = release.plan.success or self.canary_size(release) if release.plan.canary else 0
-        if release.stage == "canary" and release.count["ok"] >= needed:
-            fine = (one for one in release.canary if not self._is_out(one, release, now))
-            succeeded = sum(one in release.results and release.results[one].outcome == "ok" for one in fine)
-            if succeeded >= needed:
-                return "succeeded", f"{succeeded} of the canary's devices reported success"
-        return "", ""
+            text = f"{len(failed)} of {asked} devices failed, {allowed} are allowed; {failed[0]}: {reason}"
+            return Verdict("stop", text)
+        if release.stage != "canary":
+            return Verdict()
+        needed = release.plan.success or self.canary_size(release)
+        succeeded = self._succeeded(release, now, least=needed)
+        if succeeded < needed:
+            return Verdict()
+        return Verdict("succeeded", f"{succeeded} of the canary's devices reported success")
 
-    def _failed(self, release: Release, now: datetime) -> list[str]:
-        """The devices whose failure counts against a release, sorted."""
-        failed = {agent for agent, one in release.results.items() if one.outcome == "failed"} - release.forgiven
-        return sorted(one for one in failed if self.has_say(one, release) and self.pin(one, now) is None)
+    def _failed(self, release: Release, now: datetime, beyond: int) -> list[str]:
+        """Return the devices whose failure counts against a release, sorted; none where ``beyond`` or fewer failed.
+
+        The count is looked at first: a verdict is asked for with each report of a large fleet.
+        """
+        if release.count["failed"] <= beyond:
+            return []
+        failed = set(release.agents_with("failed")) - release.forgiven
+        return sorted(agent for agent in failed if self.has_say(agent, release) and self.pin(agent, now) is None)
+
+    def _succeeded(self, release: Release, now: datetime, least: int) -> int:
+        """Return how many devices of a canary reported success; 0 where fewer than ``least`` devices did at all."""
+        if release.count["ok"] < least:
+            return 0
+        succeeded = set(release.agents_with("ok"))
+        return sum(agent in succeeded and not self._is_out(agent, release, now) for agent in release.canary)
 
     def pending(self, release: Release, now: datetime) -> list[str]:
         """The devices that are to run the release by now and have not answered."""
