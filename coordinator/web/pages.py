@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from importlib.resources import files
-from statistics import fmean
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -36,9 +36,10 @@ from ..views.run_list import RunInfo
 from ..views.timeline import Event
 from ..views.values import as_number, as_text
 from . import pictures
-from .fleet_table import PAGE_ROWS, SHOWN, Query, Totals, page_of
+from .fleet_table import PAGE_ROWS, SHOWN, Mean, Query, Totals, page_of
 from .folder_view import FolderView
 from .render import figures, page, site_of
+from .run_curves import RoundPoint
 
 MOST_COMPARED = 100
 BUNDLES_ON_PAGE = 20
@@ -202,7 +203,7 @@ def _run_page(
         info=info,
         **_standing(view, info, summary.get("means", {})),
         live=live,
-        cohort=list(_cohort(live)),
+        cohort=_cohort(live),
         waiting=view.waiting() if live else {},
         summary=summary,
         warnings=_warnings(summary),
@@ -476,19 +477,18 @@ def _standing(view: FolderView, info: RunInfo, at_end: Mapping[str, float | None
             model before that round, so they stand only for what is not known yet.
     """
     curves = view.curves(info.id)
-    points = curves.points
-    last = points[max(points)] if points else None
-    newest = {scope: one for point in sorted(points) for scope, one in points[point].acc.items()}
-    means: dict[str, float] = {scope: one.mean for scope, one in newest.items()}
+    rounds = curves.rounds()
+    newest = {scope: spread for point in rounds for scope, spread in point.acc.items()}
+    means: dict[str, float] = {scope: spread.mean for scope, spread in newest.items()}
     means |= {scope: mean for scope, mean in at_end.items() if mean is not None}
     return {
         "status": view.status_of(info),
-        "closed": last.round if last is not None else 0,
+        "closed": rounds[-1].round if rounds else 0,
         "rounds_wanted": info.rounds,
         "is_being_read": info.is_over and not curves.is_read,
         "acc": means,
         "spreads": newest,
-        "seconds": sum((one.seconds or 0.0) + (one.waiting_s or 0.0) for one in points.values()),
+        "seconds": sum(point.work_s + point.wait_s for point in rounds),
     }
 
 
@@ -497,20 +497,30 @@ def _accuracies_at_end(view: FolderView, runs: Iterable[RunInfo]) -> dict[str, M
     return {run.id: _summary(view, run).get("means", {}) if run.is_over else {} for run in runs}
 
 
-def _cohort(live: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Agent, state (done, rejected, working) and reason of each member of the open round, those missing first."""
+@dataclass(frozen=True)
+class _Member:
+    """A member of the cohort of the open round."""
+
+    agent: str
+    state: str
+    """working, rejected or done."""
+
+    reason: str = ""
+
+
+def _cohort(live: Mapping[str, Any]) -> list[_Member]:
+    """Return the members of the open round's cohort: those missing first, then those rejected, then those done."""
     accepted = set(map(as_text, live.get("accepted") or ()))
     rejected = live.get("rejected") or {}
-    members = [as_text(one) for one in live.get("cohort") or ()]
-    for name in members:
-        if name not in accepted and name not in rejected:
-            yield name, "working", ""
-    for name in members:
-        if name in rejected:
-            yield name, "rejected", as_text(rejected[name])
-    for name in members:
-        if name in accepted:
-            yield name, "done", ""
+    by_state: dict[str, list[_Member]] = {"working": [], "rejected": [], "done": []}
+    for agent in map(as_text, live.get("cohort") or ()):
+        if agent in rejected:
+            by_state["rejected"].append(_Member(agent, "rejected", as_text(rejected[agent])))
+        if agent in accepted:
+            by_state["done"].append(_Member(agent, "done"))
+        if agent not in rejected and agent not in accepted:
+            by_state["working"].append(_Member(agent, "working"))
+    return [member for members in by_state.values() for member in members]
 
 
 def _kept_out(view: FolderView, agents: Sequence[AgentRow]) -> list[dict[str, str]]:
@@ -542,29 +552,37 @@ def _summary(view: FolderView, info: RunInfo) -> dict[str, Any]:
 
 @functools.lru_cache(256)
 def _read_summary(path: str, _stamp: int) -> dict[str, Any]:
-    from pathlib import Path
+    """Return the summary in a file without its agents, with what follows from these; ``_stamp`` is the file's time.
 
+    Added are ``means`` and ``counts`` (the agents behind each mean) of the accuracies by scope, the mean ``gain`` of
+    personal over local, and ``gain_kind``, whether that is more than noise.
+    """
     content = read_json(Path(path)) or {}
-    agents = [one for one in content.pop("agents", None) or () if isinstance(one, dict)]
-    scored = [one["acc"] for one in agents if isinstance(one.get("acc"), dict)]
-    known = {scope: [value for acc in scored if (value := as_number(acc.get(scope))) is not None] for scope in SCOPES}
-    means = {scope: fmean(values) if values else None for scope, values in known.items()}
-    counts = {scope: len(values) for scope, values in known.items()}
-    gains = list(_compared(agents))
-    mean_gain = fmean(one.personal - one.local for one in gains) if gains else None
-    counts["gain"] = len(gains)
-    kind = classify_mean_gain(one for one in gains if one.support)
-    return {**content, "means": means, "counts": counts, "gain": mean_gain, "gain_kind": kind}
+    agents = [agent for agent in content.pop("agents", None) or () if isinstance(agent, dict)]
+    means = {scope: Mean.from_values(_accuracy_in(agent, scope) for agent in agents) for scope in SCOPES}
+    compared = list(_compared(agents))
+    gain = Mean.from_values(pair.personal - pair.local for pair in compared)
+    counts = {scope: mean.agents for scope, mean in means.items()}
+    return {
+        **content,
+        "means": {scope: mean.value for scope, mean in means.items()},
+        "counts": {**counts, "gain": gain.agents},
+        "gain": gain.value,
+        "gain_kind": classify_mean_gain(pair for pair in compared if pair.support),
+    }
+
+
+def _accuracy_in(agent: Mapping[str, Any], scope: str) -> float | None:
+    """Return an accuracy of an agent in a summary; None where it has none."""
+    acc = agent.get("acc")
+    return as_number(acc.get(scope)) if isinstance(acc, dict) else None
 
 
 def _compared(agents: Sequence[Mapping[str, Any]]) -> Iterator[Compared]:
     """Yield both accuracies of each agent of a summary that has both."""
     for agent in agents:
-        acc = agent.get("acc")
-        if not isinstance(acc, dict):
-            continue
-        local = as_number(acc.get("local"))
-        personal = as_number(acc.get("personal"))
+        local = _accuracy_in(agent, "local")
+        personal = _accuracy_in(agent, "personal")
         if local is not None and personal is not None:
             yield Compared(local, personal, int(as_number(agent.get("support")) or 0))
 
@@ -583,8 +601,8 @@ def _privacy(figures_of_it: object) -> str:
         return ""
 
 
-def _best(points: Sequence[Any]) -> dict[str, tuple[int, float]]:
-    """Scope -> round and mean of its best round."""
+def _best(points: Sequence[RoundPoint]) -> dict[str, tuple[int, float]]:
+    """Return scope -> number and mean accuracy of its best round, the first one of equals."""
     result = dict[str, tuple[int, float]]()
     for point in points:
         for scope, spread in point.acc.items():
@@ -594,18 +612,19 @@ def _best(points: Sequence[Any]) -> dict[str, tuple[int, float]]:
 
 
 def _settings(request: Mapping[str, Any]) -> dict[str, str]:
-    """What a run was requested with, as text by dotted name."""
-    result = dict[str, str]()
+    """Return what a run was requested with, as text by dotted name, without its id."""
+    settings = dict(_flatten("", dict(request)))
+    settings.pop("id", None)
+    return settings
 
-    def add(prefix: str, value: Any) -> None:
-        if isinstance(value, dict) and value and len(prefix) < 60:
-            for key, one in value.items():
-                add(f"{prefix}.{as_text(key)}" if prefix else as_text(key), one)
-        elif prefix != "id":
-            result[prefix] = value if isinstance(value, str) else json.dumps(value)
 
-    add("", dict(request))
-    return result
+def _flatten(name: str, value: Any) -> Iterator[tuple[str, str]]:
+    """Yield the values within a value as text, by their dotted names; empty and deep tables are values themselves."""
+    if isinstance(value, dict) and value and len(name) < 60:
+        for key, part in value.items():
+            yield from _flatten(f"{name}.{as_text(key)}" if name else as_text(key), part)
+    else:
+        yield name, value if isinstance(value, str) else json.dumps(value)
 
 
 def _files(view: FolderView, run: str) -> list[tuple[str, int]]:
@@ -698,8 +717,6 @@ def _manifest(view: FolderView, digest: str) -> dict[str, Any]:
 
 @functools.lru_cache(64)
 def _read_manifest(path: str, _stamp: int) -> dict[str, Any]:
-    from pathlib import Path
-
     from edge_agent.bundle.archive import open_bundle
     from edge_agent.bundle.manifest import variant_figures
     from edge_agent.bundle.trust import Member, Release, parse, read
