@@ -56,7 +56,7 @@ class Query:
 
     @classmethod
     def of(cls, parameters: Mapping[str, str]) -> Query:
-        """The query in an address.
+        """Return the query in an address.
 
         Raises:
             UsageError: a parameter is none of those that there are.
@@ -77,17 +77,24 @@ class Query:
             raise UsageError(f"tier={query.tier[:40]} is unknown; expected train or head")
         return query
 
+    def takes(self, row: AgentRow) -> bool:
+        """Whether an agent is among those that are asked for, by its id, its tier and the filter."""
+        passes = SHOWN[self.only][1]
+        has_text = self.find.casefold() in row.id.casefold()
+        has_tier = not self.tier or row.tier == self.tier
+        return has_text and has_tier and passes(row)
+
     def address(self, **changes: Any) -> str:
-        """The address of the page with these changes."""
-        one = replace(self, **changes)
+        """Return the address of the page with these changes; what is as by default is left out."""
+        query = replace(self, **changes)
         values = {
-            "find": one.find,
-            "only": one.only if one.only != "all" else "",
-            "tier": one.tier,
-            "sort": one.sort if one.sort != "state" else "",
-            "order": "desc" if one.descending else "",
-            "after": one.after,
-            "back": "1" if one.back and one.after else "",
+            "find": query.find,
+            "only": "" if query.only == "all" else query.only,
+            "tier": query.tier,
+            "sort": "" if query.sort == "state" else query.sort,
+            "order": "desc" if query.descending else "",
+            "after": query.after,
+            "back": "1" if query.back and query.after else "",
         }
         return "?" + urlencode({name: value for name, value in values.items() if value})
 
@@ -108,33 +115,34 @@ class Page:
 
 
 def page_of(agents: Iterable[AgentRow], query: Query, size: int = PAGE_ROWS) -> Page:
-    """The page of a query.
+    """Return the page of a query.
 
     Raises:
         UsageError: ``after`` is no key of a row.
     """
-    passes = SHOWN[query.only][1]
-    find = query.find.casefold()
-    chosen = [
-        row
-        for row in agents
-        if passes(row) and (not find or find in row.id.casefold()) and (not query.tier or row.tier == query.tier)
-    ]
+    chosen = [row for row in agents if query.takes(row)]
+    # Agents of whom the value is not known come last, in either direction; equals are in the order of their ids.
     value = SORTS[query.sort]
+    chosen.sort(key=lambda row: row.id)
     known = [row for row in chosen if value(row) is not None]
     unknown = [row for row in chosen if value(row) is None]
-    known.sort(key=lambda row: row.id)
     known.sort(key=value, reverse=query.descending)
-    rows = [*known, *sorted(unknown, key=lambda row: row.id)]
+    rows = [*known, *unknown]
+    # The page begins after the agent that the one before ended with, or ends before the one that it began with.
     start = 0
     if query.after:
         start = _position(rows, len(known), query)
-        start = max(0, start - size) if query.back else start
+        if query.back:
+            start = max(0, start - size)
     shown = rows[start : start + size]
-    previous = query.address(after=_key(shown[0], query), back=True) if start and shown else ""
-    if start and not shown:  # the agents of this page have gone
+    previous = ""
+    following = ""
+    if start and shown:
+        previous = query.address(after=_key(shown[0], query), back=True)
+    elif start:  # the agents of this page have gone
         previous = query.address(after="", back=False)
-    following = query.address(after=_key(shown[-1], query), back=False) if start + size < len(rows) else ""
+    if start + size < len(rows):
+        following = query.address(after=_key(shown[-1], query), back=False)
     return Page(shown, start + 1 if shown else 0, len(rows), previous, following)
 
 
@@ -202,7 +210,7 @@ def _key(row: AgentRow, query: Query) -> str:
 
 
 def _position(rows: Sequence[AgentRow], known: int, query: Query) -> int:
-    """The index of the first row after the key, or of the key's own row (or its successor) for the page before it."""
+    """Return the index of the first row after the key; for the page before, that of the key's row or successor."""
     value = SORTS[query.sort]
 
     def is_before(row: AgentRow) -> bool:

@@ -14,7 +14,7 @@ import time
 import zlib
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -55,10 +55,10 @@ AGENT_RUNS = 20
 """Newest runs of which figures of single agents are held, as far as `MOST_HELD` of all runs together reaches."""
 
 MOST_HELD = 4_000_000
-"""About 50 MB."""
+"""Figures of single agents that are held of all runs, about 50 MB."""
 
 MOST_EVENTS = 200
-"""Of a run's log on its page; 'headwater logs' shows all."""
+"""Events of a run that its page shows, the newest ones; 'headwater logs' shows all."""
 
 MOST_TIMELINES = 8
 
@@ -189,8 +189,8 @@ class FolderView:
         with self.lock:
             if is_new and isinstance(status, dict):
                 self.status = status
-                agents = [{k: v for k, v in one.items() if k not in VOLATILE} for one in _objects(status.get("agents"))]
-                waiting = {k: v for k, v in _mapping(status.get("waiting")).items() if k != "seconds_left"}
+                agents = [_without(agent, VOLATILE) for agent in _objects(status.get("agents"))]
+                waiting = _without(_mapping(status.get("waiting")), ("seconds_left",))
                 others = [status.get(name) for name in _FLEET_NEWS]
                 self._run_mark = _mark([status.get("run"), waiting])
                 self._fleet_mark = _mark([agents, others])
@@ -223,11 +223,11 @@ class FolderView:
             self._curves = {name: self._curve(name) for name in reversed(dict.fromkeys(wanted))}
             self._bound_memory(newest)
             curves = [(self._curves[name], self.runs[name].is_over) for name in wanted]
-        for one, is_over in curves:
-            if is_over and one.is_read:
+        for run_curves, is_over in curves:
+            if is_over and run_curves.is_read:
                 continue
-            has_more = one.read()
-            one.is_read = is_over and not has_more  # what is read of a run under way is not its end
+            has_more = run_curves.read()
+            run_curves.is_read = is_over and not has_more  # what is read of a run under way is not its end
             if has_more:
                 return True
         return False
@@ -252,7 +252,7 @@ class FolderView:
     # --- what it says ------------------------------------------------------------------------------------------------
 
     def curves(self, run: str) -> RunCurves:
-        """The figures of a run as far as they are read; those of an old one are read from now on."""
+        """Return the figures of a run as far as they are read; those of an old one are read from now on."""
         with self.lock:
             if run in self._asked or run not in self._curves:
                 self._asked.pop(run, None)
@@ -266,7 +266,7 @@ class FolderView:
         return [name for name, run in self.runs.items() if run.started_at and name in self._curves]
 
     def log_of(self, run: str) -> list[Event]:
-        """The newest events of a run, as 'headwater logs' shows them; read without `lock`.
+        """Return the newest events of a run, as 'headwater logs' shows them; read without `lock`.
 
         Raises:
             StateError: the journal cannot be read.
@@ -306,11 +306,11 @@ class FolderView:
         return self._is_held
 
     def run_now(self) -> dict[str, Any]:
-        """The run under way, as the coordinator last wrote it; empty: none, or no coordinator."""
+        """Return the run under way, as the coordinator last wrote it; empty: none, or no coordinator."""
         return dict(_mapping(self.status.get("run"))) if self.is_serving else {}
 
     def waiting(self) -> dict[str, Any]:
-        """What the coordinator waits for, with ``until`` in seconds since 1970 where there is a limit."""
+        """Return what the coordinator waits for, with ``until`` in seconds since 1970 where there is a limit."""
         waiting = dict(_mapping(self.status.get("waiting"))) if self.is_serving else {}
         left = as_number(waiting.get("seconds_left"))
         at = self.status_at
@@ -318,14 +318,14 @@ class FolderView:
         return waiting
 
     def status_of(self, run: RunInfo) -> str:
-        """The status of a run as a word, of one that cannot be resumed for now ``stalled``."""
+        """Return the status of a run as a word, of one that cannot be resumed for now ``stalled``."""
         now = self.run_now()
         if now.get("id") == run.id and isinstance(now.get("stalled"), dict):
             return "stalled"
         return "cancelling" if run.cancel_requested and not run.is_over else run.status
 
     def faults_of(self, agent: str) -> list[dict[str, Any]]:
-        """The faults of an agent that are still known, the newest first."""
+        """Return the faults of an agent that are still known, the newest first."""
         return self._faults_of.get(agent, [])[::-1]
 
     def history_ids(self, agent: str) -> array[int]:
@@ -333,7 +333,7 @@ class FolderView:
         return self._history.ids.get(agent, array("q"))
 
     def agents(self) -> list[AgentRow]:
-        """All agents that were ever heard, sorted by id."""
+        """Return all agents that were ever heard, sorted by id."""
         with self.lock:
             now_s = self.now().timestamp()
             files = self._status_file.stamp, self._everyone_file.stamp, self._follower.after, self._revoked
@@ -343,7 +343,7 @@ class FolderView:
             return self._rows[1]
 
     def agent(self, name: str) -> AgentRow | None:
-        """One agent."""
+        """Return the row of one agent; None where it was never heard."""
         return next((row for row in self.agents() if row.id == name), None)
 
     def version(self, topic: str) -> str:
@@ -367,15 +367,15 @@ class FolderView:
 
     def refused(self) -> list[dict[str, str]]:
         """Devices that were kept out in the last minutes: id, by whom, error, message, remedy, times, at."""
-        known = _objects(self.status.get("refused_agents")) if self.is_serving else []
-        return [_Texts({name: as_text(value) for name, value in one.items()}) for one in known]
+        refused = _objects(self.status.get("refused_agents")) if self.is_serving else []
+        return [_Texts({name: as_text(value) for name, value in device.items()}) for device in refused]
 
     def _live_version(self) -> int:
         run = self._live_run()
         return 0 if run is None else self._curves[run].version
 
     def _live_run(self) -> str | None:
-        """The newest run that has begun; its figures are newer than reports of others before it."""
+        """Return the newest run that has begun; its figures are newer than reports of others before it."""
         begun = self.begun_runs()
         return begun[-1] if begun else None
 
@@ -388,7 +388,7 @@ class FolderView:
             heard,
             self._fleet.reported,
             self.book,
-            refused={one["id"]: one for one in self.refused() if one["id"]},
+            refused={device["id"]: device for device in self.refused() if device["id"]},
             revoked=self._revoked,
             is_serving=self.is_serving,
             status_at=self.status_at,
@@ -404,7 +404,12 @@ def _mapping(value: object) -> Mapping[str, Any]:
 
 
 def _objects(value: object) -> list[dict[str, Any]]:
-    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+
+
+def _without(body: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Return an object of the status without the fields that change all the time and are no news."""
+    return {name: value for name, value in body.items() if name not in names}
 
 
 def _mark(content: Iterable[Any]) -> int:

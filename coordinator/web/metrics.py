@@ -45,7 +45,7 @@ LEAST_PAUSE_S = 1.0
 """Two questions within this time get the same answer: a flood of them reads the folder once a second."""
 
 ENTRIES_AT_ONCE = 2000
-"""Read in one transaction."""
+"""Entries that are read in one transaction."""
 
 TIERS = ("train", "head")
 PRESENCES = (Presence.ONLINE, Presence.FAULT, Presence.STALLED, Presence.OFFLINE)
@@ -169,7 +169,7 @@ class Reader:
 
 
 def families(snapshot: Snapshot) -> Iterator[Metric]:
-    """The figures of a snapshot."""
+    """Yield the figures of a snapshot."""
     yield from _coordinator(snapshot)
     yield from _fleet(snapshot)
     yield from _run(snapshot)
@@ -181,7 +181,7 @@ def families(snapshot: Snapshot) -> Iterator[Metric]:
 
 
 def exposition(snapshot: Snapshot) -> bytes:
-    """The figures in Prometheus' text format."""
+    """Return the figures in Prometheus' text format."""
     from prometheus_client import CollectorRegistry, generate_latest
 
     class Once:
@@ -265,6 +265,7 @@ def _fleet(snapshot: Snapshot) -> Iterator[Metric]:
 
 
 def _run(snapshot: Snapshot) -> Iterator[Metric]:
+    """Yield how far the run under way is, and what it waits for; nothing where the status is old."""
     status = snapshot.status
     if not is_fresh(status, snapshot.now):
         return
@@ -275,16 +276,24 @@ def _run(snapshot: Snapshot) -> Iterator[Metric]:
         yield _gauge("run_round", "The round that the run is in.", run.get("round") or 0)
         yield _gauge("run_rounds", "The rounds of the run under way.", run["rounds"] or 0)
     yield _gauge("waiting_agents", "Agents that are waited for now.", waiting.get("count") or 0)
-    if (left := waiting.get("seconds_left")) is not None:
-        yield _gauge("waiting_left_seconds", "Time until the wait ends at the latest.", left)
-    if privacy := run.get("privacy"):
-        if (epsilon := privacy.get("epsilon")) is not None:
-            yield _gauge("privacy_epsilon", "Epsilon that all rounds with noise have spent.", epsilon)
-        if (left := privacy.get("epsilon_left")) is not None:
-            yield _gauge("privacy_epsilon_left", "Epsilon that may still be spent.", left)
-        yield _gauge("privacy_delta", "Delta of that epsilon.", privacy.get("delta") or 0)
-        without = privacy.get("rounds_without_noise") or 0
-        yield _gauge("privacy_uncovered_rounds", "Closed rounds without noise, which epsilon does not cover.", without)
+    left_s = waiting.get("seconds_left")
+    if left_s is not None:
+        yield _gauge("waiting_left_seconds", "Time until the wait ends at the latest.", left_s)
+    if run.get("privacy"):
+        yield from _privacy(run["privacy"])
+
+
+def _privacy(privacy: Mapping[str, Any]) -> Iterator[Metric]:
+    """Yield what the run under way has spent of its privacy budget."""
+    epsilon = privacy.get("epsilon")
+    epsilon_left = privacy.get("epsilon_left")
+    if epsilon is not None:
+        yield _gauge("privacy_epsilon", "Epsilon that all rounds with noise have spent.", epsilon)
+    if epsilon_left is not None:
+        yield _gauge("privacy_epsilon_left", "Epsilon that may still be spent.", epsilon_left)
+    yield _gauge("privacy_delta", "Delta of that epsilon.", privacy.get("delta") or 0)
+    without = privacy.get("rounds_without_noise") or 0
+    yield _gauge("privacy_uncovered_rounds", "Closed rounds without noise, which epsilon does not cover.", without)
 
 
 def _journaled(snapshot: Snapshot, counts: Counts) -> Iterator[Metric]:

@@ -63,7 +63,7 @@ Handler = Callable[[Request], Response]
 
 
 def shown(make: Handler) -> Handler:
-    """A page whose data are read before it is made, unless that is under way."""
+    """Return a handler that reads what is new before it makes its page, unless another thread reads already."""
 
     @functools.wraps(make)
     def handle(request: Request) -> Response:
@@ -77,7 +77,7 @@ def shown(make: Handler) -> Handler:
 
 @shown
 def fleet(request: Request) -> Response:
-    """All agents: search, filter, sort and pages."""
+    """Show all agents: search, filter, sort and pages."""
     view = site_of(request).view
     query = Query.of(request.query_params)
     agents = view.agents()
@@ -101,7 +101,7 @@ def fleet(request: Request) -> Response:
 
 
 def agent(request: Request) -> Response:
-    """One agent: state, fault with remedy, accuracies, history."""
+    """Show one agent: state, fault with remedy, accuracies, history."""
     view = site_of(request).view
     name = request.query_params.get("id", "")
     before = _whole(request, "before")
@@ -110,7 +110,7 @@ def agent(request: Request) -> Response:
         row = view.agent(name)
         if row is None:
             raise _absent(view, f"No agent '{name[:80]}' was heard here. The fleet lists those that were.")
-        older = [one for one in view.history_ids(name) if before is None or one < before]
+        older = [entry for entry in view.history_ids(name) if before is None or entry < before]
     chosen = older[-PAGE_ROWS:]
     entries = view.folder.journal.entries_with(chosen) if chosen else []  # without the lock: a disk may be slow
     with view.lock:
@@ -131,7 +131,7 @@ def _agent_page(
         if by_round := list(view.curves(run).of_agent(name)):
             in_run = run
             break
-    releases = [one for one in reversed(view.book.releases) if not one.rolled_back_by][:20]
+    releases = [release for release in reversed(view.book.releases) if not release.rolled_back_by][:20]
     return page(
         request,
         "agent.html",
@@ -149,7 +149,7 @@ def _agent_page(
 
 
 def runs(request: Request) -> Response:
-    """All runs, the newest first."""
+    """Show all runs, the newest first."""
     view = site_of(request).view
     before = _whole(request, "before")
     view.refresh()
@@ -165,7 +165,7 @@ def runs(request: Request) -> Response:
 
 
 def run(request: Request) -> Response:
-    """One run: what it waits for, its curves, what went wrong, and its log."""
+    """Show one run: what it waits for, its curves, what went wrong, and its log."""
     view = site_of(request).view
     name = request.query_params.get("id", "")
     view.refresh()
@@ -195,7 +195,7 @@ def _run_page(
     analysed = view.folder.run(info.id).folder / ANALYSIS
     charts = pictures.of_run(points)
     before = _whole(request, "before")
-    older = [one for one in points if before is None or one.round < before]
+    older = [point for point in points if before is None or point.round < before]
     return page(
         request,
         "run.html",
@@ -221,17 +221,17 @@ def _run_page(
         damaged=curves.damaged,
         settings=_settings(info.request.to_body()),
         files=known,
-        has_report=any(one == REPORT for one, _ in known),
+        has_report=any(file == REPORT for file, _ in known),
         has_analysis=(analysed / "index.html").is_file(),
         equal_traffic="bytes" not in charts and bool(points),
-        up=sum(one.bytes_up or 0.0 for one in points),
-        down=sum(one.bytes_down or 0.0 for one in points),
-        releases=[one for one in view.book.releases if one.run == info.id],
+        up=sum(point.bytes_up or 0.0 for point in points),
+        down=sum(point.bytes_down or 0.0 for point in points),
+        releases=[release for release in view.book.releases if release.run == info.id],
     )
 
 
 def report(request: Request) -> Response:
-    """The page of a run that stands alone, as it was written at its end; its scripts have no part in the session."""
+    """Send the page of a run that was written at its end; its scripts have no part in the session."""
     view = site_of(request).view
     name = request.query_params.get("id", "")
     view.refresh()
@@ -246,7 +246,7 @@ def report(request: Request) -> Response:
 
 
 def analysis(request: Request) -> Response:
-    """A file of a run's analysis: its page, which stands alone, its pictures and its numbers."""
+    """Send a file of a run's analysis: its page, which stands alone, its pictures and its numbers."""
     view = site_of(request).view
     run = request.path_params["run"]
     name = request.path_params["name"]
@@ -266,7 +266,7 @@ def analysis(request: Request) -> Response:
 
 
 def compare(request: Request) -> Response:
-    """Several runs on common axes, with the settings in which they differ."""
+    """Show several runs on common axes, with the settings in which they differ."""
     view = site_of(request).view
     names = dict.fromkeys(request.query_params.getlist("run"))
     if len(names) > MOST_COMPARED:
@@ -286,15 +286,19 @@ def _comparison(
 ) -> Response:
     """Make the page that compares the chosen runs; ``ends``: run -> `_accuracies_at_end`."""
     names = dict.fromkeys(request.query_params.getlist("run"))
-    curves = [(one.id, view.curves(one.id)) for one in chosen]
-    flat = [_settings(one.request.to_body()) for one in chosen]
-    keys = sorted({key for one in flat for key in one})
-    differing = [key for key in keys if len({str(one.get(key)) for one in flat}) > 1]
+    curves = [(run_info.id, view.curves(run_info.id)) for run_info in chosen]
+    flat = [_settings(run_info.request.to_body()) for run_info in chosen]
+    keys = sorted({key for settings in flat for key in settings})
+    differing = [key for key in keys if len({str(settings.get(key)) for settings in flat}) > 1]
     wants_all = "all" in request.query_params
     columns = (keys if wants_all else differing)[:MOST_SETTINGS]
     rows = [
-        {"run": one, **_standing(view, one, ends[one.id]), "settings": [settings.get(key, "") for key in columns]}
-        for one, settings in zip(chosen, flat, strict=True)
+        {
+            "run": run_info,
+            **_standing(view, run_info, ends[run_info.id]),
+            "settings": [settings.get(key, "") for key in columns],
+        }
+        for run_info, settings in zip(chosen, flat, strict=True)
     ]
     return page(
         request,
@@ -311,31 +315,35 @@ def _comparison(
 
 @shown
 def releases(request: Request) -> Response:
-    """All releases, the newest first, and the devices of one of them."""
+    """Show all releases, the newest first, and the devices of one of them."""
     view = site_of(request).view
     before = _whole(request, "before")
     number = _whole(request, "number")
     book = view.book
     now = view.now()
-    current = {one.number for one in book.current()} | {one.number for one in book.releases if one.held}
+    in_force = [*book.current(), *(release for release in book.releases if release.held)]
+    can_be_changed = {release.number for release in in_force}
     running = Counter(device.runs for device in book.devices.values())
-    older = [one for one in book.releases if before is None or one.number < before]
-    chosen = older[-PAGE_ROWS:][::-1] if number is None else [one for one in [book.get(number)] if one is not None]
-    if number is not None and not chosen:
-        raise _absent(view, f"There is no release {number}. The page of releases lists those that there are.")
+    older = [release for release in book.releases if before is None or release.number < before]
+    chosen = older[-PAGE_ROWS:][::-1]
+    if number is not None:
+        named = book.get(number)
+        if named is None:
+            raise _absent(view, f"There is no release {number}. The page of releases lists those that there are.")
+        chosen = [named]
     rows = [
         {
-            "release": one,
-            "stage": _stage_text(book, one, now),
-            "kind": _stage_kind(book, one, now),
-            "undone": one.rolls_back or (one.number if one.rolled_back_by else 0),
-            "undone_because": book.undone_because(one),
-            "size": book.canary_size(one) if one.plan.canary else 0,
-            "waits": [*waits_for(book, one, now)],
-            "runs": running[one.bundle_id],
-            "actions": list(_possible(one)) if one.number in current else [],
+            "release": release,
+            "stage": _stage_text(book, release, now),
+            "kind": _stage_kind(book, release, now),
+            "undone": release.rolls_back or (release.number if release.rolled_back_by else 0),
+            "undone_because": book.undone_because(release),
+            "size": book.canary_size(release) if release.plan.canary else 0,
+            "waits": [*waits_for(book, release, now)],
+            "runs": running[release.bundle_id],
+            "actions": list(_possible(release)) if release.number in can_be_changed else [],
         }
-        for one in chosen
+        for release in chosen
     ]
     return page(
         request,
@@ -346,30 +354,30 @@ def releases(request: Request) -> Response:
         more=chosen[-1].number if number is None and len(older) > len(chosen) else None,
         devices=_devices(book, chosen[0], request, now) if number is not None else None,
         origin=describe_release(book, chosen[0], now) if number is not None else None,
-        pins=sorted((name, one) for name, one in book.pins.items() if one.holds(now))[:PAGE_ROWS],
-        has_bundles=any(one.bundle for one in view.runs.values()),
+        pins=sorted((name, pin) for name, pin in book.pins.items() if pin.holds(now))[:PAGE_ROWS],
+        has_bundles=any(run_info.bundle for run_info in view.runs.values()),
     )
 
 
 def bundles(request: Request) -> Response:
-    """All exported bundles: how close they are to what was trained, and who signed them."""
+    """Show all exported bundles: how close they are to what was trained, and who signed them."""
     view = site_of(request).view
     before = _whole(request, "before")
     view.refresh()
     by_bundle = dict[str, list[tuple[int, str, str]]]()
     with view.lock:
-        numbered = [(number, one) for number, one in enumerate(view.runs.values(), 1) if one.bundle]
-        for one in view.book.releases:
-            stage = _stage_text(view.book, one, view.now())
-            kind = _stage_kind(view.book, one, view.now())
-            by_bundle.setdefault(one.bundle_id, []).append((one.number, stage, kind))
-    older = [(number, one) for number, one in numbered if before is None or number < before]
+        numbered = [(number, run_info) for number, run_info in enumerate(view.runs.values(), 1) if run_info.bundle]
+        for release in view.book.releases:
+            stage = _stage_text(view.book, release, view.now())
+            kind = _stage_kind(view.book, release, view.now())
+            by_bundle.setdefault(release.bundle_id, []).append((release.number, stage, kind))
+    older = [(number, run_info) for number, run_info in numbered if before is None or number < before]
     chosen = older[-BUNDLES_ON_PAGE:][::-1]
     rows = [  # without the lock: files of some megabytes are read and compared with their hashes, once
-        {"run": one, "bundle": one.bundle, "releases": by_bundle.get(one.bundle.fact.bundle_id, [])}
-        | _manifest(view, one.bundle.digest)
-        for _, one in chosen
-        if one.bundle is not None
+        {"run": run_info, "bundle": run_info.bundle, "releases": by_bundle.get(run_info.bundle.fact.bundle_id, [])}
+        | _manifest(view, run_info.bundle.digest)
+        for _, run_info in chosen
+        if run_info.bundle is not None
     ]
     more = chosen[-1][0] if len(older) > len(chosen) else None
     with view.lock:
@@ -377,12 +385,12 @@ def bundles(request: Request) -> Response:
 
 
 def _stage_text(book: Book, release: Release, now: datetime) -> str:
-    """Where a release stands, in the words of 'headwater release status'."""
+    """Return where a release stands, in the words of 'headwater release status'."""
     return stage_text(standing(book, release, now))
 
 
 def _stage_kind(book: Book, release: Release, now: datetime) -> str:
-    """The word that decides the colour of a release's stage."""
+    """Return the word that decides the colour of a release's stage."""
     if not release.rolled_back_by and book.replaced_by(release) is not None:
         return "replaced"
     return book.stage(release, now)
@@ -390,10 +398,11 @@ def _stage_kind(book: Book, release: Release, now: datetime) -> str:
 
 @shown
 def methods(request: Request) -> Response:
-    """What leaves a device and what stays on it, for each method."""
+    """Show what leaves a device and what stays on it, for each method."""
     view = site_of(request).view
-    used = Counter(as_text(one.request.method) for one in view.runs.values())
-    newest = next((as_text(one.request.method) for one in reversed(list(view.runs.values()))), "")
+    run_infos = list(view.runs.values())
+    used = Counter(as_text(run_info.request.method) for run_info in run_infos)
+    newest = as_text(run_infos[-1].request.method) if run_infos else ""
     wanted = request.query_params.get("name", newest)
     known = _methods()
     return page(
@@ -405,12 +414,12 @@ def methods(request: Request) -> Response:
         chosen=known.get(wanted),
         wanted=wanted,
         is_newest="name" not in request.query_params,
-        run=next((one for one in reversed(list(view.runs.values())) if one.request.method == wanted), None),
+        run=next((run_info for run_info in reversed(run_infos) if run_info.request.method == wanted), None),
     )
 
 
 def failed(request: Request, error: Exception) -> Response:
-    """The page of an error: what was found and what to do, and nothing of the inside."""
+    """Return the page of an error: what was found and what to do, and nothing of the inside."""
     if isinstance(error, HTTPException):
         status = error.status_code
         message = str(error.detail)
@@ -434,7 +443,7 @@ def failed(request: Request, error: Exception) -> Response:
 
 
 def _whole(request: Request, name: str) -> int | None:
-    """A whole number in the address; None where it is not there.
+    """Return a whole number in the address; None where it is not there.
 
     Raises:
         UsageError: it is no such number.
@@ -448,7 +457,7 @@ def _whole(request: Request, name: str) -> int | None:
 
 
 def _absent(view: FolderView, message: str) -> HTTPException:
-    """The error of something that is not there, or not yet known."""
+    """Return the error of something that is not there, or not yet known."""
     if view.is_loaded:
         return HTTPException(404, message)
     return HTTPException(503, "The state folder is still being read; load this page again in a few seconds.")
@@ -524,13 +533,13 @@ def _cohort(live: Mapping[str, Any]) -> list[_Member]:
 
 
 def _kept_out(view: FolderView, agents: Sequence[AgentRow]) -> list[dict[str, str]]:
-    """Devices that are refused and are no row of the table as such: without a name, or with that of another one."""
+    """Return the refused devices that are no row of the table: without a name, or with that of another agent."""
     shown_as = {row.id for row in agents if row.presence is Presence.REFUSED}
-    return [one for one in view.refused() if one["id"] not in shown_as]
+    return [device for device in view.refused() if device["id"] not in shown_as]
 
 
 def _rejected(status: Mapping[str, Any]) -> list[tuple[str, int, list[tuple[str, int]]]]:
-    """What the coordinator has rejected since its start, with the most frequent causes."""
+    """Return what the coordinator has rejected since its start, with the most frequent causes."""
     result = []
     for what in ("messages", "updates"):
         number = as_number(status.get(f"rejected_{what}"))
@@ -541,7 +550,7 @@ def _rejected(status: Mapping[str, Any]) -> list[tuple[str, int, list[tuple[str,
 
 
 def _summary(view: FolderView, info: RunInfo) -> dict[str, Any]:
-    """The summary of a run without its agents; empty where there is none, or it is damaged."""
+    """Return the summary of a run without its agents; empty where there is none, or it is damaged."""
     path = view.folder.run(info.id).summary_path
     try:
         stamp = path.stat().st_mtime_ns
@@ -588,8 +597,8 @@ def _compared(agents: Sequence[Mapping[str, Any]]) -> Iterator[Compared]:
 
 
 def _warnings(summary: Mapping[str, Any]) -> list[str]:
-    warnings = [one for one in summary.get("warnings") or () if isinstance(one, dict)]
-    texts = [as_text(one.get("message")) for one in warnings]
+    warnings = [warning for warning in summary.get("warnings") or () if isinstance(warning, dict)]
+    texts = [as_text(warning.get("message")) for warning in warnings]
     more = len(texts) - 2 * SHOWN_CLIENTS
     return texts if more <= 0 else [*texts[: 2 * SHOWN_CLIENTS], f"and {more} more, in summary.json"]
 
@@ -630,7 +639,7 @@ def _flatten(name: str, value: Any) -> Iterator[tuple[str, str]]:
 def _files(view: FolderView, run: str) -> list[tuple[str, int]]:
     folder = view.folder.run(run).folder
     try:
-        return sorted((one.name, one.stat().st_size) for one in folder.iterdir() if one.is_file())[:PAGE_ROWS]
+        return sorted((path.name, path.stat().st_size) for path in folder.iterdir() if path.is_file())[:PAGE_ROWS]
     except OSError:
         return []
 
@@ -655,7 +664,8 @@ def _history_row(line: HistoryLine, book: Book) -> _HistoryRow:
     by = ""
     if isinstance(line, AccuracyLine | BundleLine):
         bundle = as_text(line.bundle_id or "")
-        number = next((one.number for one in reversed(book.releases) if bundle and one.bundle_id == bundle), None)
+        by_bundle = {release.bundle_id: release.number for release in book.releases}
+        number = by_bundle.get(bundle) if bundle else None
     if isinstance(line, BundleLine) and line.outcome:
         number = line.release
     if isinstance(line, PinLine):
@@ -680,7 +690,7 @@ def _say_history(line: HistoryLine) -> tuple[str, str | None]:
 
 
 def _possible(release: Release) -> Iterator[str]:
-    """What can be done to a release now."""
+    """Yield what can be done to a release now."""
     if release.stage in {"canary", "paused"}:
         yield "promote"
     if release.is_open and not release.rolls_back:
@@ -692,7 +702,7 @@ def _possible(release: Release) -> Iterator[str]:
 
 
 def _devices(book: Book, release: Release, request: Request, now: datetime) -> dict[str, Any]:
-    """One page of the devices that a release is about: those that failed first, then those that are awaited."""
+    """Return one page of the devices that a release is about: those that failed first, then those that are awaited."""
     order = {"failed": 0, "unable": 1, "pending": 2, "declined": 3, "ok": 4}
     pending = set(book.pending(release, now)) - set(release.results)  # a device that was unable is asked again
     rows = [(order[result.outcome], name, result.outcome, result) for name, result in release.results.items()] + [
@@ -707,7 +717,7 @@ def _devices(book: Book, release: Release, request: Request, now: datetime) -> d
 
 
 def _manifest(view: FolderView, digest: str) -> dict[str, Any]:
-    """What a bundle's file says of itself; ``gone`` where the file was removed."""
+    """Return what a bundle's file says of itself; ``gone`` where the file was removed."""
     try:
         path = view.folder.blobs.path(digest)
         return _read_manifest(str(path), path.stat().st_mtime_ns)
@@ -726,7 +736,7 @@ def _read_manifest(path: str, _stamp: int) -> dict[str, Any]:
     signed = None
     if opened.release is not None:
         member = parse(Member, opened.release, path)
-        signers = [one.keyid for one in member.release.signatures]
+        signers = [signature.keyid for signature in member.release.signatures]
         signed = read(Release, member.release, "release")
     manifest = opened.manifest
     return {
@@ -743,6 +753,6 @@ def _read_manifest(path: str, _stamp: int) -> dict[str, Any]:
 
 @functools.cache
 def _methods() -> dict[str, dict[str, Any]]:
-    """Our own methods as 'headwater methods' lists them."""
+    """Return our own methods as 'headwater methods' lists them."""
     content: dict[str, dict[str, Any]] = json.loads(files("coordinator.cli").joinpath("methods.json").read_bytes())
     return content

@@ -41,7 +41,7 @@ class Spread(NamedTuple):
 
     @classmethod
     def of(cls, values: np.ndarray[Any, np.dtype[np.float64]]) -> Spread:
-        """Of one value or more."""
+        """Return the spread of at least one value."""
         ranked = np.sort(values)
         low, high = np.percentile(ranked, (10, 90))
         return cls(float(ranked.mean()), float(low), float(high), mean_of_worst_tenth(ranked.tolist()), len(ranked))
@@ -101,7 +101,7 @@ class Incident(NamedTuple):
 
 
 class _Read(NamedTuple):
-    """One line that was read."""
+    """A line of the file that is about a closed round, and what follows from it."""
 
     point: RoundPoint
     incidents: list[Incident]
@@ -148,7 +148,7 @@ class RunCurves:
         return self._points + 10 * len(self._agents)
 
     def forget_agents(self) -> None:
-        """Hold no figures of single agents any more; those over all agents stay."""
+        """Drop the figures of single agents; those over all agents stay."""
         self.is_for_agents = False
         self._points = 0
         self._agents.clear()
@@ -200,7 +200,7 @@ class RunCurves:
             yield int(number), known[0], known[1]
 
     def newest(self) -> dict[str, tuple[float | None, float | None]]:
-        """Agent -> its newest acc.global and acc.personal."""
+        """Return agent -> its newest acc.global and acc.personal."""
         result = dict[str, tuple[float | None, float | None]]()
         for agent, row in self._agents.items():
             last = [None if math.isnan(value) else round(value, 6) for value in row[-2:]]
@@ -208,7 +208,7 @@ class RunCurves:
         return result
 
     def rounds(self) -> list[RoundPoint]:
-        """All closed rounds in order; one that was recorded twice counts as recorded last."""
+        """Return all closed rounds in order; one that was recorded twice counts as recorded last."""
         return [self.points[number] for number in sorted(self.points)]
 
     def _add(self, read: _Read) -> None:
@@ -235,7 +235,7 @@ def _record(line: bytes) -> dict[str, Any] | None:
 
 
 def _read_round(record: Mapping[str, Any]) -> _Read | None:
-    """A closed round; None: the line is about something else."""
+    """Return the closed round that a line is about; None: it is about something else."""
     value = as_number(record.get("round"))
     if record.get("kind") != "round" or value is None or not 0 <= value < 1 << 24:
         return None
@@ -291,4 +291,4 @@ def _texts(value: object) -> list[str]:
 
 def _reasons(value: object) -> list[tuple[str, str]]:
     items = value if isinstance(value, list) else []
-    return [(as_text(one.get("agent")), as_text(one.get("reason"))) for one in items if isinstance(one, dict)]
+    return [(as_text(item.get("agent")), as_text(item.get("reason"))) for item in items if isinstance(item, dict)]
