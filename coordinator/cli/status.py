@@ -1,4 +1,4 @@
-"""``headwater status``."""
+"""``headwater status``: what the coordinator does, and for whom it waits, from the files of its state folder."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class RoundOfRun(NamedTuple):
 
 @dataclass
 class Histogram:
-    """Observations in buckets."""
+    """Durations, counted in buckets."""
 
     counts: list[int] = field(default_factory=lambda: [0] * (len(SECONDS) + 1))
     sum: float = 0.0

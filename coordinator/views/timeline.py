@@ -163,10 +163,10 @@ def _say_refused(fact: UpdateRefused, entry: Entry, said: SaidBefore) -> str:
 
 
 def _say_reported(fact: ReleaseReported, _: Entry) -> str:
-    known = [f"acc.{scope} {value:.3f}" for scope, value in (fact.acc or {}).items() if value is not None]
+    figures = [f"acc.{scope} {value:.3f}" for scope, value in (fact.acc or {}).items() if value is not None]
     alone = "; better off alone" if fact.better_alone else ""
     back = f"; keeps another bundle: {fact.rolled_back}" if fact.rolled_back else ""
-    return f"{fact.id}: {', '.join(known) or 'no accuracy'}{alone}{back}"
+    return f"{fact.id}: {', '.join(figures) or 'no accuracy'}{alone}{back}"
 
 
 _WithReason = CancelRequested | UpdateRefused | ProxyFailed | RunFailed | RunCancelled
@@ -174,6 +174,10 @@ _WithReason = CancelRequested | UpdateRefused | ProxyFailed | RunFailed | RunCan
 
 def _reason(fact: _WithReason) -> str:
     return fact.reason or "no reason was given"
+
+
+def _say_proxy_failed(fact: ProxyFailed, entry: Entry) -> str:
+    return f"acc.proxy after round {entry.round} not computed: {_reason(fact)}"
 
 
 def _bundle(fact: BundleExported | ReleaseMade) -> str:
@@ -200,7 +204,7 @@ KINDS: dict[str, tuple[Level, Callable[[Any, Entry], str]]] = {
     "norm_pooled": ("info", lambda fact, _: f"batch norm statistics of {_clients(fact)}"),
     "ranges_collected": ("info", lambda fact, _: f"ranges of activations of {_clients(fact)}"),
     "proxy_evaluated": ("info", lambda fact, entry: f"acc.proxy after round {entry.round}: {fact.acc}"),
-    "proxy_failed": ("warning", lambda fact, one: f"acc.proxy after round {one.round} not computed: {_reason(fact)}"),
+    "proxy_failed": ("warning", _say_proxy_failed),
     "run_finished": ("info", _say_finished),
     "run_failed": ("error", lambda fact, _: f"failed: {_reason(fact)}"),
     "run_cancelled": ("warning", lambda fact, _: f"cancelled: {_reason(fact)}"),
