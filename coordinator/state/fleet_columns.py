@@ -67,8 +67,8 @@ class Column:
     page: str = ""
     """Its title on the page of the fleet; empty: it is not there."""
 
-    place: int = LAST
-    """Where it stands on the page: columns with lower numbers come first."""
+    page_index: int = LAST
+    """Its order on the page: columns with lower numbers come first."""
 
     option: str = ""
     """Its name in ``--sort`` of ``headwater agents``; empty: it is not there."""
@@ -95,7 +95,7 @@ def _bundle_order(row: AgentRow) -> int | None:
 
 
 COLUMNS: tuple[Column, ...] = (
-    Column("id", lambda row: row.id, Shape.AGENT, ("id",), "agent", "agent", place=0, option="name"),
+    Column("id", lambda row: row.id, Shape.AGENT, ("id",), "agent", "agent", page_index=0, option="name"),
     Column(
         "state",
         lambda row: row.presence.value,
@@ -103,7 +103,7 @@ COLUMNS: tuple[Column, ...] = (
         ("state",),
         "state",
         "state",
-        place=1,
+        page_index=1,
         option="state",
         page_order=lambda row: row.presence.order,
     ),
@@ -114,7 +114,7 @@ COLUMNS: tuple[Column, ...] = (
         ("tier",),
         "tier",
         "tier",
-        place=6,
+        page_index=6,
         option="tier",
         page_order=lambda row: row.tier,
     ),
@@ -126,7 +126,7 @@ COLUMNS: tuple[Column, ...] = (
         ("last_seen_s",),
         "seen",
         "last seen",
-        place=7,
+        page_index=7,
         option="last-seen",
         page_order=lambda row: row.seen_at,
     ),
@@ -137,7 +137,7 @@ COLUMNS: tuple[Column, ...] = (
         ("software",),
         "version",
         "version",
-        place=8,
+        page_index=8,
         option="version",
         page_order=lambda row: row.software,
     ),
@@ -148,7 +148,7 @@ COLUMNS: tuple[Column, ...] = (
         ("bundle_id",),
         "bundle",
         "bundle",
-        place=9,
+        page_index=9,
         option="bundle",
         page_order=_bundle_order,
     ),
@@ -161,7 +161,7 @@ COLUMNS: tuple[Column, ...] = (
         ("acc", "local"),
         "acc.\nlocal",
         "alone",
-        place=4,
+        page_index=4,
         option="acc.local",
     ),
     Column(
@@ -171,7 +171,7 @@ COLUMNS: tuple[Column, ...] = (
         ("acc", "global"),
         "acc.\nglobal",
         "shared",
-        place=5,
+        page_index=5,
         option="acc.global",
     ),
     Column(
@@ -181,10 +181,10 @@ COLUMNS: tuple[Column, ...] = (
         ("acc", "personal"),
         "acc.\npersonal",
         "personal",
-        place=3,
+        page_index=3,
         option="acc.personal",
     ),
-    Column("gain", lambda row: row.gain, Shape.GAIN, page="gain", place=2),
+    Column("gain", lambda row: row.gain, Shape.GAIN, page="gain", page_index=2),
     Column("better_alone", lambda row: row.better_alone, Shape.DETAIL, ("better_alone",)),
     Column(
         "candidate",
@@ -192,7 +192,7 @@ COLUMNS: tuple[Column, ...] = (
         Shape.DETAIL,
         ("candidate",),
     ),
-    Column("memory", lambda row: row.rss_mb, Shape.MEMORY, ("rss_mb",), "MB", "memory", place=10, option="memory"),
+    Column("memory", lambda row: row.rss_mb, Shape.MEMORY, ("rss_mb",), "MB", "memory", page_index=10, option="memory"),
     Column("fault", lambda row: row.fault, Shape.FAULT, ("fault",), "last fault"),
     Column("notes", lambda row: list(row.notes), Shape.DETAIL, ("notes",)),
 )
@@ -201,7 +201,7 @@ COLUMNS: tuple[Column, ...] = (
 
 def page_columns() -> list[Column]:
     """Return the columns of the page of the fleet, in their order there."""
-    return sorted((column for column in COLUMNS if column.page), key=lambda column: column.place)
+    return sorted((column for column in COLUMNS if column.page), key=lambda column: column.page_index)
 
 
 def terminal_columns() -> list[Column]:
