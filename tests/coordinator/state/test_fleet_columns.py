@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+from typing import get_args
 
 import pytest
 from web_site import FolderSite, agent_status
 
 from coordinator.cli import main as headwater
+from coordinator.cli.fleet import SortKey
 from coordinator.state import fleet_columns
 from coordinator.state.fleet_columns import COLUMNS, Column, Shape
 from coordinator.web.fleet_table import SORTS
@@ -59,3 +61,7 @@ def test_a_column_that_is_declared_once_is_on_the_page(site):
 
 def test_every_column_of_the_page_can_be_sorted_by():
     assert set(SORTS) == {column.name for column in fleet_columns.page_columns()}
+
+
+def test_the_sort_options_of_the_command_are_those_of_the_columns():
+    assert get_args(SortKey) == tuple(column.option for column in COLUMNS if column.option)
