@@ -16,11 +16,6 @@ def counted(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-def worst_tenth(agents: int) -> int:
-    """How many of so many agents are the worst tenth: a tenth of them, rounded up."""
-    return -(-agents // 10)
-
-
 def listed(names: Sequence[str], empty: str = "none") -> str:
     """Names with commas between them, and how many more there are beyond the first ten."""
     if not names:

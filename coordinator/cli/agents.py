@@ -19,9 +19,10 @@ from edge_agent.identity.certificates import show_utc
 
 from ..identity.ledger import AgentRecord, Ledger
 from ..journal.entries import DeviceRetired
-from ..state.history import SCOPES, history_of
+from ..state.history import history_of
 from ..state.store import StateFolder
 from ..text import counted, listed
+from ..views.candidate import SCOPES
 from ..views.releases import book_of
 from .enroll import Expires, Name, duration, enrolment, print_token
 from .fleet import NO_AGENTS, Row, SortKey, ago, has_problem, notes_of, rows_of, sort_key, table_of

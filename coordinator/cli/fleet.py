@@ -12,10 +12,11 @@ from edge_agent.core.time_and_text import show_time
 
 from ..identity.revoked import revoked_agents
 from ..journal.store import utc_now
-from ..state.fleet_rows import REPORTS, AgentRow, FleetFacts, reported_by
+from ..state.fleet_columns import COLUMNS, Column, Shape, terminal_columns, to_json, value_in
+from ..state.fleet_rows import FleetFacts, HeardAgent
 from ..state.fleet_rows import rows_of as fleet_rows
-from ..state.history import SCOPES
 from ..state.store import StateFolder, read_agents, read_status
+from ..views.fleet import REPORTS, reported_by
 from ..views.releases import book_of
 from .follow import is_serving
 from .output import table
@@ -39,7 +40,7 @@ def rows_of(folder: StateFolder) -> list[Row]:
     refused = [one for one in status.get("refused_agents", ()) if one["id"]]
     book = book_of(folder.journal)
     facts = FleetFacts(
-        {one["id"]: one for one in read_agents(folder.path)},
+        {agent["id"]: HeardAgent.from_body(agent) for agent in read_agents(folder.path)},
         reported_by(folder.journal.newest_of(*REPORTS), book),
         book,
         refused={one["id"]: {name: str(one[name]) for name in FAULT} for one in refused},
@@ -48,32 +49,15 @@ def rows_of(folder: StateFolder) -> list[Row]:
         now=now,
     )
     age_s = 0.0 if facts.is_serving else status_age_s(status, now)
-    return [_row(one, age_s) for one in fleet_rows(facts)]
+    rows = fleet_rows(facts)
+    for row in rows:
+        row.silent_s = None if row.silent_s is None else row.silent_s + age_s
+    return [to_json(row) for row in rows]
 
 
 def status_age_s(status: dict[str, Any], now: datetime) -> float:
     """How long ago the coordinator wrote its status; 0 where it says no time."""
     return max(0.0, (now - datetime.fromisoformat(status["at"])).total_seconds()) if "at" in status else 0.0
-
-
-def _row(agent: AgentRow, age_s: float) -> Row:
-    return {
-        "id": agent.id,
-        "state": agent.state,
-        "tier": agent.tier or None,
-        "transport": agent.transport or None,
-        "last_seen_s": None if agent.silent_s is None else agent.silent_s + age_s,
-        "software": agent.software or None,
-        "bundle_id": agent.bundle_id or None,
-        "samples": agent.samples,
-        "head": agent.head or None,
-        "acc": dict(zip(SCOPES, (agent.local, agent.shared, agent.personal), strict=True)),
-        "better_alone": agent.better_alone,
-        "candidate": None if agent.candidate is None else agent.candidate.body(),
-        "rss_mb": agent.rss_mb,
-        "fault": agent.fault,
-        "notes": list(agent.notes),
-    }
 
 
 def has_problem(row: Row) -> bool:
@@ -83,48 +67,41 @@ def has_problem(row: Row) -> bool:
 
 def sort_key(by: SortKey | None) -> Callable[[Row], tuple[Any, ...]]:
     """A key for `sorted`: by default those with a problem first; accuracies from the worst, what is unknown last."""
-    fields: dict[SortKey, Callable[[Row], Any]] = {
-        "name": lambda row: row["id"],
-        "state": lambda row: row["state"],
-        "tier": lambda row: row["tier"],
-        "last-seen": lambda row: row["last_seen_s"],
-        "version": lambda row: row["software"],
-        "bundle": lambda row: row["bundle_id"],
-        "memory": lambda row: None if row["rss_mb"] is None else -row["rss_mb"],
-        "acc.local": lambda row: row["acc"]["local"],
-        "acc.global": lambda row: row["acc"]["global"],
-        "acc.personal": lambda row: row["acc"]["personal"],
-    }
     if by is None:
         return lambda row: (not has_problem(row), row["id"])
-    field = fields[by]
+    column = next(column for column in COLUMNS if column.option == by)
 
     def key(row: Row) -> tuple[Any, ...]:
-        value = field(row)
+        value = value_in(row, column)
+        if column.shape is Shape.MEMORY and value is not None:
+            value = -value  # the most first
         return (value is None, "" if value is None else value, row["id"])
 
     return key
 
 
 def table_of(rows: list[Row], title: str) -> Table:
-    """One line for each agent."""
-    columns = ("agent", "state", "tier", "seen", "version", "bundle", "last fault")
-    numbers = (*(f"acc.\n{scope}" for scope in SCOPES), "MB")
-    cells = [
-        (
-            f"{row['id']}{' *' if has_problem(row) else ''}",
-            row["state"],
-            row["tier"],
-            ago(row["last_seen_s"]),
-            row["software"],
-            (row["bundle_id"] or "")[:8],
-            row["fault"]["error"] if row["fault"] else None,
-            *(row["acc"][scope] for scope in SCOPES),
-            None if row["rss_mb"] is None else f"{row['rss_mb']:.0f}",
-        )
-        for row in rows
-    ]
-    return table(title, (*columns, *numbers), cells, left=len(columns))
+    """Return the table of these agents, one line for each."""
+    columns = terminal_columns()
+    cells = [[_cell(row, column) for column in columns] for row in rows]
+    texts = sum(not column.is_numeric for column in columns)
+    return table(title, [column.terminal for column in columns], cells, left=texts)
+
+
+def _cell(row: Row, column: Column) -> object:
+    """Return what the table shows of an agent in a column."""
+    value = value_in(row, column)
+    if column.shape is Shape.AGENT:
+        return f"{value} *" if has_problem(row) else value
+    if column.shape is Shape.SEEN:
+        return ago(value)
+    if column.shape is Shape.BUNDLE:
+        return (value or "")[:8]
+    if column.shape is Shape.MEMORY:
+        return None if value is None else f"{value:.0f}"
+    if column.shape is Shape.FAULT:
+        return value["error"] if value else None
+    return value
 
 
 def ago(seconds: float | None) -> str | None:

@@ -21,9 +21,9 @@ from edge_agent.core.time_and_text import show_time
 from ..journal.sqlite import Journal
 from ..journal.store import utc_now
 from ..runs.result_notes import standing
-from ..state.history import SCOPES
 from ..state.store import StateFolder, read_status
 from ..text import SaidBefore, about_time, counted, listed
+from ..views.candidate import SCOPES
 from ..views.runs import RunRecord, replay
 from .output import console, fitted, is_live, table
 

@@ -9,8 +9,9 @@ import typer
 from edge_agent.core.children import stop_on_signals
 from edge_agent.core.errors import UnknownName
 
-from ..runs.timeline import Event, Level, Timeline
 from ..state.store import StateFolder
+from ..state.timeline import Timeline
+from ..views.timeline import Event, Level
 from .options import Config, Json, State, state_path
 from .output import present, print_line, show
 
@@ -49,7 +50,7 @@ def logs(
         if run is not None and run not in runs:
             raise UnknownName("run", run, runs[-20:])
         timeline = Timeline(folder, run or runs[-1], least=level, agent=agent)
-        events = timeline.new()
+        events = timeline.read_new()
         events = events[-last:] if last else events
         if not follow:
             present(
@@ -61,7 +62,7 @@ def logs(
                 print_line(event.body() if as_json else _line(event))
             if timeline.is_over or stop.wait(LOOK_EVERY_S):
                 return
-            events = timeline.new()
+            events = timeline.read_new()
 
 
 def _line(event: Event) -> str:

@@ -1,9 +1,12 @@
-"""``headwater status``."""
+"""``headwater status``: what the coordinator does, and for whom it waits, from the files of its state folder."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
@@ -19,6 +22,7 @@ from ..fleet.release_commands import open_releases, standing_of
 from ..identity.revoked import revoked_agents
 from ..journal.store import utc_now
 from ..runs.result_notes import SHOWN_CLIENTS, coordinator_metrics, metric_lines, spent
+from ..state.fleet_rows import Presence, presence_of
 from ..state.retention import usage
 from ..state.store import RunFolder, StateFolder, read_agents, read_status
 from ..text import counted, listed
@@ -60,29 +64,99 @@ def status(
     Example: headwater status --config configs/coordinator.toml --only offline --page 2
     """
     path = state_path(config, state)
+    selection = Selection(agents, page, only, find)
     with StateFolder(path).look() as folder:
         if not watch:
-            result = _gathered(folder, agents=agents, page=page, only=only, find=find)
+            result = gather_status(folder, selection)
             present(result, _lines(result), as_json=as_json)
             return
         from edge_agent.core.children import stop_on_signals
 
-        with stop_on_signals() as stop, _shown_again(as_json=as_json) as show_again:
+        with stop_on_signals() as stop, _status_shown_again(as_json=as_json) as show_again:
             while True:
-                show_again(_gathered(folder, agents=agents, page=page, only=only, find=find, watched=True))
+                show_again(gather_status(folder, selection, is_watched=True))
                 if stop.wait(every):
                     return
 
 
-def _gathered(
-    folder: StateFolder, *, agents: int, page: int, only: Condition, find: str, watched: bool = False
-) -> dict[str, Any]:
-    """The whole status, as JSON; ``watched``: of a large fleet no agents but those with a fault or a note."""
+@dataclass(frozen=True)
+class Selection:
+    """Which agents a status is to have."""
+
+    most: int = SHOWN_AGENTS
+    """Agents on a page; 0: all."""
+
+    page: int = 1
+    only: Condition = "all"
+    find: str = ""
+    """Text that their ids contain."""
+
+    def takes(self, agent: Mapping[str, Any]) -> bool:
+        """Whether an agent of the status is in the wanted condition, and has the text in its id."""
+        return self.find in agent["id"] and self._is_in_condition(agent)
+
+    def _is_in_condition(self, agent: Mapping[str, Any]) -> bool:
+        if self.only == "online":
+            return bool(agent["present"])
+        if self.only == "offline":
+            return not agent["present"]
+        if self.only == "notes":
+            return any(notes_of(dict(agent)))
+        return self.only == "all" or agent.get("condition") == self.only
+
+    def cut(self, agents: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the page of these agents; of more than one page those with a note come first, then those offline."""
+        if not self.most:
+            return agents
+        if len(agents) > self.most:
+            agents = sorted(agents, key=lambda agent: (not any(notes_of(agent)), agent["present"], agent["id"]))
+        return agents[(self.page - 1) * self.most :][: self.most]
+
+    def pages(self, count: int) -> int:
+        """Return the number of pages of so many agents, at least one."""
+        return max(1, math.ceil(count / self.most)) if self.most else 1
+
+
+def gather_status(folder: StateFolder, selection: Selection, *, is_watched: bool = False) -> dict[str, Any]:
+    """Return the whole status as JSON, as ``--json`` prints it.
+
+    Args:
+        folder: The state folder, opened.
+        selection: The agents that it is to have.
+        is_watched: Whether it is looked at again and again: then of a large fleet it has only agents with a note.
+    """
     path = folder.path
-    ahead: str | None = None
+    written = read_status(path)
+    now = written.get("run") or {}
+    serving = is_serving(path)
+    runs = _describe_runs(folder)
+    disk = usage(folder)
+    releases = open_releases(folder)
+    if serving and now.get("stalled"):
+        for run in runs:
+            if run["id"] == now["id"]:
+                run |= {"status": "stalled", "reason": now["stalled"].get("reason")}
+    # What is known of the newest run beside the journal: warnings and the privacy that it has spent.
+    summary = _newest_summary(path, runs)
+    privacy = now.get("privacy")
+    if summary is not None:
+        privacy = privacy or summary.get("privacy")
+        runs[-1]["reason"] = runs[-1]["reason"] or summary.get("stopped")
+    warnings = (summary or {}).get("warnings", [])
+    alone = [warning["message"] for warning in warnings if warning["kind"] == "below_local"]
+    result = {"better_alone": alone, "privacy": privacy, "serving": serving, "state": str(path), "disk": disk}
+    result |= {"runs": runs, "releases": releases, **written}
+    if "agents" in written:
+        result |= _select_agents(path, written, selection, is_watched=is_watched)
+    return result
+
+
+def _describe_runs(folder: StateFolder) -> list[dict[str, Any]]:
+    """Return all runs as JSON, each with the unfinished one that it is queued behind."""
     runs = list[dict[str, Any]]()
-    for run in folder.journal.runs():
-        record = replay(folder.journal, run)
+    ahead: str | None = None
+    for name in folder.journal.runs():
+        record = replay(folder.journal, name)
         runs.append(
             {
                 "id": record.run,
@@ -92,46 +166,42 @@ def _gathered(
                 "rounds": record.request.rounds,
                 "reason": record.reason,
                 "queued_behind": None if record.is_over else ahead,
-                **coordinator_metrics(folder.journal, run),
+                **coordinator_metrics(folder.journal, name),
             }
         )
-        ahead = ahead if record.is_over else run
-    disk = usage(folder)
-    releases = open_releases(folder)
-    summary = None
-    with contextlib.suppress(StateError):  # a damaged summary costs its notes, not the status
-        summary = RunFolder(path / "runs" / runs[-1]["id"]).summary() if runs else None
-    written = read_status(path)
-    serving = is_serving(path)
-    if serving and (stalled := (written.get("run") or {}).get("stalled")):
-        for one in runs:
-            if one["id"] == written["run"]["id"]:
-                one |= {"status": "stalled", "reason": stalled.get("reason")}
-    alone = [one["message"] for one in (summary or {}).get("warnings", []) if one["kind"] == "below_local"]
-    privacy = (written.get("run") or {}).get("privacy")
-    if summary is not None:
-        privacy = privacy or summary.get("privacy")
-        runs[-1]["reason"] = runs[-1]["reason"] or summary.get("stopped")
-    result = {"better_alone": alone, "privacy": privacy, "serving": serving, "state": str(path), "disk": disk}
-    result |= {"runs": runs, "releases": releases, **written}
-    if "agents" in written:
-        is_large = watched and written.get("fleet", {}).get("agents", 0) > SHOWN_AGENTS
-        known = [one for one in written["agents"] if any(notes_of(one))] if is_large else read_agents(path)
-        chosen = [one for one in known if find in one["id"] and _is(only, one)]
-        if agents and len(chosen) > agents:
-            chosen.sort(key=lambda one: (not any(notes_of(one)), one["present"], one["id"]))
-        shown = chosen[(page - 1) * agents :][:agents] if agents else chosen
-        revoked = revoked_agents(path)
-        shown = [{**one, "revoked": one["id"] in revoked} for one in shown]
-        result |= {"agents": shown, "agents_selected": len(chosen), "page": page, "pages": _pages(len(chosen), agents)}
-    return result
+        if not record.is_over:
+            ahead = name
+    return runs
+
+
+def _newest_summary(path: Path, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Return the summary of the newest run; None where it has none, or a damaged one, which costs only its notes."""
+    if not runs:
+        return None
+    with contextlib.suppress(StateError):
+        return RunFolder(path / "runs" / runs[-1]["id"]).summary()
+    return None
+
+
+def _select_agents(path: Path, written: Mapping[str, Any], selection: Selection, *, is_watched: bool) -> dict[str, Any]:
+    """Return the chosen page of agents as JSON, and how many were chosen on how many pages."""
+    is_large = written.get("fleet", {}).get("agents", 0) > SHOWN_AGENTS
+    if is_watched and is_large:
+        agents = [agent for agent in written["agents"] if any(notes_of(agent))]
+    else:
+        agents = read_agents(path)
+    chosen = [agent for agent in agents if selection.takes(agent)]
+    revoked = revoked_agents(path)
+    shown = [{**agent, "revoked": agent["id"] in revoked} for agent in selection.cut(chosen)]
+    pages = selection.pages(len(chosen))
+    return {"agents": shown, "agents_selected": len(chosen), "page": selection.page, "pages": pages}
 
 
 # --- watching --------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def _shown_again(*, as_json: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
+def _status_shown_again(*, as_json: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
     """What to call with each status: on a terminal it takes the place of the one before, else its changes follow."""
     out = stdout_console(soft_wrap=False)
     if as_json or not is_live(out):
@@ -168,73 +238,53 @@ class _Changes:
 
 
 def _facts(result: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """What a status says, by subject, without what changes with each look."""
+    """Yield what a status says, by subject, without what changes with each look."""
     serving = result["serving"]
     yield "coordinator", "serving" if serving else "not running"
-    if serving and (waiting := result.get("waiting")):
+    waiting = result.get("waiting")
+    if serving and waiting:
         whom = f", not yet from {listed(waiting['whom'])}" if waiting["whom"] else ""
         yield "waits", f"{waiting['for']}{whom}"
     for run in result["runs"]:
-        note = f", queued behind {run['queued_behind']}" if run["queued_behind"] else ""
-        note = note or (f", {run['reason']}" if run["reason"] else "")
-        yield run["id"], f"{run['status']}, round {run['round']} of {run['rounds']}{note}"
-    if fleet := result.get("fleet"):
-        yield "fleet", f"{fleet['agents']} known, {', '.join(f'{fleet[one]} {one}' for one in CONDITIONS)}"
+        note = _run_note(run)
+        text = f"{run['status']}, round {run['round']} of {run['rounds']}"
+        yield run["id"], f"{text}, {note}" if note else text
+    fleet = result.get("fleet")
+    if fleet:
+        yield "fleet", f"{fleet['agents']} known, {_count_conditions(fleet)}"
+    yield from _accuracies(result)
+    for agent in result.get("agents", ()):
+        notes = "; ".join(notes_of(agent))
+        if notes:
+            yield agent["id"], notes
+    if serving:
+        for refused in result.get("refused_agents", ()):
+            about = f"refused {refused['id'] or 'device'} by {refused['by']}"
+            yield about, f"{refused['message']}; {refused['remedy']}"
+
+
+def _run_note(run: Mapping[str, Any]) -> str:
+    """Return what a run is queued behind, or why it has ended or is stalled; empty where there is nothing to say."""
+    if run["queued_behind"]:
+        return f"queued behind {run['queued_behind']}"
+    return run["reason"] or ""
+
+
+def _count_conditions(fleet: Mapping[str, Any]) -> str:
+    return ", ".join(f"{fleet[name]} {name}" for name in CONDITIONS)
+
+
+def _accuracies(result: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield each accuracy that agents have reported, by its name, with its mean and its worst tenth."""
     for scope, acc in (result.get("acc") or {}).items():
-        yield f"acc.{scope}", _accuracy(acc)
-    for one in result.get("agents", ()):
-        if said := "; ".join(notes_of(one)):
-            yield one["id"], said
-    for one in result.get("refused_agents", ()) if serving else ():
-        yield f"refused {one['id'] or 'device'} by {one['by']}", f"{one['message']}; {one['remedy']}"
-
-
-def _accuracy(acc: dict[str, Any]) -> str:
-    of = counted(acc["agents"], "agent")
-    return f"{value_text(acc['mean'])}, worst tenth {value_text(acc['worst_tenth'])}, of {of}"
-
-
-def _is(condition: Condition, agent: dict[str, Any]) -> bool:
-    if condition in {"online", "offline"}:
-        return bool(agent["present"]) == (condition == "online")
-    if condition == "notes":
-        return any(notes_of(agent))
-    return condition == "all" or agent.get("condition") == condition
-
-
-def _pages(count: int, size: int) -> int:
-    return max(1, -(-count // size)) if size else 1
+        agents = counted(acc["agents"], "agent")
+        text = f"{value_text(acc['mean'])}, worst tenth {value_text(acc['worst_tenth'])}, of {agents}"
+        yield f"acc.{scope}", text
 
 
 def _lines(result: dict[str, Any]) -> Iterator[Table | str]:
-    serving = result["serving"]
-    runs = result["runs"]
-    agents = result.get("agents", [])
-    age = ""
-    if "at" in result:
-        seconds = status_age_s(result, utc_now())
-        age = f" (heard {seconds:.0f} s ago)"
-    yield f"coordinator: {'serving' if serving else 'not running'}{age}, state in {result['state']}"
-    yield from _version_note(result)
-    if serving and (waiting := result.get("waiting")):
-        whom = f"; not yet from {listed(waiting['whom'])}" if waiting["whom"] else ""
-        left = f", at most {waiting['seconds_left']:.0f} s more" if waiting["seconds_left"] is not None else ""
-        yield f"{'idle' if waiting.get('idle') else 'waits'}: {waiting['for']}{whom}{left}"
-    if not serving:
-        yield "advice: 'headwater serve' starts it; 'headwater doctor --config FILE' tries its way to the broker"
-    elif advised := advice(result):
-        yield f"advice: {advised}"
-    yield from map(spent, filter(None, [result["privacy"]]))
-    titles = {"storage": "storage", "other_coordinator": "another coordinator", "standby": "standby"}
-    for key, title in titles.items() if serving else ():
-        if said := result.get(key):
-            yield f"{title}: {'; '.join(said) if isinstance(said, list) else said}"
-    for what in ("messages", "updates"):  # since the coordinator's start, with the most frequent causes
-        if number := result.get(f"rejected_{what}", 0):
-            most = (result.get("rejected_most") or {}).get(what, {})
-            causes = "; ".join(f"{cause} ({times} ×)" for cause, times in most.items())
-            yield f"rejected: {counted(number, what[:-1])}{f', most of all {causes}' if causes else ''}"
-    yield from map(refusal_line, result.get("refused_agents", ())[:SHOWN_AGENTS] if serving else ())
+    """Yield the status for people: the coordinator, its folder, the runs, the fleet."""
+    yield from _coordinator_lines(result)
     yield from map(standing_of, result["releases"])
     disk = result["disk"]
     yield (
@@ -242,15 +292,84 @@ def _lines(result: dict[str, Any]) -> Iterator[Table | str]:
         f"{counted(disk['ended_runs'], 'ended run')}; {disk['free_bytes'] / 1e6:.0f} MB are free"
     )
     yield ""
-    yield _table_of_runs(runs) if runs else "no runs yet; 'headwater run' starts one"
-    yield from (f"{run['id']}: {line}" for run in runs[-1:] for line in metric_lines(run))
-    yield from (f"{runs[-1]['id']}: {line}" for line in result["better_alone"][:SHOWN_CLIENTS])
+    yield from _run_lines(result)
     yield ""
-    if (fleet := result.get("fleet")) and result["agents_selected"] > len(agents):
-        counts = ", ".join(f"{fleet[name]} {name}" for name in CONDITIONS)
+    yield from _fleet_lines(result)
+
+
+def _coordinator_lines(result: dict[str, Any]) -> Iterator[str]:
+    """Yield whether a coordinator serves, what it waits for, and what is wrong with it."""
+    serving = result["serving"]
+    age = ""
+    if "at" in result:
+        age = f" (heard {status_age_s(result, utc_now()):.0f} s ago)"
+    yield f"coordinator: {'serving' if serving else 'not running'}{age}, state in {result['state']}"
+    yield from _version_note(result)
+    waiting = result.get("waiting")
+    if serving and waiting:
+        yield _waiting_line(waiting)
+    advised = advice(result)
+    if not serving:
+        yield "advice: 'headwater serve' starts it; 'headwater doctor --config FILE' tries its way to the broker"
+    elif advised:
+        yield f"advice: {advised}"
+    if result["privacy"]:
+        yield spent(result["privacy"])
+    if serving:
+        yield from _trouble_lines(result)
+    yield from _rejection_lines(result)
+    if serving:
+        yield from map(refusal_line, result.get("refused_agents", ())[:SHOWN_AGENTS])
+
+
+def _waiting_line(waiting: Mapping[str, Any]) -> str:
+    """Return what the coordinator waits for, for whom, and until when."""
+    title = "idle" if waiting.get("idle") else "waits"
+    whom = f"; not yet from {listed(waiting['whom'])}" if waiting["whom"] else ""
+    left = f", at most {waiting['seconds_left']:.0f} s more" if waiting["seconds_left"] is not None else ""
+    return f"{title}: {waiting['for']}{whom}{left}"
+
+
+def _trouble_lines(result: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what disturbs the coordinator: its storage, and other coordinators."""
+    titles = {"storage": "storage", "other_coordinator": "another coordinator", "standby": "standby"}
+    for key, title in titles.items():
+        trouble = result.get(key)
+        if trouble:
+            yield f"{title}: {'; '.join(trouble) if isinstance(trouble, list) else trouble}"
+
+
+def _rejection_lines(result: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what was rejected since the coordinator's start, with the most frequent causes."""
+    for what, singular in (("messages", "message"), ("updates", "update")):
+        number = result.get(f"rejected_{what}", 0)
+        if number:
+            most = (result.get("rejected_most") or {}).get(what, {})
+            causes = "; ".join(f"{cause} ({times} ×)" for cause, times in most.items())
+            yield f"rejected: {counted(number, singular)}" + (f", most of all {causes}" if causes else "")
+
+
+def _run_lines(result: Mapping[str, Any]) -> Iterator[Table | str]:
+    """Yield the table of runs, and what is to know of the newest one."""
+    runs = result["runs"]
+    if not runs:
+        yield "no runs yet; 'headwater run' starts one"
+        return
+    newest = runs[-1]
+    yield _table_of_runs(runs)
+    yield from (f"{newest['id']}: {line}" for line in metric_lines(newest))
+    yield from (f"{newest['id']}: {line}" for line in result["better_alone"][:SHOWN_CLIENTS])
+
+
+def _fleet_lines(result: dict[str, Any]) -> Iterator[Table | str]:
+    """Yield the counts of a fleet of several pages, its accuracies, and the table of the chosen agents."""
+    agents = result.get("agents", [])
+    fleet = result.get("fleet")
+    if fleet and result["agents_selected"] > len(agents):
         about = f"page {result['page']} of {result['pages']} of {counted(result['agents_selected'], 'agent')}"
-        yield f"fleet: {counted(fleet['agents'], 'agent')}, {counts}; {about} (--page, --agents, --only, --find)"
-    yield from (f"acc.{scope}: {_accuracy(acc)}" for scope, acc in (result.get("acc") or {}).items())
+        counts = f"{counted(fleet['agents'], 'agent')}, {_count_conditions(fleet)}"
+        yield f"fleet: {counts}; {about} (--page, --agents, --only, --find)"
+    yield from (f"{name}: {text}" for name, text in _accuracies(result))
     yield _agents(result)
     yield from (f"{agent['id']} *: {note}" for agent in agents for note in notes_of(agent))
 
@@ -263,49 +382,54 @@ def _version_note(result: dict[str, Any]) -> Iterator[str]:
 
 
 def _agents(result: dict[str, Any]) -> Table | str:
-    """The table of those that were chosen, or why there is none."""
-    if agents := result.get("agents"):
+    """Return the table of the chosen agents, or why there is none."""
+    agents = result.get("agents")
+    if agents:
         age_s = 0.0 if result["serving"] else status_age_s(result, utc_now())
         return _table_of_agents(agents, is_serving=result["serving"], age_s=age_s)
-    if count := (result.get("fleet") or {}).get("agents"):
+    count = (result.get("fleet") or {}).get("agents")
+    if count:
         return f"none of {counted(count, 'agent')} is chosen (--page, --only, --find)"
     return NO_AGENTS
 
 
 def _table_of_runs(runs: list[dict[str, Any]]) -> Table:
     rows = [
-        (
-            run["id"],
-            run["method"],
-            run["status"],
-            f"{run['round']}/{run['rounds']}",
-            f"queued behind {run['queued_behind']}" if run["queued_behind"] else run["reason"] or "",
-        )
-        for run in runs
+        (run["id"], run["method"], run["status"], f"{run['round']}/{run['rounds']}", _run_note(run)) for run in runs
     ]
     return table("runs", ("run", "method", "status", "round", "note"), rows, left=5)
 
 
+_PRESENCE_TEXT = {Presence.FAULT: "online, fault", Presence.STALLED: "online, stalled"}
+"""What the table says of agents that are there and have a problem; of others it says their presence."""
+
+
 def _table_of_agents(agents: list[dict[str, Any]], *, is_serving: bool, age_s: float) -> Table:
-    conditions = {"ok": "online", "fault": "online, fault", "stalled": "online, stalled"}
-    rows = [
-        (
-            f"{agent['id']} *" if any(notes_of(agent)) else agent["id"],
-            agent["tier"],
-            agent.get("transport", "mqtt"),
-            "revoked"
-            if agent["revoked"]
-            else "unknown"
-            if not is_serving
-            else conditions[agent.get("condition", "ok")]
-            if agent["present"]
-            else "offline",
-            agent["bundle_id"][:12],
-            None if agent["silent_s"] is None else f"{agent['silent_s'] + age_s:.0f} s",
+    """Return the table of agents; ``age_s``: how old the status is, where no coordinator writes it any more."""
+    rows = []
+    for agent in agents:
+        presence = _presence(agent, is_serving=is_serving)
+        silent_s = agent["silent_s"]
+        rows.append(
+            (
+                f"{agent['id']} *" if any(notes_of(agent)) else agent["id"],
+                agent["tier"],
+                agent.get("transport", "mqtt"),
+                _PRESENCE_TEXT.get(presence, presence.value),
+                agent["bundle_id"][:12],
+                None if silent_s is None else f"{silent_s + age_s:.0f} s",
+            )
         )
-        for agent in agents
-    ]
     return table("agents", ("agent", "tier", "by", "is", "bundle", "silent"), rows, left=5)
+
+
+def _presence(agent: Mapping[str, Any], *, is_serving: bool) -> Presence:
+    """Return whether an agent of the status is there."""
+    if agent["revoked"]:
+        return Presence.REVOKED
+    if not is_serving:
+        return Presence.UNKNOWN
+    return presence_of(is_present=bool(agent["present"]), condition=agent.get("condition", "ok"))
 
 
 def refusal_line(refused: dict[str, Any]) -> str:

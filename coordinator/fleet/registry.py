@@ -19,6 +19,7 @@ from typing import Any
 from edge_agent import __version__
 from edge_agent.core.errors import DuplicateId, MessageError, RunFailed
 from edge_agent.core.time_and_text import show_time
+from edge_agent.core.worst_tenth import mean_of_worst_tenth
 from edge_agent.wire.messages import codec, down, fields, up
 from edge_agent.wire.messages.fields import run_name
 from edge_agent.wire.topics import Topics
@@ -26,9 +27,8 @@ from edge_agent.wire.topics import Topics
 from ..journal.entries import RunHeard, RunningFigures, RunRequested
 from ..journal.sqlite import Journal
 from ..journal.store import run_number, utc_now
-from ..state.candidate import Candidate
 from ..state.command_keys import CommandKeys
-from ..text import worst_tenth
+from ..views.candidate import Candidate
 from .link_breaks import LinkBreaks
 
 log = logging.getLogger(__name__)
@@ -251,11 +251,9 @@ class Roster:
                 values = [m.figures.acc[scope] for m in self._members.values() if scope in m.figures.acc]
                 if not values:
                     continue
-                values.sort()
-                worst = values[: worst_tenth(len(values))]
                 self._accuracies[scope] = {
-                    "mean": fmean(values),
-                    "worst_tenth": fmean(worst),
+                    "mean": fmean(sorted(values)),
+                    "worst_tenth": mean_of_worst_tenth(values),
                     "agents": len(values),
                 }
         return self._accuracies

@@ -34,6 +34,7 @@ from ..journal.entries import (
 )
 from ..journal.store import Entry, utc_now
 from ..state.store import StateFolder
+from ..views.follower import Follower
 from ..views.releases import (
     AUTOMATIC,
     HEARD_AGAIN,
@@ -113,6 +114,7 @@ class Rollout:
         self._now = now
         self._gone_after = gone_after
         self.book = Book()
+        self._follower = Follower(state.journal, self.book)
         self._has_read = False
         self._offers: dict[str, _Offer] = {}
         self._pinned: dict[str, Pin] = {}
@@ -441,7 +443,7 @@ class Rollout:
         """Count new entries; return whether one of them may change what devices are to run."""
         is_first = not self._has_read
         self._has_read = True
-        entries = self.book.read(self._state.journal)
+        entries = self._follower.read()
         # What was in the journal before this start was logged then.
         if not is_first:
             for entry in entries:

@@ -66,8 +66,13 @@ class Journal:
         """Held while entries are read or written; a view that keeps what it has derived here holds it, too."""
 
         self._opened: os.stat_result | None = None
-        self._pending, self._deferring, self._has_deferred = PendingSyncs(), 0, False
-        """Syncs of files that deferred entries are about, and the thread that defers (0: none)."""
+        self._pending = PendingSyncs()
+        """Syncs of files that deferred entries are about."""
+
+        self._deferring = 0
+        """The thread that defers; 0: none does."""
+
+        self._has_deferred = False
 
         self._lost: StateError | OSError | None = None
         """Why deferred entries could not be written, until `flush` has raised it."""
@@ -223,7 +228,8 @@ class Journal:
         self.derived.clear()
         if self._connection is not None:
             self._connection.close()
-            self._connection = self._opened = None
+            self._connection = None
+            self._opened = None
 
     def append(
         self,

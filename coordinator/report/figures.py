@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
-from ..state.values import as_number, as_text
+from ..views.values import as_number, as_text
 
 Scope = Literal["local", "global", "personal"]
 Curve = Literal["global", "personal", "after"]

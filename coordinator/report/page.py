@@ -15,8 +15,8 @@ from edge_agent.core.errors import StateError
 
 from ..state.noise import Gain
 from ..state.store import RunFolder
-from ..state.values import as_number
 from ..text import counted, sentence
+from ..views.values import as_number
 from . import run_charts
 from .charts import Axis, Chart, InlineAssets, clean, figure_html, inline_assets, percent, points
 from .figures import SCOPES, AgentFigures, RoundFigures, RunFigures, Scope, read_run

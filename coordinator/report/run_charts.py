@@ -10,7 +10,7 @@ from statistics import fmean, median, quantiles
 from typing import Any
 
 from ..state.noise import Compared, Gain, classify_gain, classify_mean_gain
-from ..text import counted, worst_tenth
+from ..text import counted
 from .charts import MARKERS, Axis, Bars, Key, Lines, Mark, Matrix, Row, Rows, Series, ends, percent, points
 from .figures import CURVES, SCOPES, AgentFigures, Curve, RoundFigures, RunFigures
 
@@ -236,7 +236,7 @@ def _lines_of_scope(scope: Curve, models: Sequence[tuple[int, Mapping[str, float
     if any(len(shares) >= LEAST_SPREAD for _, shares in models):
         band = tuple(_spread(list(shares.values())) for _, shares in models)
     yield Series(f"{name}, mean", means, role, band=band)
-    worst = tuple((float(done), _worst(list(shares.values()))) for done, shares in models)
+    worst = tuple((float(done), mean_of_worst_tenth(shares.values())) for done, shares in models)
     if worst != means:
         yield Series(f"{name}, worst tenth", worst, role, dashed=True)
 
@@ -480,10 +480,6 @@ def _range(values: Sequence[float]) -> str:
     if low == high:
         return f"{low:.0f}"
     return f"{low:.0f} to {high:.0f}"
-
-
-def _worst(values: Sequence[float]) -> float:
-    return fmean(sorted(values)[: worst_tenth(len(values))])
 
 
 def _spread(values: Sequence[float]) -> tuple[float, float]:

@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, TypedDict
 
+from edge_agent.core.worst_tenth import worst_tenth
+
 from ..journal.entries import ProxyEvaluated, ProxyFailed, RunRequested, WarmStarted
 from ..journal.sqlite import Journal
 from ..journal.store import facts_of
 from ..state.noise import STANDARD_ERRORS, adjusted, standard_error
-from ..text import counted, listed, worst_tenth
+from ..text import counted, listed
 from ..views.runs import RunRecord
 from .good_state import reason_of_restoration
 
@@ -335,7 +337,7 @@ def _warn_of_collapse(scored: Sequence[Mapping[str, Any]]) -> Iterator[Warned]:
         return
     mean = fmean(agent["acc"]["personal"] for agent in scored)
     ranked = sorted(scored, key=lambda agent: (agent["acc"]["personal"], -agent["support"], agent["id"]))
-    worst = ranked[: worst_tenth(len(ranked))]
+    worst = worst_tenth(ranked)
     worst_mean = fmean(agent["acc"]["personal"] for agent in worst)
     support = sum(agent["support"] for agent in worst)
     # Even the upper end of what their few samples allow is far below the mean.

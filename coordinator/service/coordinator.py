@@ -54,12 +54,12 @@ from ..runs.request import Request
 from ..runs.run_loop import RunLoop
 from ..runs.run_queue import LOOK_FOR_REQUESTS_S, Runs, Storage, of_storage
 from ..state.backup import MARKER
-from ..state.candidate import accuracies_of
 from ..state.fault_log import FaultLog
-from ..state.fleet_rows import REPORTS, reported_by
 from ..state.starts import EPOCHS_OF_A_COPY, record_start
 from ..state.store import MOST_LISTED, StateFolder
 from ..text import reason_of
+from ..views.candidate import accuracies_of
+from ..views.fleet import REPORTS, reported_by
 from ..views.releases import book_of
 from ..views.traffic import AgentTraffic
 from .peers import Peers

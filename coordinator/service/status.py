@@ -60,7 +60,7 @@ class AgentStatus:
     head: str = ""
     better_alone: bool = False
     candidate: dict[str, Any] | None = None
-    """A bundle that it has tried and does not run, with its accuracies there: `coordinator.state.candidate`."""
+    """A bundle that it has tried and does not run, with its accuracies there: `coordinator.views.candidate`."""
 
     rss_mb: float | None = None
     silent_s: float | None = None

@@ -14,6 +14,7 @@ from typing import Any
 
 from edge_agent.core.errors import HeadwaterError
 from edge_agent.core.task import Task, Tensors
+from edge_agent.core.worst_tenth import mean_of_worst_tenth
 from edge_agent.data import Samples
 from edge_agent.data.partition import Division
 from edge_agent.methods import Method
@@ -29,7 +30,6 @@ from ..report.pictures import Format, picture
 from ..report.run_charts import accuracy_floor
 from ..runs.result_notes import local_models
 from ..state.store import StateFolder
-from ..text import worst_tenth
 from ..views.runs import replay
 from .client_tasks import state_files_in
 from .datasets import class_counts, prepare
@@ -140,13 +140,12 @@ def spread(scores: Mapping[str, float], division: Division) -> dict[str, float]:
     """Return mean, standard deviation and mean of the worst tenth over clients, and the mean over all test samples."""
     tested = {client: len(division.clients[client].test) for client in scores}
     total = sum(tested.values())
-    worst = sorted(scores.values())[: worst_tenth(len(scores))]
     result = {
         "clients": len(scores),
         "clients_mean": fmean(scores.values()),
         "samples_mean": math.fsum(scores[client] * tested[client] for client in scores) / (total or 1),
         "std": pstdev(scores.values()),
-        "worst10": fmean(worst),
+        "worst10": mean_of_worst_tenth(scores.values()),
     }
     return {name: round(value, 6) for name, value in result.items()}
 

@@ -1,28 +1,135 @@
 """The fleet as rows: what the status, the journal and the list of revoked certificates say of each agent.
 
-Agents have contributed to these files, so a value of another form counts as absent. Terminal and web view format the
-same rows.
+Terminal, web view and monitoring show the same rows; `fleet_columns` says what the columns of their tables are. Agents
+have contributed to these files, so a value of another form counts as absent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import enum
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any
 
-from ..journal.entries import DeviceReported, ReleaseReported, RunningFigures
-from ..journal.kinds import Kind
-from ..journal.store import Entry, utc_now
+from ..journal.store import utc_now
+from ..views.candidate import SCOPES, Candidate, accuracies_of
+from ..views.fleet import Reported
 from ..views.releases import Book
-from .candidate import Candidate, accuracies_of
-from .history import SCOPES
+from ..views.values import as_number, as_text
 from .noise import Gain, classify_gain
-from .values import as_number, as_text
 
-PRESENT = ("online", "fault", "stalled")
-REPORTS: tuple[Kind, ...] = ("release_reported", "device_reported")
-"""Kinds of entries that `Reported` is made from."""
+
+class Presence(str, enum.Enum):
+    """Whether an agent is there, and what is wrong with it; the values are the words of terminal, pages and JSON.
+
+    The order is that of attention: those first that somebody should look at.
+    """
+
+    FAULT = "fault"
+    """It is there, and its last task has failed."""
+
+    STALLED = "stalled"
+    """It is there, and does not get on with its task."""
+
+    REFUSED = "refused"
+    """It is kept out, and was not heard otherwise."""
+
+    REVOKED = "revoked"
+    OFFLINE = "offline"
+    NOT_HEARD = "not heard"
+    """It was not heard since the coordinator's start."""
+
+    UNKNOWN = "unknown"
+    """No coordinator serves, so nobody knows."""
+
+    ONLINE = "online"
+
+    def __str__(self) -> str:
+        return self.value
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the agent can be reached, with or without a fault."""
+        return self in {Presence.ONLINE, Presence.FAULT, Presence.STALLED}
+
+    @property
+    def order(self) -> int:
+        """Its place in the order of attention."""
+        return list(Presence).index(self)
+
+
+@dataclass(frozen=True)
+class HeardAgent:
+    """An agent that the coordinator has heard, as ``status.json`` has it."""
+
+    id: str
+    is_present: bool = False
+    condition: str = "ok"
+    tier: str = ""
+    transport: str = ""
+    silent_s: float | None = None
+    """Seconds from its last message to the status."""
+
+    software: str = ""
+    samples: int | None = None
+    bundle_id: str = ""
+    candidate: Candidate | None = None
+    fault: dict[str, str] | None = None
+    """The texts ``error``, ``code``, ``message``, ``remedy`` and ``at`` of its last failed task."""
+
+    notes: tuple[str, ...] = ()
+    bytes_up: float = 0.0
+    bytes_down: float = 0.0
+    acc: Mapping[str, float] | None = None
+    """Scope -> accuracy, 0..1, without those that are not known; None: it has reported none."""
+
+    better_alone: bool = False
+    rss_mb: float | None = None
+    head: str = ""
+
+    @classmethod
+    def from_body(cls, body: Mapping[str, object]) -> HeardAgent:
+        """Return the agent that an object of the status describes."""
+        samples = as_number(body.get("samples"))
+        fault = body.get("fault")
+        notes = body.get("notes")
+        acc = body.get("acc")
+        return cls(
+            id=as_text(body.get("id") or ""),
+            is_present=body.get("present") is True,
+            condition=as_text(body.get("condition") or "ok"),
+            tier=as_text(body.get("tier") or ""),
+            transport=as_text(body.get("transport") or ""),
+            silent_s=as_number(body.get("silent_s")),
+            software=as_text(body.get("software") or ""),
+            samples=None if samples is None else int(samples),
+            bundle_id=as_text(body.get("bundle_id") or ""),
+            candidate=Candidate.from_body(body.get("candidate")),
+            fault={as_text(key): as_text(text) for key, text in fault.items()} if isinstance(fault, dict) else None,
+            notes=tuple(map(as_text, notes)) if isinstance(notes, list) else (),
+            bytes_up=as_number(body.get("bytes_up")) or 0.0,
+            bytes_down=as_number(body.get("bytes_down")) or 0.0,
+            acc=accuracies_of(acc) if isinstance(acc, dict) and acc else None,
+            better_alone=body.get("better_alone") is True,
+            rss_mb=as_number(body.get("rss_mb")) or None,
+            head=as_text(body.get("head") or ""),
+        )
+
+    @property
+    def presence(self) -> Presence:
+        """Whether it was there when the status was written."""
+        return presence_of(is_present=self.is_present, condition=self.condition)
+
+
+def presence_of(*, is_present: bool, condition: object) -> Presence:
+    """Return the presence of an agent that was heard, from its lease and the condition that it reported last."""
+    if not is_present:
+        return Presence.OFFLINE
+    if condition == Presence.FAULT:
+        return Presence.FAULT
+    if condition == Presence.STALLED:
+        return Presence.STALLED
+    return Presence.ONLINE
 
 
 @dataclass(slots=True)
@@ -32,10 +139,7 @@ class AgentRow:
     id: str
     tier: str = ""
     transport: str = ""
-    state: str = "unknown"
-    """online, fault, stalled, offline, not heard (since the coordinator's start), refused (it is kept out), revoked, or
-    unknown where no coordinator serves."""
-
+    presence: Presence = Presence.UNKNOWN
     silent_s: float | None = None
     """Seconds from its last message to the status; None: not heard since the coordinator's start."""
 
@@ -49,13 +153,18 @@ class AgentRow:
     """Number of the newest release of that bundle."""
 
     local: float | None = None
+    """acc.local, 0..1."""
+
     shared: float | None = None
-    """acc.global."""
+    """acc.global, 0..1."""
 
     personal: float | None = None
+    """acc.personal, 0..1."""
+
     better_alone: bool = False
     candidate: Candidate | None = None
     """A bundle that it has tried and does not run; the accuracies above are of what it runs."""
+
     support: int | None = None
     """Held-out samples behind the accuracies."""
 
@@ -71,7 +180,7 @@ class AgentRow:
 
     @property
     def gain(self) -> float | None:
-        """acc.personal minus acc.local."""
+        """acc.personal minus acc.local; None where one of them is not known."""
         return None if self.personal is None or self.local is None else self.personal - self.local
 
     @property
@@ -79,87 +188,17 @@ class AgentRow:
         """Whether the gain is more than noise."""
         return classify_gain(self.local, self.personal, self.support, better_alone=self.better_alone)
 
-
-@dataclass(slots=True)
-class Reported:
-    """What an agent last reported at the end of a run, or for a release, of the bundle that it runs."""
-
-    acc: dict[str, float | None] = field(default_factory=dict)
-    better_alone: bool = False
-    rss_mb: float | None = None
-    tier: str = ""
-    run: str = ""
-    samples: int | None = None
-    bundle_id: str = ""
-    head: str = ""
-    candidate: Candidate | None = None
-    """A bundle that it has tried last and does not run."""
-    support: int | None = None
-
-    def add(self, entry: Entry, book: Book) -> None:
-        """Take what a newer entry of `REPORTS` says. ``book``: has the releases before the entry."""
-        fact = entry.fact
-        if isinstance(fact, ReleaseReported):
-            self._add_result_of_run(entry.run or "", fact)
-        elif isinstance(fact, DeviceReported):
-            self.tier = "head"
-            if fact.running is not None:
-                self._take_figures(fact.running)
-                self.candidate = Candidate.from_fact(fact.candidate)
-            else:
-                self._add_older_result(fact, book)
-
-    def _add_result_of_run(self, run: str, fact: ReleaseReported) -> None:
-        """Take the record of a device at the end of a run: its figures are of the encoder of that run."""
-        self.run = run
-        self.tier = as_text(fact.tier)
-        self.bundle_id = as_text(fact.runs)
-        self.samples = fact.samples
-        reason = as_text(fact.rolled_back or "")
-        if not reason:
-            self._take_figures(fact)
-            self.candidate = None
-            return
-        self._note_own_pair(fact.before)
-        acc = accuracies_of(fact.acc or {})
-        self.candidate = Candidate(as_text(fact.about or ""), self.run, fact.release, reason, acc)
-
-    def _take_figures(self, figures: ReleaseReported | RunningFigures) -> None:
-        """Take figures of the bundle that the device runs."""
-        acc = figures.acc or {}
-        self.acc = {scope: as_number(acc.get(scope)) for scope in SCOPES}
-        self.better_alone = figures.better_alone
-        self.rss_mb = as_number(figures.rss_mb) or None
-        self.head = as_text(figures.head)
-        self.support = figures.support
-
-    def _add_older_result(self, fact: DeviceReported, book: Book) -> None:
-        """Take the result of a release as versions wrote it that did not say of which bundle it is."""
-        result = fact.result
-        personal = None if result is None else as_number(result.acc)
-        release = book.get(fact.release)
-        if result is None or release is None or release.bundle_id == fact.runs:
-            if personal is not None:
-                self.acc = {**self.acc, "personal": personal}
-            if result is not None:
-                self.support = (result.support or self.support) if personal is not None else self.support
-                self.candidate = None
-            return
-        self._note_own_pair(result.before)
-        acc = {} if personal is None else {"personal": personal}
-        self.candidate = Candidate(release.bundle_id, release.run, fact.release, as_text(result.reason), acc)
-
-    def _note_own_pair(self, before: object) -> None:
-        """Note acc.personal of the pair that the device kept, as measured beside the candidate."""
-        if (personal := as_number(before)) is not None:
-            self.acc = {**self.acc, "personal": personal}
+    @property
+    def has_problem(self) -> bool:
+        """Whether it has a fault or a note, so that somebody should look at it."""
+        return self.fault is not None or bool(self.notes)
 
 
 @dataclass(frozen=True)
 class FleetFacts:
     """What is known of a fleet at a moment."""
 
-    status: Mapping[str, Mapping[str, Any]]
+    heard: Mapping[str, HeardAgent]
     """Agent -> what ``status.json`` has of it."""
 
     reported: Mapping[str, Reported]
@@ -180,85 +219,79 @@ class FleetFacts:
 
 
 def rows_of(facts: FleetFacts) -> list[AgentRow]:
-    """All agents that are known: heard, kept out lately, or in the results of a run or a release; sorted by id."""
+    """Return all agents that are known, sorted by id: heard, kept out lately, or in results of a run or a release."""
     book = facts.book
     numbers = {release.bundle_id: release.number for release in book.releases if release.bundle_id}
     pinned = {agent: pin.release for agent, pin in book.pins.items() if pin.holds(facts.now)}
-    rows = [_row(agent, facts) for agent in sorted({*facts.status, *facts.reported, *book.devices, *facts.refused})]
+    rows = [_row_of(agent, facts) for agent in sorted({*facts.heard, *facts.reported, *book.devices, *facts.refused})]
     for row in rows:
-        row.release, row.pinned = numbers.get(row.bundle_id), pinned.get(row.id)
+        row.release = numbers.get(row.bundle_id)
+        row.pinned = pinned.get(row.id)
     return rows
 
 
-def reported_by(entries: Iterable[Entry], book: Book) -> dict[str, Reported]:
-    """Agent -> what it last reported, of entries in order."""
-    result = dict[str, Reported]()
-    for entry in entries:
-        if entry.agent is not None:
-            result.setdefault(entry.agent, Reported()).add(entry, book)
-    return result
-
-
-def _row(agent: str, facts: FleetFacts) -> AgentRow:
-    row = AgentRow(agent)
-    status = facts.status.get(agent)
+def _row_of(agent: str, facts: FleetFacts) -> AgentRow:
+    """Return one agent, from its sources in the order of their age: what comes later is newer, or more certain."""
+    row = AgentRow(agent, presence=Presence.NOT_HEARD if facts.is_serving else Presence.UNKNOWN)
+    heard = facts.heard.get(agent)
     reported = facts.reported.get(agent)
-    row.state = "not heard" if facts.is_serving else "unknown"
-    if status is not None:
-        _fill(row, status, facts)
-    if (device := facts.book.devices.get(agent)) is not None:
-        row.tier = row.tier or "head"
-        row.bundle_id = row.bundle_id or device.runs
-        if device.kept:
-            row.notes = (*row.notes, f"keeps its bundle: {as_text(device.kept)}")
+    # 1. What the status says of the agent itself, and where it says nothing, what the book of releases knows.
+    if heard is not None:
+        _take_status(row, heard, facts)
+    _take_device(row, facts)
+    # 2. Accuracies: its last report, then the rounds of a run that is newer than that, then the status.
     if reported is not None:
-        _fill_reported(row, reported)
-    if agent in facts.by_round and (reported is None or reported.run != facts.run):
-        shared, personal = facts.by_round[agent]
-        row.shared = row.shared if shared is None else shared
-        row.personal = row.personal if personal is None else personal
-    if status is not None:
-        _fill_figures(row, status)
-    _note_candidate(row)
+        _take_report(row, reported)
+    if reported is None or reported.run != facts.run:
+        _take_newest_round(row, facts)
+    if heard is not None:
+        _take_figures(row, heard)
     if (row.gain or 0.0) > 0:
         row.better_alone = False  # that was said of older figures
-    if agent in facts.refused and row.state not in PRESENT:
-        row.state = "refused"
+    # 3. A device that went back from a bundle says so, also where no coordinator has heard it since its start.
+    if row.candidate is not None and row.candidate.note not in row.notes:
+        row.notes = (row.candidate.note, *row.notes)
+    # 4. Whether it is let in at all.
+    if agent in facts.refused and not row.presence.is_there:
+        row.presence = Presence.REFUSED
         row.fault = facts.refused[agent]
     if agent in facts.revoked:
-        row.state = "revoked"
+        row.presence = Presence.REVOKED
     return row
 
 
-def _note_candidate(row: AgentRow) -> None:
-    """Say of a device that it went back from a bundle, also where no coordinator has heard it since its start."""
-    if row.candidate is not None and row.candidate.note not in row.notes:
-        row.notes = (row.candidate.note, *row.notes)
-
-
-def _fill(row: AgentRow, status: Mapping[str, Any], facts: FleetFacts) -> None:
-    """What the status says of an agent that was heard."""
-    condition = as_text(status.get("condition") or "ok")
-    silent_s = as_number(status.get("silent_s"))
-    is_present = status.get("present") is True
+def _take_status(row: AgentRow, heard: HeardAgent, facts: FleetFacts) -> None:
+    """Take what the status says of an agent that was heard, but for its figures."""
     if facts.is_serving:
-        row.state = "offline" if not is_present else condition if condition in {"fault", "stalled"} else "online"
-    row.tier = as_text(status.get("tier") or "")
-    row.transport = as_text(status.get("transport") or "")
-    row.silent_s = silent_s
-    row.seen_at = None if facts.status_at is None or silent_s is None else facts.status_at - silent_s
-    row.software = as_text(status.get("software") or "")
-    row.samples = _count(status.get("samples"))
-    row.bundle_id = as_text(status.get("bundle_id") or "")
-    row.candidate = Candidate.from_body(status.get("candidate"))
-    fault = status.get("fault")
-    row.fault = {as_text(k): as_text(v) for k, v in fault.items()} if isinstance(fault, dict) else None
-    notes = status.get("notes")
-    row.notes = tuple(map(as_text, notes)) if isinstance(notes, list) else ()
-    row.bytes_up, row.bytes_down = (as_number(status.get(name)) or 0.0 for name in ("bytes_up", "bytes_down"))
+        row.presence = heard.presence
+    row.tier = heard.tier
+    row.transport = heard.transport
+    row.silent_s = heard.silent_s
+    if facts.status_at is not None and heard.silent_s is not None:
+        row.seen_at = facts.status_at - heard.silent_s
+    row.software = heard.software
+    row.samples = heard.samples
+    row.bundle_id = heard.bundle_id
+    row.candidate = heard.candidate
+    row.fault = heard.fault
+    row.notes = heard.notes
+    row.bytes_up = heard.bytes_up
+    row.bytes_down = heard.bytes_down
 
 
-def _fill_reported(row: AgentRow, reported: Reported) -> None:
+def _take_device(row: AgentRow, facts: FleetFacts) -> None:
+    """Take what the book of releases knows of a device of tier ``head``."""
+    device = facts.book.devices.get(row.id)
+    if device is None:
+        return
+    row.tier = row.tier or "head"
+    row.bundle_id = row.bundle_id or device.runs
+    if device.kept:
+        row.notes = (*row.notes, f"keeps its bundle: {as_text(device.kept)}")
+
+
+def _take_report(row: AgentRow, reported: Reported) -> None:
+    """Take what the agent has reported at the end of a run or for a release."""
     row.tier = row.tier or reported.tier
     row.local, row.shared, row.personal = (reported.acc.get(scope) for scope in SCOPES)
     row.better_alone = reported.better_alone
@@ -270,23 +303,21 @@ def _fill_reported(row: AgentRow, reported: Reported) -> None:
     row.bundle_id = row.bundle_id or reported.bundle_id
 
 
-def _fill_figures(row: AgentRow, status: Mapping[str, Any]) -> None:
-    """The newest figures, which the status has of agents that were heard."""
-    if acc := _mapping(status.get("acc")):
-        known = {scope: as_number(acc.get(scope)) for scope in SCOPES}
-        row.local, row.shared, row.personal = (
-            old if known[scope] is None else known[scope]
-            for scope, old in zip(SCOPES, (row.local, row.shared, row.personal), strict=True)
-        )
-        row.better_alone = status.get("better_alone") is True
-    row.rss_mb = as_number(status.get("rss_mb")) or row.rss_mb
-    row.head = as_text(status.get("head") or "") or row.head
+def _take_newest_round(row: AgentRow, facts: FleetFacts) -> None:
+    """Take the accuracies of the newest round of the newest run, where the agent has any."""
+    shared, personal = facts.by_round.get(row.id, (None, None))
+    if shared is not None:
+        row.shared = shared
+    if personal is not None:
+        row.personal = personal
 
 
-def _count(value: object) -> int | None:
-    number = as_number(value)
-    return None if number is None else int(number)
-
-
-def _mapping(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, dict) else {}
+def _take_figures(row: AgentRow, heard: HeardAgent) -> None:
+    """Take the newest figures, which the status has of agents that were heard."""
+    if heard.acc is not None:
+        row.local = heard.acc.get("local", row.local)
+        row.shared = heard.acc.get("global", row.shared)
+        row.personal = heard.acc.get("personal", row.personal)
+        row.better_alone = heard.better_alone
+    row.rss_mb = heard.rss_mb or row.rss_mb
+    row.head = heard.head or row.head

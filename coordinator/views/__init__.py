@@ -4,6 +4,8 @@ Here live folds: classes with ``add(entry)`` that take entries in order and say 
 nothing and writes nothing, so that a restart, a second process or a test that feeds it the same entries arrives at the
 same result. Files beside the journal, messages and settings have no place here.
 
-Read in this order: `runs` (where a run stands, round by round), `releases` (which bundle each device is to run),
-`traffic` (bytes of each agent), `spans` (a run as a trace).
+Read in this order: `follower` (how the folds of a process are fed), `runs` (where a run stands, round by round) and
+`run_list` (all of them in short), `releases` (which bundle each device is to run), `fleet` (what agents have
+reported), `traffic` (bytes of each agent), `history` (what one agent did before), `timeline` (a run as events for
+people), `counts` (what monitoring counts), `spans` (a run as a trace).
 """

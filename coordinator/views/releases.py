@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timedelta, timezone
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 from edge_agent.core.errors import StateError, UsageError, nearest
 from edge_agent.core.time_and_text import moment_of
@@ -41,6 +41,7 @@ from ..journal.entries import (
 from ..journal.kinds import Kind
 from ..journal.sqlite import Journal
 from ..journal.store import Entry
+from .follower import Follower
 
 if TYPE_CHECKING:
     from edge_agent.bundle.trust import Scores
@@ -66,7 +67,7 @@ _WINDOW = re.compile(r"([01][0-9]|2[0-3]):([0-5][0-9])-([01][0-9]|2[0-3]):([0-5]
 
 
 def amount(text: str, total: int, *, up: bool) -> int:
-    """How many devices of ``total`` an amount such as ``2`` or ``10%`` is; a share is rounded ``up``, or down.
+    """Return how many devices of ``total`` an amount such as ``2`` or ``10%`` is; a share is rounded ``up``, or down.
 
     Raises:
         UsageError: it is none.
@@ -78,6 +79,21 @@ def amount(text: str, total: int, *, up: bool) -> int:
         return int(match[1])
     exact = round(float(match[2]) * total / 100, 6)
     return math.ceil(exact) if up else math.floor(exact)
+
+
+def _is_window(text: str) -> bool:
+    """Whether a text is two different times of day."""
+    match = _WINDOW.fullmatch(text)
+    return match is not None and match.groups()[:2] != match.groups()[2:]
+
+
+class Verdict(NamedTuple):
+    """What the reports so far say of a release, and why."""
+
+    kind: Literal["", "stop", "succeeded"] = ""
+    """``stop``: too many devices failed; ``succeeded``: the canary has; empty: nothing yet."""
+
+    reason: str = ""
 
 
 _Change = ReleaseSigned | ReleaseCanary | ReleaseStage | ReleaseHeld | ReleaseResumed
@@ -136,18 +152,29 @@ class Plan:
 
         if not re.fullmatch(NAME_PATTERN, self.channel):
             raise UsageError(f"channel '{self.channel[:80]}' cannot be that of a device; expected {NAME_PATTERN}")
+        # Amounts and bounds.
         if self.canary and not amount(self.canary, 1000, up=True):
             raise UsageError("a canary of no device tests nothing; expected 1 or more, or no canary")
         amount(self.max_failed, 1000, up=False)
         if self.min_gain is not None and not math.isfinite(self.min_gain):
             raise UsageError(f"min_gain {self.min_gain} is no number; expected a change of accuracy, such as -0.02")
-        if self.window and (not (match := _WINDOW.fullmatch(self.window)) or match.groups()[:2] == match.groups()[2:]):
+        # Times.
+        if self.window and not _is_window(self.window):
             raise UsageError(f"window '{self.window[:40]}' is none; expected two times of day in UTC, as 02:00-05:00")
-        if self.activation(now)[0] > MAX_WAIT_S:
+        wait_s, _ = self.activation(now)
+        if wait_s > MAX_WAIT_S:
             raise UsageError(
                 f"activate_at '{self.activate_at[:40]}' is more than {MAX_WAIT_S / 86400:.0f} days ahead; give a "
                 "nearer date, or release later"
             )
+        self._check_canary()
+
+    def _check_canary(self) -> None:
+        """Return quietly where what is said of a canary fits together.
+
+        Raises:
+            UsageError: it does not.
+        """
         if not self.canary and (self.success or self.auto_promote):
             raise UsageError("success and auto-promote are about a canary; give --canary, for example 10%")
         if self.canary.isdecimal() and self.success > int(self.canary):
@@ -164,14 +191,22 @@ class Plan:
             return (datetime.max.replace(microsecond=0, tzinfo=timezone.utc) - now).total_seconds(), None
 
     def _activation(self, now: datetime) -> tuple[float, float | None]:
+        """Return when a device may switch and for how long, as `activation` does within the calendar.
+
+        Raises:
+            OverflowError: A window is after the last day of the calendar.
+        """
         begin = max(now, moment_of(self.activate_at)) if self.activate_at else now
-        if not (match := _WINDOW.fullmatch(self.window)):
+        window = _WINDOW.fullmatch(self.window)
+        if window is None:
             return (begin - now).total_seconds(), None
+        # The first window that ends after that moment; the one that began yesterday may still be open.
         day = begin.replace(second=0, microsecond=0) - timedelta(days=1)
-        while True:  # the window that began yesterday may still be open
-            opens = day.replace(hour=int(match[1]), minute=int(match[2]))
-            closes = day.replace(hour=int(match[3]), minute=int(match[4]))
-            closes += timedelta(days=closes <= opens)
+        while True:
+            opens = day.replace(hour=int(window[1]), minute=int(window[2]))
+            closes = day.replace(hour=int(window[3]), minute=int(window[4]))
+            if closes <= opens:  # it goes on after midnight
+                closes += timedelta(days=1)
             if closes > begin:
                 first = max(begin, opens)
                 return (first - now).total_seconds(), (closes - first).total_seconds()
@@ -264,11 +299,16 @@ class Release:
         return not self.rolled_back_by and not self.held
 
     def add_result(self, agent: str, result: Result) -> None:
-        """A device's newest word about this release."""
-        if (before := self.results.get(agent)) is not None:
+        """Take a device's newest word about this release."""
+        before = self.results.get(agent)
+        if before is not None:
             self.count[before.outcome] -= 1
         self.results[agent] = result
         self.count[result.outcome] += 1
+
+    def agents_with(self, outcome: Outcome) -> list[str]:
+        """Return the devices whose newest word about this release is that outcome."""
+        return [agent for agent, result in self.results.items() if result.outcome == outcome]
 
 
 @dataclass(frozen=True)
@@ -297,7 +337,9 @@ class Device:
 
 @dataclass
 class Book:
-    """All releases, devices and pins. Call `read` to follow the journal."""
+    """All releases, devices and pins, as a fold of the journal."""
+
+    kinds: ClassVar[tuple[Kind, ...]] = RELEASE_KINDS
 
     releases: list[Release] = field(default_factory=list)
     devices: dict[str, Device] = field(default_factory=dict)
@@ -311,26 +353,15 @@ class Book:
     sizes: Counter[str] = field(default_factory=Counter)
     """Channel -> devices."""
 
-    seen: int = 0
-    """The newest entry that is counted."""
-
-    def read(self, journal: Journal) -> list[Entry]:
-        """Count what has been written since; returns those entries."""
-        entries = journal.entries(kinds=RELEASE_KINDS, after=self.seen)
-        for entry in entries:
-            self.add(entry)
-        return entries
-
     def add(self, entry: Entry) -> None:
         """Count one more entry; what contradicts those before it (two commands at once) changes nothing."""
-        self.seen = entry.id
         fact = entry.fact
         if isinstance(fact, ReleaseMade):
-            self._made(entry, fact)
+            self._add_release(entry, fact)
         elif isinstance(fact, ReleaseSigned | ReleaseCanary | ReleaseStage | ReleaseHeld | ReleaseResumed):
             release = self.get(fact.release)
             if release is not None:
-                self._changed(release, fact, entry.digest or "")
+                self._change(release, fact, entry.digest or "")
         elif entry.agent is not None:
             self._add_of_device(entry.agent, entry)
 
@@ -338,40 +369,46 @@ class Book:
         """Count an entry about a single device."""
         fact = entry.fact
         if isinstance(fact, DeviceReported):
-            self._reported(agent, entry.at, fact)
+            self._add_report(agent, entry.at, fact)
         elif isinstance(fact, DevicePinned):
             self.pins.pop(agent, None)  # the newest pin comes last
             self.pins[agent] = Pin(fact.release, fact.reason, fact.until, entry.at)
         elif isinstance(fact, DeviceUnpinned):
             self.pins.pop(agent, None)
         elif isinstance(fact, DeviceRetired):
-            self._retired(agent)
+            self._retire(agent)
 
-    def _changed(self, release: Release, fact: _Change, digest: str) -> None:
+    def _change(self, release: Release, fact: _Change, digest: str) -> None:
         """Count what was done to a release; ``digest``: of its file, where it was signed again."""
         if isinstance(fact, ReleaseSigned):
             release.digest = digest
             release.made = release.made.changed(signed=fact.signed)
-        elif release.rolled_back_by:
-            return
-        elif isinstance(fact, ReleaseCanary):
+        elif not release.rolled_back_by:  # what was rolled back is over
+            self._change_progress(release, fact)
+
+    def _change_progress(
+        self, release: Release, fact: ReleaseCanary | ReleaseStage | ReleaseHeld | ReleaseResumed
+    ) -> None:
+        """Count a step of a release that is not rolled back."""
+        if isinstance(fact, ReleaseCanary):
             release.canary = dict.fromkeys(fact.agents)
         elif isinstance(fact, ReleaseStage):
             release.paused = True
             release.promoted = release.promoted or fact.stage == "everybody"
-        elif isinstance(fact, ReleaseHeld) and not release.rolls_back:
-            release.held = fact.reason or "by 'headwater release hold'"
         elif isinstance(fact, ReleaseResumed):
             release.held = ""
-            release.forgiven = frozenset(agent for agent, one in release.results.items() if one.outcome == "failed")
+            release.forgiven = frozenset(release.agents_with("failed"))
+        elif not release.rolls_back:  # a rollback is never held
+            release.held = fact.reason or "by 'headwater release hold'"
 
     def get(self, number: int) -> Release | None:
-        """The release of that number."""
+        """Return the release of that number."""
         return self.releases[number - 1] if 0 < number <= len(self.releases) else None
 
-    def _made(self, entry: Entry, fact: ReleaseMade) -> None:
+    def _add_release(self, entry: Entry, fact: ReleaseMade) -> None:
+        """Count a new release; a rollback that another command has made impossible changes nothing."""
         plan = Plan.from_fact(fact.plan)
-        made = Release(
+        release = Release(
             number=len(self.releases) + 1,
             run=entry.run or "",
             round=entry.round,
@@ -384,21 +421,37 @@ class Book:
             rolls_back=fact.rolls_back,
         )
         order = self.channels.setdefault(plan.channel, [])
-        if not made.rolls_back:
-            order.append(made)
-        else:
-            undone = self.get(made.rolls_back)
-            older = None if undone is None or undone.rolled_back_by else self.before(undone)
-            if undone is None or older is None or older.bundle_id != made.bundle_id:
-                return  # another command was faster
-            begin = _index(order, older) + 1
-            for one in order[begin : _index(order, undone) + 1]:
-                if one.bundle_id == undone.bundle_id and not one.rolled_back_by:
-                    one.rolled_back_by = made.number
-            order.insert(begin, made)
-        self.releases.append(made)
+        if not release.rolls_back:
+            order.append(release)
+        elif not self._place_rollback(release, order):
+            return  # another command was faster
+        self.releases.append(release)
 
-    def _reported(self, agent: str, at: str, fact: DeviceReported) -> None:
+    def _place_rollback(self, rollback: Release, order: list[Release]) -> bool:
+        """Put a rollback behind the release that it returns to, and mark those that it undoes.
+
+        Args:
+            rollback: The release that undoes another one.
+            order: The releases of its channel.
+
+        Returns:
+            Whether it still can: the other one is not rolled back yet, and the bundle is the one that it goes back to.
+        """
+        undone = self.get(rollback.rolls_back)
+        if undone is None or undone.rolled_back_by:
+            return False
+        older = self.before(undone)
+        if older is None or older.bundle_id != rollback.bundle_id:
+            return False
+        begin = _index(order, older) + 1
+        for release in order[begin : _index(order, undone) + 1]:
+            if release.bundle_id == undone.bundle_id and not release.rolled_back_by:
+                release.rolled_back_by = rollback.number
+        order.insert(begin, rollback)
+        return True
+
+    def _add_report(self, agent: str, at: str, fact: DeviceReported) -> None:
+        """Count a device as it was heard at that time, and what it says of a release."""
         before = self.devices.get(agent)
         if before is not None:
             self.sizes[before.channel] -= 1
@@ -412,12 +465,14 @@ class Book:
         if release is not None and fact.result is not None:
             release.add_result(agent, Result.from_fact(fact.result, at))
 
-    def _retired(self, agent: str) -> None:
-        """A device is revoked, or was not heard for long: it counts no more until it is heard again."""
-        if (device := self.devices.pop(agent, None)) is not None:
-            self.sizes[device.channel] -= 1
-            self.heard.pop(agent)
-            self._count(agent, -1)
+    def _retire(self, agent: str) -> None:
+        """Take out a device that is revoked, or was not heard for long, until it is heard again."""
+        device = self.devices.pop(agent, None)
+        if device is None:
+            return
+        self.sizes[device.channel] -= 1
+        self.heard.pop(agent)
+        self._count(agent, -1)
 
     def _count(self, agent: str, change: int) -> None:
         for release in self.releases:
@@ -427,12 +482,12 @@ class Book:
     # --- what follows from it ------------------------------------------------------------------------------------
 
     def pin(self, agent: str, now: datetime) -> Pin | None:
-        """The pin of a device that counts now."""
+        """Return the pin of a device that counts now."""
         pin = self.pins.get(agent)
         return pin if pin is not None and pin.holds(now) else None
 
     def wanted(self, device: Device, now: datetime) -> Release | None:
-        """The release that a device is to run now; None: it keeps what it has."""
+        """Return the release that a device is to run now; None: it keeps what it has."""
         if (pin := self.pin(device.id, now)) is not None:
             return self.get(pin.release)
         for release in self._of_channel(device.channel):
@@ -446,7 +501,7 @@ class Book:
         return None
 
     def before(self, release: Release) -> Release | None:
-        """The release that devices return to when this one is rolled back: the newest for everybody before it."""
+        """Return what devices go back to when a release is rolled back: the newest for everybody before it."""
         order = self.channels[release.plan.channel]
         for other in reversed(order[: _index(order, release)]):
             if other.promoted and other.is_open and other.bundle_id != release.bundle_id:
@@ -455,20 +510,20 @@ class Book:
 
     def returns(self, device: Device, release: Release) -> bool:
         """Whether a device that is to run a release goes back by that: it runs the bundle of a newer one."""
-        newer = (one for one in self.releases[release.number :] if not one.rolls_back)
-        return bool(release.rolls_back) or any(one.bundle_id == device.runs for one in newer)
+        newer = (other for other in self.releases[release.number :] if not other.rolls_back)
+        return bool(release.rolls_back) or any(other.bundle_id == device.runs for other in newer)
 
     def for_everybody(self, channel: str) -> Release | None:
-        """The newest release that everybody in a channel is to run; it is the parent of the next one."""
-        return next((one for one in self._of_channel(channel) if one.promoted and one.is_open), None)
+        """Return the newest release that everybody in a channel is to run; it is the parent of the next one."""
+        return next((release for release in self._of_channel(channel) if release.promoted and release.is_open), None)
 
     def replaced_by(self, release: Release) -> Release | None:
-        """The newer release that everybody in its channel gets instead; None where there is none."""
-        newer = itertools.takewhile(lambda one: one is not release, self._of_channel(release.plan.channel))
-        return next((one for one in newer if one.promoted and one.is_open), None)
+        """Return the newer release that everybody in its channel gets instead; None where there is none."""
+        newer = itertools.takewhile(lambda other: other is not release, self._of_channel(release.plan.channel))
+        return next((other for other in newer if other.promoted and other.is_open), None)
 
     def current(self) -> Iterator[Release]:
-        """The releases that devices may get now: of each channel the newest for everybody, and what came after it."""
+        """Yield the releases that devices may get now: of each channel the newest for everybody, and newer ones."""
         for channel in sorted(self.channels):
             for release in self._of_channel(channel):
                 if release.is_open:
@@ -477,24 +532,27 @@ class Book:
                         break
 
     def in_use(self) -> list[Release]:
-        """The releases that a device may get, or return to by a rollback; no cleaning takes their files."""
-        result = dict[int, Release]()
-        for channel in self.channels:
-            bundles = set[str]()
-            for release in self._of_channel(channel):
-                if release.promoted and release.is_open:
-                    bundles.add(release.bundle_id)
-                if not release.rolled_back_by:
-                    result[release.number] = release
-                if len(bundles) > 1:
-                    break
+        """Return the releases that a device may get, or return to by a rollback; no cleaning takes their files."""
+        used = {release.number: release for channel in self.channels for release in self._in_use_of(channel)}
         for pin in self.pins.values():
-            if (pinned := self.get(pin.release)) is not None:
-                result[pinned.number] = pinned
-        return [result[number] for number in sorted(result)]
+            pinned = self.get(pin.release)
+            if pinned is not None:
+                used[pinned.number] = pinned
+        return [used[number] for number in sorted(used)]
+
+    def _in_use_of(self, channel: str) -> Iterator[Release]:
+        """Yield the releases of a channel that are not rolled back, down to the second bundle for everybody."""
+        bundles = set[str]()
+        for release in self._of_channel(channel):
+            if release.promoted and release.is_open:
+                bundles.add(release.bundle_id)
+            if not release.rolled_back_by:
+                yield release
+            if len(bundles) > 1:  # a rollback returns to this one
+                return
 
     def canary_size(self, release: Release) -> int:
-        """How many devices the canary is to have, in a fleet of this size."""
+        """Return how many devices the canary is to have, in a fleet of this size."""
         return max(1, amount(release.plan.canary, self.sizes[release.plan.channel], up=True))
 
     def check_channel(self, channel: str) -> None:
@@ -529,7 +587,7 @@ class Book:
             raise UsageError(f"success {plan.success} of a canary of {size}; expected at most all of them")
 
     def canary(self, release: Release, candidates: Iterable[str], now: datetime) -> list[str]:
-        """The devices that are to be a release's canary, drawn from the candidates, who can be reached now.
+        """Return the devices that are to be a release's canary, drawn from the candidates, who can be reached now.
 
         They are drawn by a hash of device and release, so that no device is always the first. A device that is out is
         replaced, and stays so: it is pinned, in another channel or retired, declines the release, or is unable.
@@ -558,30 +616,44 @@ class Book:
         is_there = device is not None and device.channel == release.plan.channel
         return is_there and (release.promoted or agent in release.canary)
 
-    def verdict(self, release: Release, now: datetime) -> tuple[Literal["", "stop", "succeeded"], str]:
-        """What the reports so far say of a release, and why."""
+    def verdict(self, release: Release, now: datetime) -> Verdict:
+        """Return what the reports so far say of a release, and why."""
         if not release.is_open:
-            return "", ""
+            return Verdict()
         asked = self.sizes[release.plan.channel] if release.promoted else self.canary_size(release)
         allowed = amount(release.plan.max_failed, asked, up=False)
-        if release.count["failed"] > allowed and len(failed := self._failed(release, now)) > allowed:
+        failed = self._failed(release, now, beyond=allowed)
+        if len(failed) > allowed:
             reason = release.results[failed[0]].reason
-            return "stop", f"{len(failed)} of {asked} devices failed, {allowed} are allowed; {failed[0]}: {reason}"
-        needed = release.plan.success or self.canary_size(release) if release.plan.canary else 0
-        if release.stage == "canary" and release.count["ok"] >= needed:
-            fine = (one for one in release.canary if not self._is_out(one, release, now))
-            succeeded = sum(one in release.results and release.results[one].outcome == "ok" for one in fine)
-            if succeeded >= needed:
-                return "succeeded", f"{succeeded} of the canary's devices reported success"
-        return "", ""
+            text = f"{len(failed)} of {asked} devices failed, {allowed} are allowed; {failed[0]}: {reason}"
+            return Verdict("stop", text)
+        if release.stage != "canary":
+            return Verdict()
+        needed = release.plan.success or self.canary_size(release)
+        succeeded = self._succeeded(release, now, least=needed)
+        if succeeded < needed:
+            return Verdict()
+        return Verdict("succeeded", f"{succeeded} of the canary's devices reported success")
 
-    def _failed(self, release: Release, now: datetime) -> list[str]:
-        """The devices whose failure counts against a release, sorted."""
-        failed = {agent for agent, one in release.results.items() if one.outcome == "failed"} - release.forgiven
-        return sorted(one for one in failed if self.has_say(one, release) and self.pin(one, now) is None)
+    def _failed(self, release: Release, now: datetime, beyond: int) -> list[str]:
+        """Return the devices whose failure counts against a release, sorted; none where ``beyond`` or fewer failed.
+
+        The count is looked at first: a verdict is asked for with each report of a large fleet.
+        """
+        if release.count["failed"] <= beyond:
+            return []
+        failed = set(release.agents_with("failed")) - release.forgiven
+        return sorted(agent for agent in failed if self.has_say(agent, release) and self.pin(agent, now) is None)
+
+    def _succeeded(self, release: Release, now: datetime, least: int) -> int:
+        """Return how many devices of a canary reported success; 0 where fewer than ``least`` devices did at all."""
+        if release.count["ok"] < least:
+            return 0
+        succeeded = set(release.agents_with("ok"))
+        return sum(agent in succeeded and not self._is_out(agent, release, now) for agent in release.canary)
 
     def pending(self, release: Release, now: datetime) -> list[str]:
-        """The devices that are to run the release by now and have not answered."""
+        """Return the devices that are to run the release by now and have not answered."""
         agents = sorted(self.devices if release.promoted else release.canary)
         return [agent for agent in agents if self._is_meant(agent, release, now)]
 
@@ -600,12 +672,12 @@ class Book:
         return release.stage
 
     def undone_because(self, release: Release) -> str:
-        """Why a release was rolled back, or what it rolls back was; empty where neither is so."""
+        """Return why a release was rolled back, or what it rolls back was; empty where neither is so."""
         rollback = release if release.rolls_back else self.get(release.rolled_back_by)
         return "" if rollback is None else rollback.plan.note
 
     def gone(self, before: datetime) -> list[str]:
-        """The devices whose newest entry is older than that."""
+        """Return the devices whose newest entry is older than that."""
         return sorted(agent for agent in self.heard if self.is_stale(agent, before))
 
     def is_stale(self, agent: str, before: datetime) -> bool:
@@ -620,10 +692,10 @@ class Book:
         for release in self.releases:
             if release.bundle_id == bundle_id:
                 results |= release.results
-        return Scores.of([(one.acc, one.support) for one in results.values() if one.acc is not None])
+        return Scores.of([(result.acc, result.support) for result in results.values() if result.acc is not None])
 
     def next_change(self, now: datetime) -> datetime | None:
-        """When `wanted` changes by the clock alone: the first end of a pin."""
+        """Return when `wanted` changes by the clock alone: the first end of a pin."""
         ends = [moment_of(pin.until) for pin in self.pins.values() if pin.until]
         return min((end for end in ends if end > now), default=None)
 
@@ -636,36 +708,37 @@ def _index(order: list[Release], release: Release) -> int:
 
 
 def drawn(agent: str, release: int) -> str:
-    """By which devices are sorted for a canary: other ones come first in each release."""
+    """Return what devices are sorted by for a canary: other ones come first in each release."""
     return hashlib.sha256(f"{release} {agent}".encode()).hexdigest()
 
 
 def book_of(journal: Journal) -> Book:
-    """The book of a journal as it is now."""
+    """Return the book of a journal as it is now."""
     book = Book()
-    book.read(journal)
+    Follower(journal, book).read()
     return book
 
 
 def releases_in_use(journal: Journal) -> list[Release]:
-    """`Book.in_use` of a journal."""
+    """Return the releases of a journal that a device may get or return to; see `Book.in_use`."""
     return _without_devices(journal).in_use()
 
 
 def release_blobs(journal: Journal, pruned: Collection[str | None]) -> set[str]:
     """Digests of the newest file of each release that is in use, or of a run that was not ``pruned``."""
     book = _without_devices(journal)
-    stay = {one.number for one in book.in_use()}
-    return {one.digest for one in book.releases if one.digest and (one.number in stay or one.run not in pruned)}
+    used = {release.number for release in book.in_use()}
+    needed = [release for release in book.releases if release.number in used or release.run not in pruned]
+    return {release.digest for release in needed if release.digest}
 
 
 def released_to_all(journal: Journal, channel: str) -> Release | None:
-    """`Book.for_everybody` of a journal."""
+    """Return the newest release for everybody of a channel in a journal; see `Book.for_everybody`."""
     return _without_devices(journal).for_everybody(channel)
 
 
 def _without_devices(journal: Journal) -> Book:
-    """What commands and runs have asked for; reports of devices, by far the most entries, are not read."""
+    """Return the book without reports of devices, which are by far the most entries and are not read."""
     book = Book()
     for entry in journal.entries(kinds=[kind for kind in RELEASE_KINDS if kind != "device_reported"]):
         book.add(entry)
@@ -673,7 +746,7 @@ def _without_devices(journal: Journal) -> Book:
 
 
 def rollback_of(book: Book, release: Release, reason: str, by: str) -> tuple[Release, ReleaseMade]:
-    """The older release that a rollback returns to, and what is journaled of the new one.
+    """Return the older release that a rollback returns to, and what is journaled of the new one.
 
     Raises:
         UsageError: there is no older one.
@@ -681,9 +754,9 @@ def rollback_of(book: Book, release: Release, reason: str, by: str) -> tuple[Rel
     older = book.before(release)
     if older is None:
         same = [
-            str(one.number)
-            for one in book.releases[: release.number - 1]
-            if one.plan.channel == release.plan.channel and one.bundle_id == release.bundle_id
+            str(earlier.number)
+            for earlier in book.releases[: release.number - 1]
+            if earlier.plan.channel == release.plan.channel and earlier.bundle_id == release.bundle_id
         ]
         why = f"release {release.number} is the first of channel '{release.plan.channel}' that was for everybody"
         if same:

@@ -105,7 +105,7 @@ class OpenRound:
         return self.fact.joining
 
     def asked_in(self, agent: str) -> int:
-        """The round that an update of this agent is of: an earlier one where rounds are buffered."""
+        """Return the round that an update of this agent is of: an earlier one where rounds are buffered."""
         return self.fact.asked.get(agent, self.round)
 
     def takes(self, entry: Entry) -> bool:
@@ -186,7 +186,7 @@ _CHANGING = frozenset(
 
 
 def step(record: RunRecord, entry: Entry) -> RunRecord:
-    """The record after one more entry; kinds that change nothing leave it as it is.
+    """Return the record after one more entry; kinds that change nothing leave it as it is.
 
     Raises:
         StateError: the entry contradicts those before it.
@@ -251,7 +251,7 @@ def _close_round(record: RunRecord, entry: Entry, fact: RoundClosed) -> RunRecor
 
 
 def _with_update(opened: OpenRound, entry: Entry) -> OpenRound:
-    """The open round with one more accepted or rejected update."""
+    """Return the open round with one more accepted or rejected update."""
     fact = entry.fact
     if entry.agent is None:
         return opened
@@ -286,7 +286,7 @@ class RunView:
 
 
 def replay(journal: Journal, run: str) -> RunRecord:
-    """Where ``run`` stands, derived from its entries; only those since the last call are read.
+    """Return where ``run`` stands, derived from its entries; only those since the last call are read.
 
     Raises:
         UnknownName: no such run.

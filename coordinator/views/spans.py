@@ -44,7 +44,7 @@ class Span:
 
 
 def spans_of(entries: Sequence[Entry]) -> Iterator[Span]:
-    """The spans that have ended, of the entries of one run in order; the run's own comes last."""
+    """Yield the spans that have ended, of the entries of one run in order; the run's own comes last."""
     if entries:
         run = _Run(entries[0])
         for entry in entries:
@@ -76,7 +76,7 @@ class _Run:
         self._round: _Round | None = None
 
     def after(self, entry: Entry) -> Iterator[Span]:
-        """The spans that end with this entry."""
+        """Yield the spans that end with this entry."""
         at = moment(entry)
         is_open = self._round
         fact = entry.fact
@@ -101,26 +101,26 @@ class _Run:
             error = "" if isinstance(fact, RunFinished) else fact.reason or status
             yield self._made("run", "", self._requested, at, error=error, status=status)
 
-    def _closed(self, one: _Round, end: datetime, fact: RoundClosed) -> Iterator[Span]:
-        about = str(one.number)
+    def _closed(self, closed: _Round, end: datetime, fact: RoundClosed) -> Iterator[Span]:
+        about = str(closed.number)
         own = self._digits("round", about)
         clients = fact.clients or 0
-        begin = one.opened - timedelta(seconds=float(fact.waiting_s or 0))
-        collected = one.last_update or one.opened
-        yield self._made("members", own, begin, one.opened, about, round=one.number)
-        yield self._made("updates", own, one.opened, collected, about, round=one.number, cohort=one.cohort)
-        yield self._made("aggregate", own, collected, end, about, round=one.number, clients=clients)
+        begin = closed.opened - timedelta(seconds=float(fact.waiting_s or 0))
+        collected = closed.last_update or closed.opened
+        yield self._made("members", own, begin, closed.opened, about, round=closed.number)
+        yield self._made("updates", own, closed.opened, collected, about, round=closed.number, cohort=closed.cohort)
+        yield self._made("aggregate", own, collected, end, about, round=closed.number, clients=clients)
         yield self._made(
             "round",
             self._digits("run"),
             begin,
             end,
             about,
-            round=one.number,
-            attempts=one.attempts,
-            cohort=one.cohort,
+            round=closed.number,
+            attempts=closed.attempts,
+            cohort=closed.cohort,
             clients=clients,
-            rejected=one.rejected,
+            rejected=closed.rejected,
             late=len(fact.late or ()),
             received_bytes=fact.bytes_up or 0,
             sent_bytes=fact.bytes_down or 0,
@@ -146,5 +146,5 @@ class _Run:
 
 
 def moment(entry: Entry) -> datetime:
-    """When the entry was written, by the wall clock."""
+    """Return when the entry was written, by the wall clock."""
     return datetime.fromisoformat(entry.at)

@@ -82,7 +82,7 @@ class Access:
         return bool(token) and hmac.compare_digest(given.encode(errors="replace"), token.encode())
 
     def session(self) -> str:
-        """A new session, for a cookie."""
+        """Return a new session, for a cookie."""
         content = f"{int(self._now() + SESSION_S)}.{secrets.token_urlsafe(16)}"
         return f"{content}.{self._sign('session', content)}"
 
@@ -100,10 +100,11 @@ class Access:
         self._ended = [*self._ended[1 - MOST_ENDED :], cookie]
         if self._path is not None:
             with contextlib.suppress(OSError):  # on a full disk it has ended until a restart
-                write_private(self._path.with_name("ended"), "".join(f"{one}\n" for one in self._ended).encode())
+                lines = "".join(f"{session}\n" for session in self._ended)
+                write_private(self._path.with_name("ended"), lines.encode())
 
     def form_token(self, cookie: str) -> str:
-        """What forms of this session carry, which no other site can know."""
+        """Return what forms of this session carry, which no other site can know."""
         return self._sign("form", cookie)
 
     def is_form_token(self, given: str, cookie: str) -> bool:
@@ -146,7 +147,7 @@ class WrongTokens:
         return len(mine) >= WRONG_AT_ONCE or len(self._all) >= 10 * WRONG_AT_ONCE
 
     def note(self, address: str) -> None:
-        """One more."""
+        """Count one more wrong token from an address."""
         now = self._clock()
         mine = [at for at in self._times.pop(address, ()) if at > now - WRONG_EVERY_S]
         self._times[address] = [*mine, now]
@@ -156,12 +157,12 @@ class WrongTokens:
 
 
 def token_path(state: Path) -> Path:
-    """Where the token of a state folder is."""
+    """Return where the token of a state folder is."""
     return state / "web" / "token"
 
 
 def host_of(header: str) -> str:
-    """The name or address in a ``Host`` header, without port and brackets; empty where it is none."""
+    """Return the name or address in a ``Host`` header, without port and brackets; empty where it is none."""
     try:
         return (urlsplit(f"//{header}").hostname or "") if len(header) <= 300 else ""
     except ValueError:

@@ -188,7 +188,7 @@ async def act(request: Request) -> Response:
 def _asked(request: Request, action: Action, form: Form) -> Response:
     site = site_of(request)
     with site.view.lock:
-        releases = [one for one in reversed(site.view.book.releases) if not one.rolled_back_by][:20]
+        releases = [release for release in reversed(site.view.book.releases) if not release.rolled_back_by][:20]
         return page(
             request,
             "act.html",
@@ -246,7 +246,7 @@ def _done(request: Request, form: Form) -> Any:
 
 
 def _number(form: Form) -> int:
-    """The number of a release.
+    """Return the number of a release.
 
     Raises:
         UsageError: there is none in the form.
@@ -303,6 +303,6 @@ async def _form(request: Request) -> Form:
 
 
 def _safe(address: str) -> str:
-    """An address of this server; another one becomes the first page."""
+    """Return an address of this server; another one becomes the first page."""
     is_own = address.startswith("/") and not address.startswith(("//", "/\\")) and len(address) < 2000
     return address if is_own and address.isprintable() and "\\" not in address else "/"

@@ -59,7 +59,7 @@ class Guard:
         self._names = names
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
+        """Serve a request, unless it is for another host or over-long."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -133,7 +133,7 @@ ROUTES: list[Route] = [
 
 
 def make_app(site: Site, routes: list[Route] | None = None) -> Starlette:
-    """The application for one state folder; it looks at the folder from its start on."""
+    """Return the application for one state folder; it looks at the folder from its start on."""
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:

@@ -15,7 +15,7 @@ TYPES = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 
 
 class Asset(NamedTuple):
-    """One file."""
+    """A file that pages load, as it is sent."""
 
     content: bytes
     packed: bytes
@@ -41,5 +41,5 @@ def assets() -> dict[str, Asset]:
 
 
 def address(name: str) -> str:
-    """The address of an asset."""
+    """Return the address of an asset."""
     return f"/assets/{name}?v={assets()[name].version}"

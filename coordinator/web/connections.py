@@ -62,10 +62,11 @@ class MakingRoom(H11Protocol):
         surplus = len(self.connections) - MOST_CONNECTIONS
         if surplus <= 0:
             return
-        others = (one for one in self.connections if isinstance(one, MakingRoom) and one is not self)
-        waiting = sorted((one for one in others if one.waits_for_peer()), key=lambda one: one.waits_since)
-        for one in waiting[:surplus]:
-            one.close()
+        others = [peer for peer in self.connections if isinstance(peer, MakingRoom) and peer is not self]
+        waiting = [peer for peer in others if peer.waits_for_peer()]
+        waiting.sort(key=lambda peer: peer.waits_since)
+        for peer in waiting[:surplus]:
+            peer.close()
         if len(self.connections) > MOST_CONNECTIONS + SPARE_CONNECTIONS:
             self.close()
 
@@ -98,7 +99,7 @@ class MakingRoom(H11Protocol):
             self._limit_request()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the connection."""
+        """Forget this connection, which has ended."""
         self._lift_limit()
         super().connection_lost(exc)
 

@@ -64,7 +64,7 @@ class Watch:
                 await asyncio.sleep(LOOK_EVERY_S)
 
     def wake(self) -> None:
-        """Look again soon."""
+        """Look at the state folder soon, also where nobody watches."""
         self._wanted.set()
 
     async def end(self) -> None:

@@ -6,8 +6,7 @@ A page begins after the agent that the one before ended with, and not at a numbe
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
@@ -15,44 +14,28 @@ from urllib.parse import urlencode
 
 from edge_agent.core.errors import UsageError
 
-from ..state.fleet_rows import PRESENT, AgentRow
-from ..state.noise import Compared, classify_mean_gain
+from ..state.fleet_columns import COLUMNS
+from ..state.fleet_rows import AgentRow, Presence
+from ..state.noise import Compared, Gain, classify_mean_gain
 
 PAGE_ROWS = 50
 
-STATES: dict[str, int] = {
-    name: order
-    for order, name in enumerate(
-        ("fault", "stalled", "refused", "revoked", "offline", "not heard", "unknown", "online")
-    )
-}
-"""State -> its order: those first that somebody should look at."""
-
-SORTS: dict[str, Callable[[AgentRow], Any]] = {
-    "id": lambda row: row.id,
-    "state": lambda row: STATES.get(row.state, len(STATES)),
-    "tier": lambda row: row.tier,
-    "seen": lambda row: row.seen_at,
-    "version": lambda row: row.software,
-    "bundle": lambda row: row.release if row.release is not None else (None if not row.bundle_id else 0),
-    "local": lambda row: row.local,
-    "global": lambda row: row.shared,
-    "personal": lambda row: row.personal,
-    "gain": lambda row: row.gain,
-    "memory": lambda row: row.rss_mb,
-}
+SORTS: dict[str, Callable[[AgentRow], Any]] = {column.name: column.sort_value for column in COLUMNS if column.page}
 """Column -> what it is sorted by; None comes last in either direction."""
+
+ABSENT = frozenset({Presence.OFFLINE, Presence.NOT_HEARD, Presence.UNKNOWN})
+TROUBLED = frozenset({Presence.FAULT, Presence.STALLED})
 
 SHOWN: dict[str, tuple[str, Callable[[AgentRow], bool]]] = {
     "all": ("all", lambda _: True),
-    "online": ("online", lambda row: row.state in PRESENT),
-    "offline": ("offline", lambda row: row.state in {"offline", "not heard", "unknown"}),
-    "fault": ("with a fault", lambda row: row.fault is not None or row.state in {"fault", "stalled"}),
+    "online": ("online", lambda row: row.presence.is_there),
+    "offline": ("offline", lambda row: row.presence in ABSENT),
+    "fault": ("with a fault", lambda row: row.fault is not None or row.presence in TROUBLED),
     "notes": ("with a note", lambda row: bool(row.notes) or row.fault is not None),
     "alone": ("better off alone", lambda row: row.better_alone),
     "pinned": ("pinned", lambda row: row.pinned is not None),
-    "refused": ("kept out", lambda row: row.state == "refused"),
-    "revoked": ("revoked", lambda row: row.state == "revoked"),
+    "refused": ("kept out", lambda row: row.presence is Presence.REFUSED),
+    "revoked": ("revoked", lambda row: row.presence is Presence.REVOKED),
 }
 """Filter -> its name, and the agents that pass."""
 
@@ -73,7 +56,7 @@ class Query:
 
     @classmethod
     def of(cls, parameters: Mapping[str, str]) -> Query:
-        """The query in an address.
+        """Return the query in an address.
 
         Raises:
             UsageError: a parameter is none of those that there are.
@@ -94,17 +77,24 @@ class Query:
             raise UsageError(f"tier={query.tier[:40]} is unknown; expected train or head")
         return query
 
+    def takes(self, row: AgentRow) -> bool:
+        """Whether an agent is among those that are asked for, by its id, its tier and the filter."""
+        passes = SHOWN[self.only][1]
+        has_text = self.find.casefold() in row.id.casefold()
+        has_tier = not self.tier or row.tier == self.tier
+        return has_text and has_tier and passes(row)
+
     def address(self, **changes: Any) -> str:
-        """The address of the page with these changes."""
-        one = replace(self, **changes)
+        """Return the address of the page with these changes; what is as by default is left out."""
+        query = replace(self, **changes)
         values = {
-            "find": one.find,
-            "only": one.only if one.only != "all" else "",
-            "tier": one.tier,
-            "sort": one.sort if one.sort != "state" else "",
-            "order": "desc" if one.descending else "",
-            "after": one.after,
-            "back": "1" if one.back and one.after else "",
+            "find": query.find,
+            "only": "" if query.only == "all" else query.only,
+            "tier": query.tier,
+            "sort": "" if query.sort == "state" else query.sort,
+            "order": "desc" if query.descending else "",
+            "after": query.after,
+            "back": "1" if query.back and query.after else "",
         }
         return "?" + urlencode({name: value for name, value in values.items() if value})
 
@@ -125,55 +115,94 @@ class Page:
 
 
 def page_of(agents: Iterable[AgentRow], query: Query, size: int = PAGE_ROWS) -> Page:
-    """The page of a query.
+    """Return the page of a query.
 
     Raises:
         UsageError: ``after`` is no key of a row.
     """
-    passes = SHOWN[query.only][1]
-    find = query.find.casefold()
-    chosen = [
-        row
-        for row in agents
-        if passes(row) and (not find or find in row.id.casefold()) and (not query.tier or row.tier == query.tier)
-    ]
+    chosen = [row for row in agents if query.takes(row)]
+    # Agents of whom the value is not known come last, in either direction; equals are in the order of their ids.
     value = SORTS[query.sort]
+    chosen.sort(key=lambda row: row.id)
     known = [row for row in chosen if value(row) is not None]
     unknown = [row for row in chosen if value(row) is None]
-    known.sort(key=lambda row: row.id)
     known.sort(key=value, reverse=query.descending)
-    rows = [*known, *sorted(unknown, key=lambda row: row.id)]
+    rows = [*known, *unknown]
+    # The page begins after the agent that the one before ended with, or ends before the one that it began with.
     start = 0
     if query.after:
         start = _position(rows, len(known), query)
-        start = max(0, start - size) if query.back else start
+        if query.back:
+            start = max(0, start - size)
     shown = rows[start : start + size]
-    previous = query.address(after=_key(shown[0], query), back=True) if start and shown else ""
-    if start and not shown:  # the agents of this page have gone
+    previous = ""
+    following = ""
+    if start and shown:
+        previous = query.address(after=_key(shown[0], query), back=True)
+    elif start:  # the agents of this page have gone
         previous = query.address(after="", back=False)
-    following = query.address(after=_key(shown[-1], query), back=False) if start + size < len(rows) else ""
+    if start + size < len(rows):
+        following = query.address(after=_key(shown[-1], query), back=False)
     return Page(shown, start + 1 if shown else 0, len(rows), previous, following)
 
 
-def totals(agents: Sequence[AgentRow]) -> dict[str, Any]:
-    """Counts and means over all agents."""
-    states = Counter(row.state for row in agents)
-    result: dict[str, Any] = {name: states.get(name, 0) for name in STATES}
-    result["present"] = result["online"] + result["fault"] + result["stalled"]
-    result["faulty"] = sum(SHOWN["fault"][1](row) for row in agents)
-    result["agents"] = len(agents)
-    result["pinned"] = sum(row.pinned is not None for row in agents)
-    result["better_alone"] = sum(row.better_alone for row in agents)
-    for scope, name in (("local", "local"), ("global", "shared"), ("personal", "personal"), ("gain", "gain")):
-        values = [value for row in agents if (value := getattr(row, name)) is not None]
-        result[f"mean_{scope}"] = fmean(values) if values else None
-        result[f"with_{scope}"] = len(values)
-    result["gain_kind"] = classify_mean_gain(
-        Compared(row.local, row.personal, row.support)
-        for row in agents
-        if row.local is not None and row.personal is not None and row.support
-    )
-    return result
+@dataclass(frozen=True)
+class Mean:
+    """The mean of a figure over the agents that have it; None: no agent does."""
+
+    value: float | None
+    agents: int
+
+    @classmethod
+    def from_values(cls, values: Iterable[float | None]) -> Mean:
+        """Return the mean of the values that are known."""
+        known = [value for value in values if value is not None]
+        return cls(fmean(known) if known else None, len(known))
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Counts and means over all agents of a fleet."""
+
+    agents: int
+    present: int
+    """Agents that can be reached."""
+
+    faulty: int
+    refused: int
+    pinned: int
+    better_alone: int
+    local: Mean
+    shared: Mean
+    personal: Mean
+    gain: Mean
+    gain_kind: Gain
+    """Whether the mean gain is more than noise."""
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[AgentRow]) -> Totals:
+        """Return the counts and means over these agents."""
+        is_faulty = SHOWN["fault"][1]
+        return cls(
+            agents=len(rows),
+            present=sum(row.presence.is_there for row in rows),
+            faulty=sum(is_faulty(row) for row in rows),
+            refused=sum(row.presence is Presence.REFUSED for row in rows),
+            pinned=sum(row.pinned is not None for row in rows),
+            better_alone=sum(row.better_alone for row in rows),
+            local=Mean.from_values(row.local for row in rows),
+            shared=Mean.from_values(row.shared for row in rows),
+            personal=Mean.from_values(row.personal for row in rows),
+            gain=Mean.from_values(row.gain for row in rows),
+            gain_kind=classify_mean_gain(_compared(rows)),
+        )
+
+
+def _compared(rows: Iterable[AgentRow]) -> Iterator[Compared]:
+    """Yield both accuracies of each agent that has both, where the number of its held-out samples is known."""
+    for row in rows:
+        if row.local is not None and row.personal is not None and row.support:
+            yield Compared(row.local, row.personal, row.support)
 
 
 def _key(row: AgentRow, query: Query) -> str:
@@ -181,7 +210,7 @@ def _key(row: AgentRow, query: Query) -> str:
 
 
 def _position(rows: Sequence[AgentRow], known: int, query: Query) -> int:
-    """The index of the first row after the key, or of the key's own row (or its successor) for the page before it."""
+    """Return the index of the first row after the key; for the page before, that of the key's row or successor."""
     value = SORTS[query.sort]
 
     def is_before(row: AgentRow) -> bool:

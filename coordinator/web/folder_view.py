@@ -14,8 +14,8 @@ import time
 import zlib
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -25,23 +25,22 @@ from edge_agent.core.locks import lock_holder
 from edge_agent.core.storage import IDENTITY
 
 from ..identity.revoked import revoked_agents
-from ..journal.entries import BundleExported, RunCancelled, RunFailed, RunFinished, RunRequested
-from ..journal.kinds import FINAL
-from ..journal.store import Entry, utc_now
-from ..runs.timeline import Event, Timeline
-from ..state import history
+from ..journal.store import utc_now
 from ..state.fault_log import FaultLog
-from ..state.fleet_rows import AgentRow, FleetFacts, Reported, rows_of
+from ..state.fleet_rows import AgentRow, FleetFacts, HeardAgent, rows_of
 from ..state.store import EVERYONE, STATUS, JsonFile, StateFolder
-from ..state.values import as_number, as_text
-from ..views.releases import RELEASE_KINDS, Book
+from ..state.timeline import Timeline
+from ..views.fleet import FleetView
+from ..views.follower import Follower
+from ..views.history import HistoryIndex
+from ..views.releases import Book
+from ..views.run_list import RunInfo, RunList
+from ..views.timeline import Event
+from ..views.values import as_number, as_text
 from .run_curves import RunCurves
 
 log = logging.getLogger(__name__)
 
-RUN_KINDS = ("run_requested", "run_started", "cancel_requested", "bundle_exported", *FINAL)
-OF_AGENTS = history.KINDS
-KINDS = (*dict.fromkeys((*RUN_KINDS, *OF_AGENTS, *RELEASE_KINDS)),)
 ENTRIES_AT_ONCE = 2000
 """Read in one transaction; pages are served in between."""
 
@@ -56,10 +55,10 @@ AGENT_RUNS = 20
 """Newest runs of which figures of single agents are held, as far as `MOST_HELD` of all runs together reaches."""
 
 MOST_HELD = 4_000_000
-"""About 50 MB."""
+"""Figures of single agents that are held of all runs, about 50 MB."""
 
 MOST_EVENTS = 200
-"""Of a run's log on its page; 'headwater logs' shows all."""
+"""Events of a run that its page shows, the newest ones; 'headwater logs' shows all."""
 
 MOST_TIMELINES = 8
 
@@ -80,43 +79,6 @@ class _Texts(dict[str, str]):
 
     def __missing__(self, _: str) -> str:
         return ""
-
-
-@dataclass(frozen=True)
-class RunBundle:
-    """The bundle that a run has exported last."""
-
-    fact: BundleExported
-    digest: str
-    """Of its file, which is a blob."""
-
-    at: str
-    """When it was exported (ISO 8601, UTC)."""
-
-
-@dataclass
-class RunInfo:
-    """One run as its entries in the journal have it."""
-
-    id: str
-    request: RunRequested
-    requested_at: str
-    started_at: str = ""
-    ended_at: str = ""
-    status: str = "queued"
-    reason: str = ""
-    cancel_requested: bool = False
-    bundle: RunBundle | None = None
-
-    @property
-    def is_over(self) -> bool:
-        """Whether it has ended."""
-        return self.status in FINAL.values()
-
-    @property
-    def rounds(self) -> int:
-        """How many were requested."""
-        return self.request.rounds
 
 
 class FolderView:
@@ -162,14 +124,14 @@ class FolderView:
         with self._timelines_lock:
             self._timelines: dict[str, tuple[Timeline, deque[Event]]] = {}
         self.book = Book()
-        self.runs: dict[str, RunInfo] = {}
+        self._run_list = RunList()
+        self._fleet = FleetView(self.book)
+        self._history = HistoryIndex(MOST_HISTORY)
+        folds = (self._run_list, self.book, self._fleet, self._history)
+        self._follower = Follower(self.folder.journal, *folds)
         self._curves: dict[str, RunCurves] = {}
         self._asked: dict[str, None] = {}
         """Older runs, in the order in which pages asked for them last."""
-
-        self._reported: dict[str, Reported] = {}
-        self._history: dict[str, array[int]] = {}
-        self._after = 0
 
     def close(self) -> None:
         """Close the journal."""
@@ -209,48 +171,15 @@ class FolderView:
                     self.trouble = ""
                     return False
                 journal.open(create=False)
-            entries = journal.entries(kinds=KINDS, after=self._after, limit=ENTRIES_AT_ONCE)
+            entries = self._follower.fetch(ENTRIES_AT_ONCE)
         except HeadwaterError as error:
             self.trouble = str(error)
             journal.close()
             return False
         self.trouble = ""
         with self.lock:
-            for entry in entries:
-                self._add(entry)
+            self._follower.feed(entries)
         return len(entries) == ENTRIES_AT_ONCE
-
-    def _add(self, entry: Entry) -> None:
-        self._after = entry.id
-        if entry.kind in RUN_KINDS and entry.run is not None:
-            self._add_to_run(entry, entry.run)
-        if entry.kind in RELEASE_KINDS:
-            self.book.add(entry)
-        if entry.kind in OF_AGENTS and entry.agent is not None:
-            ids = self._history.setdefault(entry.agent, array("q"))
-            ids.append(entry.id)
-            if len(ids) > 2 * MOST_HISTORY:
-                del ids[:MOST_HISTORY]
-            self._reported.setdefault(entry.agent, Reported()).add(entry, self.book)
-
-    def _add_to_run(self, entry: Entry, name: str) -> None:
-        fact = entry.fact
-        if isinstance(fact, RunRequested):
-            self.runs[name] = RunInfo(name, fact, entry.at)
-            return
-        if (run := self.runs.get(name)) is None:
-            return
-        if entry.kind == "run_started":
-            run.status = "running"
-            run.started_at = run.started_at or entry.at
-        elif entry.kind == "cancel_requested":
-            run.cancel_requested = True
-        elif isinstance(fact, BundleExported):
-            run.bundle = RunBundle(fact, entry.digest or "", entry.at)
-        elif isinstance(fact, RunFinished | RunFailed | RunCancelled):
-            run.status = FINAL[entry.kind]
-            run.ended_at = entry.at
-            run.reason = as_text(fact.reason or "")
 
     def _read_status(self) -> None:
         is_new = self._status_file.look()
@@ -260,8 +189,8 @@ class FolderView:
         with self.lock:
             if is_new and isinstance(status, dict):
                 self.status = status
-                agents = [{k: v for k, v in one.items() if k not in VOLATILE} for one in _objects(status.get("agents"))]
-                waiting = {k: v for k, v in _mapping(status.get("waiting")).items() if k != "seconds_left"}
+                agents = [_without(agent, VOLATILE) for agent in _objects(status.get("agents"))]
+                waiting = _without(_mapping(status.get("waiting")), ("seconds_left",))
                 others = [status.get(name) for name in _FLEET_NEWS]
                 self._run_mark = _mark([status.get("run"), waiting])
                 self._fleet_mark = _mark([agents, others])
@@ -294,11 +223,11 @@ class FolderView:
             self._curves = {name: self._curve(name) for name in reversed(dict.fromkeys(wanted))}
             self._bound_memory(newest)
             curves = [(self._curves[name], self.runs[name].is_over) for name in wanted]
-        for one, is_over in curves:
-            if is_over and one.is_read:
+        for run_curves, is_over in curves:
+            if is_over and run_curves.is_read:
                 continue
-            has_more = one.read()
-            one.is_read = is_over and not has_more  # what is read of a run under way is not its end
+            has_more = run_curves.read()
+            run_curves.is_read = is_over and not has_more  # what is read of a run under way is not its end
             if has_more:
                 return True
         return False
@@ -315,10 +244,15 @@ class FolderView:
     def _curve(self, run: str) -> RunCurves:
         return self._curves.get(run) or RunCurves(self.folder.run(run).metrics_path, self.lock)
 
+    @property
+    def runs(self) -> dict[str, RunInfo]:
+        """Name -> run, in the order of their requests."""
+        return self._run_list.runs
+
     # --- what it says ------------------------------------------------------------------------------------------------
 
     def curves(self, run: str) -> RunCurves:
-        """The figures of a run as far as they are read; those of an old one are read from now on."""
+        """Return the figures of a run as far as they are read; those of an old one are read from now on."""
         with self.lock:
             if run in self._asked or run not in self._curves:
                 self._asked.pop(run, None)
@@ -332,7 +266,7 @@ class FolderView:
         return [name for name, run in self.runs.items() if run.started_at and name in self._curves]
 
     def log_of(self, run: str) -> list[Event]:
-        """The newest events of a run, as 'headwater logs' shows them; read without `lock`.
+        """Return the newest events of a run, as 'headwater logs' shows them; read without `lock`.
 
         Raises:
             StateError: the journal cannot be read.
@@ -343,7 +277,7 @@ class FolderView:
                     del self._timelines[name]
                 self._timelines[run] = Timeline(self.folder, run), deque(maxlen=MOST_EVENTS)
             timeline, events = self._timelines[run]
-            events.extend(replace(event, agents=(), data={}) for event in timeline.new())
+            events.extend(replace(event, agents=(), data={}) for event in timeline.read_new())
             return list(events)
 
     @property
@@ -372,11 +306,11 @@ class FolderView:
         return self._is_held
 
     def run_now(self) -> dict[str, Any]:
-        """The run under way, as the coordinator last wrote it; empty: none, or no coordinator."""
+        """Return the run under way, as the coordinator last wrote it; empty: none, or no coordinator."""
         return dict(_mapping(self.status.get("run"))) if self.is_serving else {}
 
     def waiting(self) -> dict[str, Any]:
-        """What the coordinator waits for, with ``until`` in seconds since 1970 where there is a limit."""
+        """Return what the coordinator waits for, with ``until`` in seconds since 1970 where there is a limit."""
         waiting = dict(_mapping(self.status.get("waiting"))) if self.is_serving else {}
         left = as_number(waiting.get("seconds_left"))
         at = self.status_at
@@ -384,39 +318,39 @@ class FolderView:
         return waiting
 
     def status_of(self, run: RunInfo) -> str:
-        """The status of a run as a word, of one that cannot be resumed for now ``stalled``."""
+        """Return the status of a run as a word, of one that cannot be resumed for now ``stalled``."""
         now = self.run_now()
         if now.get("id") == run.id and isinstance(now.get("stalled"), dict):
             return "stalled"
         return "cancelling" if run.cancel_requested and not run.is_over else run.status
 
     def faults_of(self, agent: str) -> list[dict[str, Any]]:
-        """The faults of an agent that are still known, the newest first."""
+        """Return the faults of an agent that are still known, the newest first."""
         return self._faults_of.get(agent, [])[::-1]
 
     def history_ids(self, agent: str) -> array[int]:
         """Ids of the journal's entries about an agent, oldest first."""
-        return self._history.get(agent, array("q"))
+        return self._history.ids.get(agent, array("q"))
 
     def agents(self) -> list[AgentRow]:
-        """All agents that were ever heard, sorted by id."""
+        """Return all agents that were ever heard, sorted by id."""
         with self.lock:
             now_s = self.now().timestamp()
-            files = self._status_file.stamp, self._everyone_file.stamp, self._after, self._revoked
+            files = self._status_file.stamp, self._everyone_file.stamp, self._follower.after, self._revoked
             key = files, self.is_serving, self._live_version(), int(now_s // 60)
             if self._rows[0] != key:
                 self._rows = key, self._made_rows()
             return self._rows[1]
 
     def agent(self, name: str) -> AgentRow | None:
-        """One agent."""
+        """Return the row of one agent; None where it was never heard."""
         return next((row for row in self.agents() if row.id == name), None)
 
     def version(self, topic: str) -> str:
         """Another value whenever a page about ``topic`` has news: fleet, runs, releases, ``run:ID`` or ``agent:ID``."""
         with self.lock:
             kind, _, name = topic.partition(":")
-            parts: list[Any] = [self._after, self.is_serving, self.trouble, self.is_loaded]
+            parts: list[Any] = [self._follower.after, self.is_serving, self.trouble, self.is_loaded]
             slow_s = 10 if kind in {"fleet", "agent"} else 60
             parts.append(int((self.status_at or 0) // slow_s))
             if kind in {"fleet", "agent"}:
@@ -433,27 +367,28 @@ class FolderView:
 
     def refused(self) -> list[dict[str, str]]:
         """Devices that were kept out in the last minutes: id, by whom, error, message, remedy, times, at."""
-        known = _objects(self.status.get("refused_agents")) if self.is_serving else []
-        return [_Texts({name: as_text(value) for name, value in one.items()}) for one in known]
+        refused = _objects(self.status.get("refused_agents")) if self.is_serving else []
+        return [_Texts({name: as_text(value) for name, value in device.items()}) for device in refused]
 
     def _live_version(self) -> int:
         run = self._live_run()
         return 0 if run is None else self._curves[run].version
 
     def _live_run(self) -> str | None:
-        """The newest run that has begun; its figures are newer than reports of others before it."""
+        """Return the newest run that has begun; its figures are newer than reports of others before it."""
         begun = self.begun_runs()
         return begun[-1] if begun else None
 
     def _made_rows(self) -> list[AgentRow]:
-        status = {as_text(one["id"]): one for one in self._everyone if "id" in one}
-        status |= {as_text(one["id"]): one for one in _objects(self.status.get("agents")) if "id" in one}
+        # All agents were written some time ago; those in the status are newer.
+        written = [*self._everyone, *_objects(self.status.get("agents"))]
+        heard = {as_text(agent["id"]): HeardAgent.from_body(agent) for agent in written if "id" in agent}
         run = self._live_run()
         facts = FleetFacts(
-            status,
-            self._reported,
+            heard,
+            self._fleet.reported,
             self.book,
-            refused={one["id"]: one for one in self.refused() if one["id"]},
+            refused={device["id"]: device for device in self.refused() if device["id"]},
             revoked=self._revoked,
             is_serving=self.is_serving,
             status_at=self.status_at,
@@ -469,7 +404,12 @@ def _mapping(value: object) -> Mapping[str, Any]:
 
 
 def _objects(value: object) -> list[dict[str, Any]]:
-    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+
+
+def _without(body: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Return an object of the status without the fields that change all the time and are no news."""
+    return {name: value for name, value in body.items() if name not in names}
 
 
 def _mark(content: Iterable[Any]) -> int:

@@ -34,7 +34,7 @@ def is_fresh(status: Mapping[str, Any], now: datetime) -> bool:
 
 
 def objection(status: Mapping[str, Any], now: datetime) -> str:
-    """Why agents cannot be served now; empty where they can."""
+    """Return why agents cannot be served now; empty where they can."""
     age = age_s(status, now)
     if age is None:
         return "the coordinator has not written a status yet"

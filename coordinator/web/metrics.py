@@ -11,28 +11,27 @@ import logging
 import shutil
 import threading
 import time
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from edge_agent import __version__
-from edge_agent.core import errors
 from edge_agent.core.errors import StateError
+from edge_agent.core.worst_tenth import mean_of_worst_tenth
 from edge_agent.wire.faults import CODES
-from edge_agent.wire.messages.fields import DISK_ERROR
 
-from ..journal.entries import RoundClosed, UpdateAccepted, UpdateRefused
-from ..journal.kinds import FINAL, Kind
-from ..journal.sqlite import Journal
-from ..journal.store import Entry, follow, utc_now
+from ..journal.kinds import FINAL
+from ..journal.store import follow, utc_now
+from ..state.fleet_rows import HeardAgent, Presence
 from ..state.store import StateFolder, StatusFiles
-from ..text import worst_tenth
-from ..views.releases import RELEASE_KINDS, Book
+from ..views.counts import Counts, RoundAccuracies, RoundOfRun
+from ..views.follower import Follower, reopen
+from ..views.releases import Book
 from .health import is_fresh, objection
 
 if TYPE_CHECKING:
@@ -41,116 +40,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SECONDS = (0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0, 7200.0)
-"""Upper bounds of the buckets of durations."""
-
 TEXT_FORMAT = "text/plain; version=0.0.4; charset=utf-8"
 LEAST_PAUSE_S = 1.0
 """Two questions within this time get the same answer: a flood of them reads the folder once a second."""
 
-REASONS = frozenset({DISK_ERROR, *(name for name, one in vars(errors).items() if isinstance(one, type))})
-"""Names of errors that a rejection can begin with; everything else, which peers could choose, counts as ``other``."""
-
-COUNTED: tuple[Kind, ...] = (
-    "coordinator_started",
-    "run_requested",
-    "run_started",
-    "run_finished",
-    "run_failed",
-    "run_cancelled",
-    "round_opened",
-    "update_refused",
-    "round_closed",
-)
-KINDS = (*COUNTED, *RELEASE_KINDS)
 ENTRIES_AT_ONCE = 2000
-"""Read in one transaction."""
+"""Entries that are read in one transaction."""
 
-ACCURACIES = frozenset({"acc.global", "acc.personal", "acc.local"})
-STATES = ("online", "fault", "stalled", "offline")
+TIERS = ("train", "head")
+PRESENCES = (Presence.ONLINE, Presence.FAULT, Presence.STALLED, Presence.OFFLINE)
+"""What an agent that was heard can be."""
+
 STAGES = ("canary", "paused", "everybody", "held", "rolled back")
-
-
-@dataclass
-class Histogram:
-    """Observations in buckets."""
-
-    counts: list[int] = field(default_factory=lambda: [0] * (len(SECONDS) + 1))
-    sum: float = 0.0
-
-    def observe(self, value: float) -> None:
-        """Count one more."""
-        self.counts[bisect_left(SECONDS, value)] += 1
-        self.sum += value
-
-    def buckets(self) -> list[tuple[str, float]]:
-        """Upper bound and observations up to it, as Prometheus has them."""
-        bounds = [*map(str, SECONDS), "+Inf"]
-        total = 0
-        result = list[tuple[str, float]]()
-        for bound, count in zip(bounds, self.counts, strict=True):
-            total += count
-            result.append((bound, total))
-        return result
-
-
-@dataclass
-class Counts:
-    """What the journal says so far; `add` counts one more of its entries."""
-
-    starts: int = 0
-    runs: dict[str, str] = field(default_factory=dict)
-    """Run -> status."""
-
-    rounds: Histogram = field(default_factory=Histogram)
-    waits: Histogram = field(default_factory=Histogram)
-    accepted: int = 0
-    late: int = 0
-    rejected: Counter[str] = field(default_factory=Counter)
-    received_bytes: int = 0
-    sent_bytes: int = 0
-    is_open: tuple[str | None, int | None] | None = None
-    opened_at: str = ""
-    closed: tuple[str, int] | None = None
-
-    def add(self, entry: Entry) -> None:
-        """Count one more entry."""
-        run = entry.run or ""
-        fact = entry.fact
-        if entry.kind == "coordinator_started":
-            self.starts += 1
-        elif entry.kind in {"run_requested", "run_started"}:
-            self.runs[run] = "requested" if entry.kind == "run_requested" else "running"
-        elif entry.kind in FINAL:
-            self.runs[run] = FINAL[entry.kind]
-            if self.is_open is not None and self.is_open[0] == entry.run:
-                self.is_open = None
-        elif entry.kind == "round_opened":
-            if self.is_open != (entry.run, entry.round):  # another attempt at a round does not begin it again
-                self.is_open = (entry.run, entry.round)
-                self.opened_at = entry.at
-            self.runs[run] = "running"
-        elif isinstance(fact, UpdateRefused):
-            if self.is_open == (entry.run, entry.round):
-                self.rejected[reason_label(fact.reason)] += 1
-        elif isinstance(fact, RoundClosed):
-            self._closed(entry, fact)
-
-    def _closed(self, entry: Entry, fact: RoundClosed) -> None:
-        self.is_open = None
-        self.closed = (entry.run or "", entry.round or 0)
-        self.rounds.observe(float(fact.seconds or 0.0))
-        self.waits.observe(float(fact.waiting_s or 0.0))
-        self.accepted += fact.clients or 0
-        self.late += len(fact.late or ())
-        self.received_bytes += fact.bytes_up or 0
-        self.sent_bytes += fact.bytes_down or 0
-
-
-def reason_label(reason: str) -> str:
-    """The class of error that a rejection names, or ``other``."""
-    name = reason.partition(":")[0]
-    return name if name in REASONS else "other"
 
 
 @dataclass(frozen=True)
@@ -190,87 +91,70 @@ class Reader:
         self._state = StateFolder(state)
         self._now = now
         self._files = StatusFiles(state)
-        self._is_open = False
         self._begin()
 
     def _begin(self) -> None:
+        """Begin with a journal of which nothing was read."""
         self._counts = Counts()
         self._book = Book()
-        self._seen = 0
-        self._accuracies: dict[str, list[float]] = {}
-        self._accurate: tuple[str, int] | None = None
-        """Run and round of these accuracies."""
+        self._follower = Follower(self._state.journal, self._counts, self._book)
+        self._accuracies = RoundAccuracies()
+        self._measured_round: RoundOfRun | None = None
+        """The round that these accuracies are of."""
 
     def close(self) -> None:
         """Close the journal."""
-        if self._is_open:
-            self._state.journal.close()
-        self._is_open = False
+        self._state.journal.close()
 
     def snapshot(self) -> Snapshot:
-        """The federation as its folder has it now; what cannot be read is left out."""
+        """Return the federation as its folder has it now; what cannot be read is left out."""
         folder = self._state.path
         now = self._now()
-        status = self._files.status()
-        agents = self._files.agents()
-        disk = shutil.disk_usage(folder) if folder.is_dir() else None
-        known: dict[str, Any] = {}
+        files = Snapshot(now, self._files.status(), self._files.agents(), state_bytes=self._sizes())
+        if folder.is_dir():
+            disk = shutil.disk_usage(folder)
+            files = replace(files, disk_free_bytes=disk.free, disk_size_bytes=disk.total)
         try:
-            journal = self._journal()
-            self._read(journal)
-            known = {
-                "counts": self._counts,
-                "releases": Counter(release.stage for release in self._book.releases),
-                "outcomes": sum((Counter(release.count) for release in self._book.current()), Counter[str]()),
-                "held_channels": sum(
-                    1 for release in {one.plan.channel: one for one in self._book.releases}.values() if release.held
-                ),
-                "rollbacks": sum(1 for release in self._book.releases if release.rolls_back),
-                "pinned": sum(1 for agent in self._book.pins if self._book.pin(agent, now) is not None),
-                "accuracies": self._accuracies,
-            }
+            self._read()
         except StateError as error:
             self.close()
             log.warning("metrics_without_journal reason=%s", error)
-        return Snapshot(
-            now,
-            status,
-            agents,
-            disk_free_bytes=None if disk is None else disk.free,
-            disk_size_bytes=None if disk is None else disk.total,
-            state_bytes=self._sizes(),
-            **known,
+            return files
+        releases = self._book.releases
+        newest = {release.plan.channel: release for release in releases}
+        outcomes = Counter[str]()
+        for release in self._book.current():
+            outcomes.update(release.count)
+        return replace(
+            files,
+            counts=self._counts,
+            releases=Counter(release.stage for release in releases),
+            outcomes=outcomes,
+            held_channels=sum(bool(release.held) for release in newest.values()),
+            rollbacks=sum(bool(release.rolls_back) for release in releases),
+            pinned=sum(self._book.pin(agent, now) is not None for agent in self._book.pins),
+            accuracies=self._accuracies.by_scope,
         )
 
-    def _journal(self) -> Journal:
-        """The journal, opened; from its beginning where another file has taken its place."""
-        journal = self._state.journal
-        if self._is_open and not journal.is_in_place:
-            self.close()
-        if not self._is_open:
-            journal.open(create=False)
-            self._is_open = True
-            self._begin()
-        return journal
+    def _read(self) -> None:
+        """Read what was written since the last time, and the accuracies of a round that was closed since.
 
-    def _read(self, journal: Journal) -> None:
-        """Count what was written since; of a round that was closed since, the accuracies."""
-        for entry in follow(journal, after=self._seen, kinds=KINDS, page=ENTRIES_AT_ONCE):
-            self._seen = entry.id
-            if entry.kind in RELEASE_KINDS:
-                self._book.add(entry)
-            else:
-                self._counts.add(entry)
-        if (closed := self._counts.closed) is None or closed == self._accurate:
+        Raises:
+            StateError: The journal is missing, or cannot be read.
+        """
+        journal = self._state.journal
+        if reopen(journal):
+            self._begin()
+        self._follower.catch_up(ENTRIES_AT_ONCE)
+        closed = self._counts.closed_round
+        if closed is None or closed == self._measured_round:
             return
-        known = dict[str, list[float]]()
-        for entry in follow(journal, closed[0], ("update_accepted",), round=closed[1], page=ENTRIES_AT_ONCE):
-            metrics = entry.fact.metrics if isinstance(entry.fact, UpdateAccepted) else {}
-            for name, value in metrics.items():
-                if name in ACCURACIES:
-                    known.setdefault(name.removeprefix("acc."), []).append(float(value))
-        self._accuracies = known
-        self._accurate = closed
+        accuracies = RoundAccuracies()
+        kinds = accuracies.kinds
+        for entry in follow(journal, closed.run, kinds, round=closed.round, page=ENTRIES_AT_ONCE):
+            accuracies.add(entry)
+        self._accuracies = accuracies
+        self._measured_round = closed
 
     def _sizes(self) -> dict[str, int]:
         sizes = {"blobs": 0, "journal": 0}
@@ -285,7 +169,7 @@ class Reader:
 
 
 def families(snapshot: Snapshot) -> Iterator[Metric]:
-    """The figures of a snapshot."""
+    """Yield the figures of a snapshot."""
     yield from _coordinator(snapshot)
     yield from _fleet(snapshot)
     yield from _run(snapshot)
@@ -297,7 +181,7 @@ def families(snapshot: Snapshot) -> Iterator[Metric]:
 
 
 def exposition(snapshot: Snapshot) -> bytes:
-    """The figures in Prometheus' text format."""
+    """Return the figures in Prometheus' text format."""
     from prometheus_client import CollectorRegistry, generate_latest
 
     class Once:
@@ -363,25 +247,25 @@ def _coordinator(snapshot: Snapshot) -> Iterator[Metric]:
 
 
 def _fleet(snapshot: Snapshot) -> Iterator[Metric]:
-    fresh = is_fresh(snapshot.status, snapshot.now)
-    standing = Counter[tuple[str, str]]()
-    faults = Counter[str]()
-    for tier in ("train", "head"):
-        standing.update(dict.fromkeys(((tier, state) for state in STATES), 0))
-    for agent in snapshot.agents if fresh else ():
-        tier = str(agent.get("tier")) if agent.get("tier") in {"train", "head"} else "unknown"
-        condition = str(agent.get("condition"))
-        state = "offline" if not agent.get("present") else condition if condition in STATES else "online"
-        standing[tier, state] += 1
-        if agent.get("present") and (fault := agent.get("fault")):
-            faults[fault.get("code") if fault.get("code") in CODES else "other"] += 1
-    if fresh:
-        yield _gauges("agents", "Agents that the coordinator knows.", ("tier", "state"), standing)
-        about = "Agents whose last task failed, by the code of the fault."
-        yield _gauges("agents_with_fault", about, ("code",), {code: faults[code] for code in (*sorted(CODES), "other")})
+    """Yield how many agents are there, by tier, presence and fault; nothing where the status is old."""
+    if not is_fresh(snapshot.status, snapshot.now):
+        return
+    # Series that are always there begin at zero, so that a rate over them is known from the first agent on.
+    standing = Counter[tuple[str, str]]({(tier, presence.value): 0 for tier in TIERS for presence in PRESENCES})
+    faults = Counter[str](dict.fromkeys((*sorted(CODES), "other"), 0))
+    for body in snapshot.agents:
+        agent = HeardAgent.from_body(body)
+        tier = agent.tier if agent.tier in TIERS else "unknown"
+        standing[tier, agent.presence.value] += 1
+        if agent.is_present and agent.fault:
+            code = agent.fault.get("code", "")
+            faults[code if code in CODES else "other"] += 1
+    yield _gauges("agents", "Agents that the coordinator knows.", ("tier", "state"), standing)
+    yield _gauges("agents_with_fault", "Agents whose last task failed, by the code of the fault.", ("code",), faults)
 
 
 def _run(snapshot: Snapshot) -> Iterator[Metric]:
+    """Yield how far the run under way is, and what it waits for; nothing where the status is old."""
     status = snapshot.status
     if not is_fresh(status, snapshot.now):
         return
@@ -392,16 +276,24 @@ def _run(snapshot: Snapshot) -> Iterator[Metric]:
         yield _gauge("run_round", "The round that the run is in.", run.get("round") or 0)
         yield _gauge("run_rounds", "The rounds of the run under way.", run["rounds"] or 0)
     yield _gauge("waiting_agents", "Agents that are waited for now.", waiting.get("count") or 0)
-    if (left := waiting.get("seconds_left")) is not None:
-        yield _gauge("waiting_left_seconds", "Time until the wait ends at the latest.", left)
-    if privacy := run.get("privacy"):
-        if (epsilon := privacy.get("epsilon")) is not None:
-            yield _gauge("privacy_epsilon", "Epsilon that all rounds with noise have spent.", epsilon)
-        if (left := privacy.get("epsilon_left")) is not None:
-            yield _gauge("privacy_epsilon_left", "Epsilon that may still be spent.", left)
-        yield _gauge("privacy_delta", "Delta of that epsilon.", privacy.get("delta") or 0)
-        without = privacy.get("rounds_without_noise") or 0
-        yield _gauge("privacy_uncovered_rounds", "Closed rounds without noise, which epsilon does not cover.", without)
+    left_s = waiting.get("seconds_left")
+    if left_s is not None:
+        yield _gauge("waiting_left_seconds", "Time until the wait ends at the latest.", left_s)
+    if run.get("privacy"):
+        yield from _privacy(run["privacy"])
+
+
+def _privacy(privacy: Mapping[str, Any]) -> Iterator[Metric]:
+    """Yield what the run under way has spent of its privacy budget."""
+    epsilon = privacy.get("epsilon")
+    epsilon_left = privacy.get("epsilon_left")
+    if epsilon is not None:
+        yield _gauge("privacy_epsilon", "Epsilon that all rounds with noise have spent.", epsilon)
+    if epsilon_left is not None:
+        yield _gauge("privacy_epsilon_left", "Epsilon that may still be spent.", epsilon_left)
+    yield _gauge("privacy_delta", "Delta of that epsilon.", privacy.get("delta") or 0)
+    without = privacy.get("rounds_without_noise") or 0
+    yield _gauge("privacy_uncovered_rounds", "Closed rounds without noise, which epsilon does not cover.", without)
 
 
 def _journaled(snapshot: Snapshot, counts: Counts) -> Iterator[Metric]:
@@ -416,7 +308,7 @@ def _journaled(snapshot: Snapshot, counts: Counts) -> Iterator[Metric]:
         ("round_waiting_seconds", "Time that a closed round waited for agents before that.", counts.waits),
     ):
         yield HistogramMetricFamily(f"headwater_{name}", about, buckets=histogram.buckets(), sum_value=histogram.sum)
-    if counts.is_open is not None and is_fresh(snapshot.status, snapshot.now):
+    if counts.open_round is not None and is_fresh(snapshot.status, snapshot.now):
         opened = datetime.fromisoformat(counts.opened_at).timestamp()
         yield _gauge("round_opened_timestamp_seconds", "When the round that is open was opened.", opened)
     yield _counter("updates_accepted", "Updates in closed rounds.", counts.accepted)
@@ -444,10 +336,8 @@ def _releases(snapshot: Snapshot) -> Iterator[Metric]:
 def _accuracy(snapshot: Snapshot) -> Iterator[Metric]:
     values = dict[tuple[str, str], float]()
     for scope, accuracies in sorted(snapshot.accuracies.items()):
-        ordered = sorted(accuracies)
-        worst = ordered[: worst_tenth(len(ordered))]
-        values[scope, "mean"] = sum(ordered) / len(ordered)
-        values[scope, "worst_tenth"] = sum(worst) / len(worst)
+        values[scope, "mean"] = fmean(accuracies)
+        values[scope, "worst_tenth"] = mean_of_worst_tenth(accuracies)
     if values:
         about = "Accuracy that agents reported in the last closed round: mean, and mean of the worst tenth."
         yield _gauges("accuracy_ratio", about, ("scope", "statistic"), values)

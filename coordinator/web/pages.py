@@ -8,9 +8,10 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from importlib.resources import files
-from statistics import fmean
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -25,16 +26,20 @@ from edge_agent.core.time_and_text import show_time
 from ..fleet.release_commands import describe_release, stage_text, standing, waits_for
 from ..journal.store import Entry
 from ..runs.result_notes import SHOWN_CLIENTS, spent
-from ..runs.timeline import Event
-from ..state.fleet_rows import AgentRow
-from ..state.history import SCOPES, describe_entry
+from ..state.fleet_columns import page_columns
+from ..state.fleet_rows import AgentRow, Presence
 from ..state.noise import Compared, classify_mean_gain
-from ..state.values import as_number, as_text
+from ..views.candidate import SCOPES
+from ..views.history import AccuracyLine, BundleLine, HistoryLine, PinLine, RejectedLine, describe_entry
 from ..views.releases import Book, Release
+from ..views.run_list import RunInfo
+from ..views.timeline import Event
+from ..views.values import as_number, as_text
 from . import pictures
-from .fleet_table import PAGE_ROWS, SHOWN, SORTS, Query, page_of, totals
-from .folder_view import FolderView, RunInfo
+from .fleet_table import PAGE_ROWS, SHOWN, Mean, Query, Totals, page_of
+from .folder_view import FolderView
 from .render import figures, page, site_of
+from .run_curves import RoundPoint
 
 MOST_COMPARED = 100
 BUNDLES_ON_PAGE = 20
@@ -58,7 +63,7 @@ Handler = Callable[[Request], Response]
 
 
 def shown(make: Handler) -> Handler:
-    """A page whose data are read before it is made, unless that is under way."""
+    """Return a handler that reads what is new before it makes its page, unless another thread reads already."""
 
     @functools.wraps(make)
     def handle(request: Request) -> Response:
@@ -72,7 +77,7 @@ def shown(make: Handler) -> Handler:
 
 @shown
 def fleet(request: Request) -> Response:
-    """All agents: search, filter, sort and pages."""
+    """Show all agents: search, filter, sort and pages."""
     view = site_of(request).view
     query = Query.of(request.query_params)
     agents = view.agents()
@@ -84,9 +89,9 @@ def fleet(request: Request) -> Response:
         query=query,
         table=table,
         figures=figures(pictures.of_fleet(table.rows)),
-        totals=totals(agents),
+        totals=Totals.from_rows(agents),
         filters={name: title for name, (title, _) in SHOWN.items()},
-        sorts=SORTS,
+        columns=page_columns(),
         run=_run_now(view),
         waiting=view.waiting(),
         rejected=_rejected(view.status),
@@ -96,7 +101,7 @@ def fleet(request: Request) -> Response:
 
 
 def agent(request: Request) -> Response:
-    """One agent: state, fault with remedy, accuracies, history."""
+    """Show one agent: state, fault with remedy, accuracies, history."""
     view = site_of(request).view
     name = request.query_params.get("id", "")
     before = _whole(request, "before")
@@ -105,7 +110,7 @@ def agent(request: Request) -> Response:
         row = view.agent(name)
         if row is None:
             raise _absent(view, f"No agent '{name[:80]}' was heard here. The fleet lists those that were.")
-        older = [one for one in view.history_ids(name) if before is None or one < before]
+        older = [entry for entry in view.history_ids(name) if before is None or entry < before]
     chosen = older[-PAGE_ROWS:]
     entries = view.folder.journal.entries_with(chosen) if chosen else []  # without the lock: a disk may be slow
     with view.lock:
@@ -116,8 +121,9 @@ def _agent_page(
     request: Request, view: FolderView, row: AgentRow, entries: Sequence[Entry], more: int | None
 ) -> Response:
     name = row.id
-    lines = [line for line in (describe_entry(entry, view.book) for entry in entries) if line is not None]
-    results = [(as_text(line["at"]), acc) for kind, line in lines if (acc := _running_acc_of(kind, line))]
+    described = [describe_entry(entry, view.book) for entry in entries]
+    lines = [line for line in described if line is not None]
+    results = [(as_text(line.at), line.running_accuracies) for line in lines if line.running_accuracies]
     runs = [run for run in reversed(list(view.runs)[-20:]) if run in view.begun_runs()]
     by_round = list[tuple[int, float | None, float | None]]()
     in_run = ""
@@ -125,14 +131,14 @@ def _agent_page(
         if by_round := list(view.curves(run).of_agent(name)):
             in_run = run
             break
-    releases = [one for one in reversed(view.book.releases) if not one.rolled_back_by][:20]
+    releases = [release for release in reversed(view.book.releases) if not release.rolled_back_by][:20]
     return page(
         request,
         "agent.html",
         topic=f"agent:{name}",
         row=row,
         figures=figures(pictures.of_agent(by_round, in_run) | pictures.of_history(results)),
-        history=[_history_line(kind, line, view.book) for kind, line in reversed(lines)],
+        history=[_history_row(line, view.book) for line in reversed(lines)],
         more=more,
         faults=view.faults_of(name)[:PAGE_ROWS],
         releases=releases,
@@ -143,7 +149,7 @@ def _agent_page(
 
 
 def runs(request: Request) -> Response:
-    """All runs, the newest first."""
+    """Show all runs, the newest first."""
     view = site_of(request).view
     before = _whole(request, "before")
     view.refresh()
@@ -159,7 +165,7 @@ def runs(request: Request) -> Response:
 
 
 def run(request: Request) -> Response:
-    """One run: what it waits for, its curves, what went wrong, and its log."""
+    """Show one run: what it waits for, its curves, what went wrong, and its log."""
     view = site_of(request).view
     name = request.query_params.get("id", "")
     view.refresh()
@@ -189,7 +195,7 @@ def _run_page(
     analysed = view.folder.run(info.id).folder / ANALYSIS
     charts = pictures.of_run(points)
     before = _whole(request, "before")
-    older = [one for one in points if before is None or one.round < before]
+    older = [point for point in points if before is None or point.round < before]
     return page(
         request,
         "run.html",
@@ -197,7 +203,7 @@ def _run_page(
         info=info,
         **_standing(view, info, summary.get("means", {})),
         live=live,
-        cohort=list(_cohort(live)),
+        cohort=_cohort(live),
         waiting=view.waiting() if live else {},
         summary=summary,
         warnings=_warnings(summary),
@@ -215,17 +221,17 @@ def _run_page(
         damaged=curves.damaged,
         settings=_settings(info.request.to_body()),
         files=known,
-        has_report=any(one == REPORT for one, _ in known),
+        has_report=any(file == REPORT for file, _ in known),
         has_analysis=(analysed / "index.html").is_file(),
         equal_traffic="bytes" not in charts and bool(points),
-        up=sum(one.bytes_up or 0.0 for one in points),
-        down=sum(one.bytes_down or 0.0 for one in points),
-        releases=[one for one in view.book.releases if one.run == info.id],
+        up=sum(point.bytes_up or 0.0 for point in points),
+        down=sum(point.bytes_down or 0.0 for point in points),
+        releases=[release for release in view.book.releases if release.run == info.id],
     )
 
 
 def report(request: Request) -> Response:
-    """The page of a run that stands alone, as it was written at its end; its scripts have no part in the session."""
+    """Send the page of a run that was written at its end; its scripts have no part in the session."""
     view = site_of(request).view
     name = request.query_params.get("id", "")
     view.refresh()
@@ -240,7 +246,7 @@ def report(request: Request) -> Response:
 
 
 def analysis(request: Request) -> Response:
-    """A file of a run's analysis: its page, which stands alone, its pictures and its numbers."""
+    """Send a file of a run's analysis: its page, which stands alone, its pictures and its numbers."""
     view = site_of(request).view
     run = request.path_params["run"]
     name = request.path_params["name"]
@@ -260,7 +266,7 @@ def analysis(request: Request) -> Response:
 
 
 def compare(request: Request) -> Response:
-    """Several runs on common axes, with the settings in which they differ."""
+    """Show several runs on common axes, with the settings in which they differ."""
     view = site_of(request).view
     names = dict.fromkeys(request.query_params.getlist("run"))
     if len(names) > MOST_COMPARED:
@@ -280,15 +286,19 @@ def _comparison(
 ) -> Response:
     """Make the page that compares the chosen runs; ``ends``: run -> `_accuracies_at_end`."""
     names = dict.fromkeys(request.query_params.getlist("run"))
-    curves = [(one.id, view.curves(one.id)) for one in chosen]
-    flat = [_settings(one.request.to_body()) for one in chosen]
-    keys = sorted({key for one in flat for key in one})
-    differing = [key for key in keys if len({str(one.get(key)) for one in flat}) > 1]
+    curves = [(run_info.id, view.curves(run_info.id)) for run_info in chosen]
+    flat = [_settings(run_info.request.to_body()) for run_info in chosen]
+    keys = sorted({key for settings in flat for key in settings})
+    differing = [key for key in keys if len({str(settings.get(key)) for settings in flat}) > 1]
     wants_all = "all" in request.query_params
     columns = (keys if wants_all else differing)[:MOST_SETTINGS]
     rows = [
-        {"run": one, **_standing(view, one, ends[one.id]), "settings": [settings.get(key, "") for key in columns]}
-        for one, settings in zip(chosen, flat, strict=True)
+        {
+            "run": run_info,
+            **_standing(view, run_info, ends[run_info.id]),
+            "settings": [settings.get(key, "") for key in columns],
+        }
+        for run_info, settings in zip(chosen, flat, strict=True)
     ]
     return page(
         request,
@@ -305,31 +315,35 @@ def _comparison(
 
 @shown
 def releases(request: Request) -> Response:
-    """All releases, the newest first, and the devices of one of them."""
+    """Show all releases, the newest first, and the devices of one of them."""
     view = site_of(request).view
     before = _whole(request, "before")
     number = _whole(request, "number")
     book = view.book
     now = view.now()
-    current = {one.number for one in book.current()} | {one.number for one in book.releases if one.held}
+    in_force = [*book.current(), *(release for release in book.releases if release.held)]
+    can_be_changed = {release.number for release in in_force}
     running = Counter(device.runs for device in book.devices.values())
-    older = [one for one in book.releases if before is None or one.number < before]
-    chosen = older[-PAGE_ROWS:][::-1] if number is None else [one for one in [book.get(number)] if one is not None]
-    if number is not None and not chosen:
-        raise _absent(view, f"There is no release {number}. The page of releases lists those that there are.")
+    older = [release for release in book.releases if before is None or release.number < before]
+    chosen = older[-PAGE_ROWS:][::-1]
+    if number is not None:
+        named = book.get(number)
+        if named is None:
+            raise _absent(view, f"There is no release {number}. The page of releases lists those that there are.")
+        chosen = [named]
     rows = [
         {
-            "release": one,
-            "stage": _stage_text(book, one, now),
-            "kind": _stage_kind(book, one, now),
-            "undone": one.rolls_back or (one.number if one.rolled_back_by else 0),
-            "undone_because": book.undone_because(one),
-            "size": book.canary_size(one) if one.plan.canary else 0,
-            "waits": [*waits_for(book, one, now)],
-            "runs": running[one.bundle_id],
-            "actions": list(_possible(one)) if one.number in current else [],
+            "release": release,
+            "stage": _stage_text(book, release, now),
+            "kind": _stage_kind(book, release, now),
+            "undone": release.rolls_back or (release.number if release.rolled_back_by else 0),
+            "undone_because": book.undone_because(release),
+            "size": book.canary_size(release) if release.plan.canary else 0,
+            "waits": [*waits_for(book, release, now)],
+            "runs": running[release.bundle_id],
+            "actions": list(_possible(release)) if release.number in can_be_changed else [],
         }
-        for one in chosen
+        for release in chosen
     ]
     return page(
         request,
@@ -340,30 +354,30 @@ def releases(request: Request) -> Response:
         more=chosen[-1].number if number is None and len(older) > len(chosen) else None,
         devices=_devices(book, chosen[0], request, now) if number is not None else None,
         origin=describe_release(book, chosen[0], now) if number is not None else None,
-        pins=sorted((name, one) for name, one in book.pins.items() if one.holds(now))[:PAGE_ROWS],
-        has_bundles=any(one.bundle for one in view.runs.values()),
+        pins=sorted((name, pin) for name, pin in book.pins.items() if pin.holds(now))[:PAGE_ROWS],
+        has_bundles=any(run_info.bundle for run_info in view.runs.values()),
     )
 
 
 def bundles(request: Request) -> Response:
-    """All exported bundles: how close they are to what was trained, and who signed them."""
+    """Show all exported bundles: how close they are to what was trained, and who signed them."""
     view = site_of(request).view
     before = _whole(request, "before")
     view.refresh()
     by_bundle = dict[str, list[tuple[int, str, str]]]()
     with view.lock:
-        numbered = [(number, one) for number, one in enumerate(view.runs.values(), 1) if one.bundle]
-        for one in view.book.releases:
-            stage = _stage_text(view.book, one, view.now())
-            kind = _stage_kind(view.book, one, view.now())
-            by_bundle.setdefault(one.bundle_id, []).append((one.number, stage, kind))
-    older = [(number, one) for number, one in numbered if before is None or number < before]
+        numbered = [(number, run_info) for number, run_info in enumerate(view.runs.values(), 1) if run_info.bundle]
+        for release in view.book.releases:
+            stage = _stage_text(view.book, release, view.now())
+            kind = _stage_kind(view.book, release, view.now())
+            by_bundle.setdefault(release.bundle_id, []).append((release.number, stage, kind))
+    older = [(number, run_info) for number, run_info in numbered if before is None or number < before]
     chosen = older[-BUNDLES_ON_PAGE:][::-1]
     rows = [  # without the lock: files of some megabytes are read and compared with their hashes, once
-        {"run": one, "bundle": one.bundle, "releases": by_bundle.get(one.bundle.fact.bundle_id, [])}
-        | _manifest(view, one.bundle.digest)
-        for _, one in chosen
-        if one.bundle is not None
+        {"run": run_info, "bundle": run_info.bundle, "releases": by_bundle.get(run_info.bundle.fact.bundle_id, [])}
+        | _manifest(view, run_info.bundle.digest)
+        for _, run_info in chosen
+        if run_info.bundle is not None
     ]
     more = chosen[-1][0] if len(older) > len(chosen) else None
     with view.lock:
@@ -371,12 +385,12 @@ def bundles(request: Request) -> Response:
 
 
 def _stage_text(book: Book, release: Release, now: datetime) -> str:
-    """Where a release stands, in the words of 'headwater release status'."""
+    """Return where a release stands, in the words of 'headwater release status'."""
     return stage_text(standing(book, release, now))
 
 
 def _stage_kind(book: Book, release: Release, now: datetime) -> str:
-    """The word that decides the colour of a release's stage."""
+    """Return the word that decides the colour of a release's stage."""
     if not release.rolled_back_by and book.replaced_by(release) is not None:
         return "replaced"
     return book.stage(release, now)
@@ -384,10 +398,11 @@ def _stage_kind(book: Book, release: Release, now: datetime) -> str:
 
 @shown
 def methods(request: Request) -> Response:
-    """What leaves a device and what stays on it, for each method."""
+    """Show what leaves a device and what stays on it, for each method."""
     view = site_of(request).view
-    used = Counter(as_text(one.request.method) for one in view.runs.values())
-    newest = next((as_text(one.request.method) for one in reversed(list(view.runs.values()))), "")
+    run_infos = list(view.runs.values())
+    used = Counter(as_text(run_info.request.method) for run_info in run_infos)
+    newest = as_text(run_infos[-1].request.method) if run_infos else ""
     wanted = request.query_params.get("name", newest)
     known = _methods()
     return page(
@@ -399,12 +414,12 @@ def methods(request: Request) -> Response:
         chosen=known.get(wanted),
         wanted=wanted,
         is_newest="name" not in request.query_params,
-        run=next((one for one in reversed(list(view.runs.values())) if one.request.method == wanted), None),
+        run=next((run_info for run_info in reversed(run_infos) if run_info.request.method == wanted), None),
     )
 
 
 def failed(request: Request, error: Exception) -> Response:
-    """The page of an error: what was found and what to do, and nothing of the inside."""
+    """Return the page of an error: what was found and what to do, and nothing of the inside."""
     if isinstance(error, HTTPException):
         status = error.status_code
         message = str(error.detail)
@@ -428,7 +443,7 @@ def failed(request: Request, error: Exception) -> Response:
 
 
 def _whole(request: Request, name: str) -> int | None:
-    """A whole number in the address; None where it is not there.
+    """Return a whole number in the address; None where it is not there.
 
     Raises:
         UsageError: it is no such number.
@@ -442,7 +457,7 @@ def _whole(request: Request, name: str) -> int | None:
 
 
 def _absent(view: FolderView, message: str) -> HTTPException:
-    """The error of something that is not there, or not yet known."""
+    """Return the error of something that is not there, or not yet known."""
     if view.is_loaded:
         return HTTPException(404, message)
     return HTTPException(503, "The state folder is still being read; load this page again in a few seconds.")
@@ -471,19 +486,18 @@ def _standing(view: FolderView, info: RunInfo, at_end: Mapping[str, float | None
             model before that round, so they stand only for what is not known yet.
     """
     curves = view.curves(info.id)
-    points = curves.points
-    last = points[max(points)] if points else None
-    newest = {scope: one for point in sorted(points) for scope, one in points[point].acc.items()}
-    means: dict[str, float] = {scope: one.mean for scope, one in newest.items()}
+    rounds = curves.rounds()
+    newest = {scope: spread for point in rounds for scope, spread in point.acc.items()}
+    means: dict[str, float] = {scope: spread.mean for scope, spread in newest.items()}
     means |= {scope: mean for scope, mean in at_end.items() if mean is not None}
     return {
         "status": view.status_of(info),
-        "closed": last.round if last is not None else 0,
+        "closed": rounds[-1].round if rounds else 0,
         "rounds_wanted": info.rounds,
         "is_being_read": info.is_over and not curves.is_read,
         "acc": means,
         "spreads": newest,
-        "seconds": sum((one.seconds or 0.0) + (one.waiting_s or 0.0) for one in points.values()),
+        "seconds": sum(point.work_s + point.wait_s for point in rounds),
     }
 
 
@@ -492,30 +506,40 @@ def _accuracies_at_end(view: FolderView, runs: Iterable[RunInfo]) -> dict[str, M
     return {run.id: _summary(view, run).get("means", {}) if run.is_over else {} for run in runs}
 
 
-def _cohort(live: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Agent, state (done, rejected, working) and reason of each member of the open round, those missing first."""
+@dataclass(frozen=True)
+class _Member:
+    """A member of the cohort of the open round."""
+
+    agent: str
+    state: str
+    """working, rejected or done."""
+
+    reason: str = ""
+
+
+def _cohort(live: Mapping[str, Any]) -> list[_Member]:
+    """Return the members of the open round's cohort: those missing first, then those rejected, then those done."""
     accepted = set(map(as_text, live.get("accepted") or ()))
     rejected = live.get("rejected") or {}
-    members = [as_text(one) for one in live.get("cohort") or ()]
-    for name in members:
-        if name not in accepted and name not in rejected:
-            yield name, "working", ""
-    for name in members:
-        if name in rejected:
-            yield name, "rejected", as_text(rejected[name])
-    for name in members:
-        if name in accepted:
-            yield name, "done", ""
+    by_state: dict[str, list[_Member]] = {"working": [], "rejected": [], "done": []}
+    for agent in map(as_text, live.get("cohort") or ()):
+        if agent in rejected:
+            by_state["rejected"].append(_Member(agent, "rejected", as_text(rejected[agent])))
+        if agent in accepted:
+            by_state["done"].append(_Member(agent, "done"))
+        if agent not in rejected and agent not in accepted:
+            by_state["working"].append(_Member(agent, "working"))
+    return [member for members in by_state.values() for member in members]
 
 
 def _kept_out(view: FolderView, agents: Sequence[AgentRow]) -> list[dict[str, str]]:
-    """Devices that are refused and are no row of the table as such: without a name, or with that of another one."""
-    shown_as = {row.id for row in agents if row.state == "refused"}
-    return [one for one in view.refused() if one["id"] not in shown_as]
+    """Return the refused devices that are no row of the table: without a name, or with that of another agent."""
+    shown_as = {row.id for row in agents if row.presence is Presence.REFUSED}
+    return [device for device in view.refused() if device["id"] not in shown_as]
 
 
 def _rejected(status: Mapping[str, Any]) -> list[tuple[str, int, list[tuple[str, int]]]]:
-    """What the coordinator has rejected since its start, with the most frequent causes."""
+    """Return what the coordinator has rejected since its start, with the most frequent causes."""
     result = []
     for what in ("messages", "updates"):
         number = as_number(status.get(f"rejected_{what}"))
@@ -526,7 +550,7 @@ def _rejected(status: Mapping[str, Any]) -> list[tuple[str, int, list[tuple[str,
 
 
 def _summary(view: FolderView, info: RunInfo) -> dict[str, Any]:
-    """The summary of a run without its agents; empty where there is none, or it is damaged."""
+    """Return the summary of a run without its agents; empty where there is none, or it is damaged."""
     path = view.folder.run(info.id).summary_path
     try:
         stamp = path.stat().st_mtime_ns
@@ -537,36 +561,44 @@ def _summary(view: FolderView, info: RunInfo) -> dict[str, Any]:
 
 @functools.lru_cache(256)
 def _read_summary(path: str, _stamp: int) -> dict[str, Any]:
-    from pathlib import Path
+    """Return the summary in a file without its agents, with what follows from these; ``_stamp`` is the file's time.
 
+    Added are ``means`` and ``counts`` (the agents behind each mean) of the accuracies by scope, the mean ``gain`` of
+    personal over local, and ``gain_kind``, whether that is more than noise.
+    """
     content = read_json(Path(path)) or {}
-    agents = [one for one in content.pop("agents", None) or () if isinstance(one, dict)]
-    scored = [one["acc"] for one in agents if isinstance(one.get("acc"), dict)]
-    known = {scope: [value for acc in scored if (value := as_number(acc.get(scope))) is not None] for scope in SCOPES}
-    means = {scope: fmean(values) if values else None for scope, values in known.items()}
-    counts = {scope: len(values) for scope, values in known.items()}
-    gains = list(_compared(agents))
-    mean_gain = fmean(one.personal - one.local for one in gains) if gains else None
-    counts["gain"] = len(gains)
-    kind = classify_mean_gain(one for one in gains if one.support)
-    return {**content, "means": means, "counts": counts, "gain": mean_gain, "gain_kind": kind}
+    agents = [agent for agent in content.pop("agents", None) or () if isinstance(agent, dict)]
+    means = {scope: Mean.from_values(_accuracy_in(agent, scope) for agent in agents) for scope in SCOPES}
+    compared = list(_compared(agents))
+    gain = Mean.from_values(pair.personal - pair.local for pair in compared)
+    counts = {scope: mean.agents for scope, mean in means.items()}
+    return {
+        **content,
+        "means": {scope: mean.value for scope, mean in means.items()},
+        "counts": {**counts, "gain": gain.agents},
+        "gain": gain.value,
+        "gain_kind": classify_mean_gain(pair for pair in compared if pair.support),
+    }
+
+
+def _accuracy_in(agent: Mapping[str, Any], scope: str) -> float | None:
+    """Return an accuracy of an agent in a summary; None where it has none."""
+    acc = agent.get("acc")
+    return as_number(acc.get(scope)) if isinstance(acc, dict) else None
 
 
 def _compared(agents: Sequence[Mapping[str, Any]]) -> Iterator[Compared]:
     """Yield both accuracies of each agent of a summary that has both."""
     for agent in agents:
-        acc = agent.get("acc")
-        if not isinstance(acc, dict):
-            continue
-        local = as_number(acc.get("local"))
-        personal = as_number(acc.get("personal"))
+        local = _accuracy_in(agent, "local")
+        personal = _accuracy_in(agent, "personal")
         if local is not None and personal is not None:
             yield Compared(local, personal, int(as_number(agent.get("support")) or 0))
 
 
 def _warnings(summary: Mapping[str, Any]) -> list[str]:
-    warnings = [one for one in summary.get("warnings") or () if isinstance(one, dict)]
-    texts = [as_text(one.get("message")) for one in warnings]
+    warnings = [warning for warning in summary.get("warnings") or () if isinstance(warning, dict)]
+    texts = [as_text(warning.get("message")) for warning in warnings]
     more = len(texts) - 2 * SHOWN_CLIENTS
     return texts if more <= 0 else [*texts[: 2 * SHOWN_CLIENTS], f"and {more} more, in summary.json"]
 
@@ -578,8 +610,8 @@ def _privacy(figures_of_it: object) -> str:
         return ""
 
 
-def _best(points: Sequence[Any]) -> dict[str, tuple[int, float]]:
-    """Scope -> round and mean of its best round."""
+def _best(points: Sequence[RoundPoint]) -> dict[str, tuple[int, float]]:
+    """Return scope -> number and mean accuracy of its best round, the first one of equals."""
     result = dict[str, tuple[int, float]]()
     for point in points:
         for scope, spread in point.acc.items():
@@ -589,84 +621,76 @@ def _best(points: Sequence[Any]) -> dict[str, tuple[int, float]]:
 
 
 def _settings(request: Mapping[str, Any]) -> dict[str, str]:
-    """What a run was requested with, as text by dotted name."""
-    result = dict[str, str]()
+    """Return what a run was requested with, as text by dotted name, without its id."""
+    settings = dict(_flatten("", dict(request)))
+    settings.pop("id", None)
+    return settings
 
-    def add(prefix: str, value: Any) -> None:
-        if isinstance(value, dict) and value and len(prefix) < 60:
-            for key, one in value.items():
-                add(f"{prefix}.{as_text(key)}" if prefix else as_text(key), one)
-        elif prefix != "id":
-            result[prefix] = value if isinstance(value, str) else json.dumps(value)
 
-    add("", dict(request))
-    return result
+def _flatten(name: str, value: Any) -> Iterator[tuple[str, str]]:
+    """Yield the values within a value as text, by their dotted names; empty and deep tables are values themselves."""
+    if isinstance(value, dict) and value and len(name) < 60:
+        for key, part in value.items():
+            yield from _flatten(f"{name}.{as_text(key)}" if name else as_text(key), part)
+    else:
+        yield name, value if isinstance(value, str) else json.dumps(value)
 
 
 def _files(view: FolderView, run: str) -> list[tuple[str, int]]:
     folder = view.folder.run(run).folder
     try:
-        return sorted((one.name, one.stat().st_size) for one in folder.iterdir() if one.is_file())[:PAGE_ROWS]
+        return sorted((path.name, path.stat().st_size) for path in folder.iterdir() if path.is_file())[:PAGE_ROWS]
     except OSError:
         return []
 
 
-def _acc_of(name: str, line: Mapping[str, Any]) -> dict[str, float | None]:
-    """The accuracies in a line of an agent's history, if it has any."""
-    if name == "accuracy":
-        return {scope: as_number(line["acc"].get(scope)) for scope in SCOPES}
-    if name == "bundles" and (personal := as_number(line["acc"])) is not None:
-        return {"personal": personal}
-    return {}
+@dataclass(frozen=True)
+class _HistoryRow:
+    """A line of an agent's history as the page shows it."""
+
+    at: str
+    what: str
+    note: str
+    bundle: str
+    release: int | None
+    acc: Mapping[str, float | None]
+    by: str
 
 
-def _running_acc_of(name: str, line: Mapping[str, Any]) -> dict[str, float | None]:
-    """The accuracies of what an agent ran after a line of its history: not those of a bundle that it went back from."""
-    went_back = line["rolled_back"] if name == "accuracy" else name == "bundles" and line["bundle_id"] != line["runs"]
-    if not went_back:
-        return _acc_of(name, line)
-    before = as_number(line["before"])
-    return {} if before is None else {"personal": before}
+def _history_row(line: HistoryLine, book: Book) -> _HistoryRow:
+    """Return a line of an agent's history for its page, with the release by which its bundle came."""
+    bundle = ""
+    number = None
+    by = ""
+    if isinstance(line, AccuracyLine | BundleLine):
+        bundle = as_text(line.bundle_id or "")
+        by_bundle = {release.bundle_id: release.number for release in book.releases}
+        number = by_bundle.get(bundle) if bundle else None
+    if isinstance(line, BundleLine) and line.outcome:
+        number = line.release
+    if isinstance(line, PinLine):
+        by = as_text(line.by or "")
+    what, note = _say_history(line)
+    return _HistoryRow(line.at, what, as_text(note or ""), bundle, number, line.accuracies, by)
 
 
-def _history_line(name: str, line: Mapping[str, Any], book: Book) -> dict[str, Any]:
-    """One line of an agent's history as the page shows it."""
-    bundle = as_text(line.get("bundle_id") or "")
-    what, note = _HISTORY[name](line)
-    of_bundle = (one.number for one in reversed(book.releases) if bundle and one.bundle_id == bundle)
-    number = line["release"] if name == "bundles" and line["outcome"] else next(of_bundle, None)
-    by = as_text(line.get("by") or "")
-    acc = _acc_of(name, line)
-    return {"at": line["at"], "what": what, "note": note, "bundle": bundle, "release": number, "acc": acc, "by": by}
-
-
-def _finished(line: Mapping[str, Any]) -> tuple[str, str]:
-    note = "better off alone" if line["better_alone"] else as_text(line["rolled_back"] or "")
-    return f"finished {line['run']}", note
-
-
-def _installed(line: Mapping[str, Any]) -> tuple[str, str]:
-    what = f"release {as_text(line['release'])}: {as_text(line['outcome'])}" if line["outcome"] else "says what it runs"
-    return what, as_text(line["reason"] or line["kept"] or "")
-
-
-def _pinned(line: Mapping[str, Any]) -> tuple[str, str]:
-    if line["release"] is None:
+def _say_history(line: HistoryLine) -> tuple[str, str | None]:
+    """Return what happened, and the note beside it."""
+    if isinstance(line, AccuracyLine):
+        return f"finished {line.run}", "better off alone" if line.better_alone else line.rolled_back
+    if isinstance(line, BundleLine):
+        note = line.reason or line.kept
+        return (f"release {line.release}: {line.outcome}", note) if line.outcome else ("says what it runs", note)
+    if isinstance(line, RejectedLine):
+        return f"update rejected, {line.run}, round {line.round}", line.reason
+    if line.release is None:
         return "unpinned", ""
-    until = f" until {show_time(line['until'])}" if line["until"] else ""
-    return f"pinned to release {as_text(line['release'])}{until}", as_text(line["reason"] or "")
-
-
-_HISTORY: dict[str, Callable[[Mapping[str, Any]], tuple[str, str]]] = {
-    "accuracy": _finished,
-    "bundles": _installed,
-    "pins": _pinned,
-    "rejected": lambda line: (f"update rejected, {line['run']}, round {line['round']}", as_text(line["reason"] or "")),
-}
+    until = f" until {show_time(line.until)}" if line.until else ""
+    return f"pinned to release {line.release}{until}", line.reason
 
 
 def _possible(release: Release) -> Iterator[str]:
-    """What can be done to a release now."""
+    """Yield what can be done to a release now."""
     if release.stage in {"canary", "paused"}:
         yield "promote"
     if release.is_open and not release.rolls_back:
@@ -678,7 +702,7 @@ def _possible(release: Release) -> Iterator[str]:
 
 
 def _devices(book: Book, release: Release, request: Request, now: datetime) -> dict[str, Any]:
-    """One page of the devices that a release is about: those that failed first, then those that are awaited."""
+    """Return one page of the devices that a release is about: those that failed first, then those that are awaited."""
     order = {"failed": 0, "unable": 1, "pending": 2, "declined": 3, "ok": 4}
     pending = set(book.pending(release, now)) - set(release.results)  # a device that was unable is asked again
     rows = [(order[result.outcome], name, result.outcome, result) for name, result in release.results.items()] + [
@@ -693,7 +717,7 @@ def _devices(book: Book, release: Release, request: Request, now: datetime) -> d
 
 
 def _manifest(view: FolderView, digest: str) -> dict[str, Any]:
-    """What a bundle's file says of itself; ``gone`` where the file was removed."""
+    """Return what a bundle's file says of itself; ``gone`` where the file was removed."""
     try:
         path = view.folder.blobs.path(digest)
         return _read_manifest(str(path), path.stat().st_mtime_ns)
@@ -703,8 +727,6 @@ def _manifest(view: FolderView, digest: str) -> dict[str, Any]:
 
 @functools.lru_cache(64)
 def _read_manifest(path: str, _stamp: int) -> dict[str, Any]:
-    from pathlib import Path
-
     from edge_agent.bundle.archive import open_bundle
     from edge_agent.bundle.manifest import variant_figures
     from edge_agent.bundle.trust import Member, Release, parse, read
@@ -714,7 +736,7 @@ def _read_manifest(path: str, _stamp: int) -> dict[str, Any]:
     signed = None
     if opened.release is not None:
         member = parse(Member, opened.release, path)
-        signers = [one.keyid for one in member.release.signatures]
+        signers = [signature.keyid for signature in member.release.signatures]
         signed = read(Release, member.release, "release")
     manifest = opened.manifest
     return {
@@ -731,6 +753,6 @@ def _read_manifest(path: str, _stamp: int) -> dict[str, Any]:
 
 @functools.cache
 def _methods() -> dict[str, dict[str, Any]]:
-    """Our own methods as 'headwater methods' lists them."""
+    """Return our own methods as 'headwater methods' lists them."""
     content: dict[str, dict[str, Any]] = json.loads(files("coordinator.cli").joinpath("methods.json").read_bytes())
     return content

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -39,90 +40,126 @@ ROUND = Axis("round")
 
 
 def of_run(points: Sequence[RoundPoint]) -> dict[str, Chart]:
-    """The charts of one run by their ids; those that there are figures for."""
-    result: dict[str, Chart] = {}
-    lines = tuple(line for scope in ("global", "personal") for line in _accuracy(points, scope))
-    if lines:
-        caption = (
-            "Mean over the agents of a round, with the tenth to ninetieth percentile; dashed: mean of the worst tenth."
-        )
-        result["accuracy"] = Lines("Accuracy by round", ends(lines, shown=percent), ROUND, OF_ROUND, lines, caption)
-    losses = tuple((float(one.round), one.loss) for one in points if one.loss is not None)
-    if losses:
-        loss = (Series("training loss", losses, "plain"),)
-        axis = Axis("mean over agents", can_log=True, log=spans_decades([value for _, value in losses]))
-        result["loss"] = Lines("Training loss", ends(loss), ROUND, axis, loss)
-    result |= _phases(points) | _bytes(points)
+    """Return the charts of one run by their ids; those that there are figures for."""
+    charts = (("accuracy", _accuracy(points)), ("loss", _loss(points)), ("phases", _phases(points)))
+    result: dict[str, Chart] = {name: chart for name, chart in charts if chart is not None}
+    traffic = _traffic(points)
+    if traffic is not None:
+        result["bytes"] = traffic
     return result
 
 
-def _accuracy(points: Sequence[RoundPoint], scope: str) -> Iterator[Series]:
-    known: list[tuple[float, Spread]] = [(float(one.round), one.acc[scope]) for one in points if scope in one.acc]
-    if not known:
+def _accuracy(points: Sequence[RoundPoint]) -> Chart | None:
+    """Return mean and worst tenth of the accuracies by round."""
+    lines = tuple(line for scope in ("global", "personal") for line in _accuracy_lines(points, scope))
+    if not lines:
+        return None
+    caption = (
+        "Mean over the agents of a round, with the tenth to ninetieth percentile; dashed: mean of the worst tenth."
+    )
+    return Lines("Accuracy by round", ends(lines, shown=percent), ROUND, OF_ROUND, lines, caption)
+
+
+def _accuracy_lines(points: Sequence[RoundPoint], scope: str) -> Iterator[Series]:
+    """Yield the lines of one accuracy: its mean with a band, and its worst tenth; nothing where no round has it."""
+    spreads: list[tuple[float, Spread]] = [(point.x, point.acc[scope]) for point in points if scope in point.acc]
+    if not spreads:
         return
-    band = tuple((spread.low, spread.high) for _, spread in known)
-    yield Series(f"{WORDS[scope]}, mean", tuple((x, spread.mean) for x, spread in known), scope, band=band)
-    yield Series(f"{WORDS[scope]}, worst tenth", tuple((x, one.worst) for x, one in known), scope, dashed=True)
+    band = tuple((spread.low, spread.high) for _, spread in spreads)
+    yield Series(f"{WORDS[scope]}, mean", tuple((x, spread.mean) for x, spread in spreads), scope, band=band)
+    worst = tuple((x, spread.worst) for x, spread in spreads)
+    yield Series(f"{WORDS[scope]}, worst tenth", worst, scope, dashed=True)
 
 
-def _phases(points: Sequence[RoundPoint]) -> dict[str, Chart]:
-    """Seconds by phase; a slow first round, which builds the model, does not squash the others."""
-    timed = [one for one in points if one.seconds is not None]
+def _loss(points: Sequence[RoundPoint]) -> Chart | None:
+    """Return the mean training loss by round."""
+    losses = tuple((point.x, point.loss) for point in points if point.loss is not None)
+    if not losses:
+        return None
+    lines = (Series("training loss", losses, "plain"),)
+    axis = Axis("mean over agents", can_log=True, log=spans_decades([value for _, value in losses]))
+    return Lines("Training loss", ends(lines), ROUND, axis, lines)
+
+
+def _phases(points: Sequence[RoundPoint]) -> Chart | None:
+    """Return the seconds by phase; a slow first round, which builds the model, does not squash the others."""
+    timed = [point for point in points if point.seconds is not None]
     if not timed:
-        return {}
-    work = sum(one.seconds or 0.0 for one in timed)
-    waits = sum(one.waiting_s or 0.0 for one in timed)
-    longest = max(timed, key=lambda one: one.seconds or 0.0)
+        return None
+    work_s = sum(point.work_s for point in timed)
+    waiting_s = sum(point.wait_s for point in timed)
+    longest = max(timed, key=lambda point: point.work_s)
     summary = (
-        f"{work:.1f} s in rounds and {waits:.1f} s waiting for agents before them; the longest is round "
-        f"{longest.round} with {longest.seconds:.2f} s."
+        f"{work_s:.1f} s in rounds and {waiting_s:.1f} s waiting for agents before them; the longest is round "
+        f"{longest.round} with {longest.work_s:.2f} s."
     )
     series = (
-        Series("training and transfer", tuple((float(one.round), one.seconds) for one in timed), "plain"),
-        Series(
-            "waiting for agents before it", tuple((float(one.round), one.waiting_s or 0.0) for one in timed), "down"
-        ),
+        Series("training and transfer", tuple((point.x, point.work_s) for point in timed), "plain"),
+        Series("waiting for agents before it", tuple((point.x, point.wait_s) for point in timed), "down"),
     )
-    high, caption = slow_first(timed[0].round, [(one.seconds or 0.0) + (one.waiting_s or 0.0) for one in timed])
+    high, caption = slow_first(timed[0].round, [point.work_s + point.wait_s for point in timed])
     axis = Axis("time of a round", "s", low=0.0, high=high)
-    return {"phases": Bars("Time by phase", summary, ROUND, axis, series, caption, stacked=True)}
+    return Bars("Time by phase", summary, ROUND, axis, series, caption, stacked=True)
 
 
-def _bytes(points: Sequence[RoundPoint]) -> dict[str, Chart]:
-    known = [one for one in points if one.bytes_up is not None or one.bytes_down is not None]
-    sums = [(one.bytes_up or 0.0) + (one.bytes_down or 0.0) for one in known]
-    if not sums or max(sums) - min(sums) <= EQUAL * max(sums):
-        return {}
-    up, down = (sum(getattr(one, name) or 0.0 for one in known) / 1e6 for name in ("bytes_up", "bytes_down"))
+def _traffic(points: Sequence[RoundPoint]) -> Chart | None:
+    """Return the megabytes by round and direction; None where all rounds are alike, so that the mean says it."""
+    measured = [point for point in points if point.has_traffic]
+    totals_mb = [point.up_mb + point.down_mb for point in measured]
+    if not totals_mb or max(totals_mb) - min(totals_mb) <= EQUAL * max(totals_mb):
+        return None
+    up_mb = sum(point.up_mb for point in measured)
+    down_mb = sum(point.down_mb for point in measured)
+    summary = f"{up_mb:.2f} MB from agents and {down_mb:.2f} MB to agents in all."
     series = (
-        Series("from agents", tuple((float(one.round), (one.bytes_up or 0.0) / 1e6) for one in known), "up"),
-        Series("to agents", tuple((float(one.round), (one.bytes_down or 0.0) / 1e6) for one in known), "down"),
+        Series("from agents", tuple((point.x, point.up_mb) for point in measured), "up"),
+        Series("to agents", tuple((point.x, point.down_mb) for point in measured), "down"),
     )
-    summary = f"{up:.2f} MB from agents and {down:.2f} MB to agents in all."
-    caption = "" if all(one.bytes_down for one in known) else NOTHING_DOWN
+    caption = "" if all(point.bytes_down for point in measured) else NOTHING_DOWN
     axis = Axis("payload", "MB", low=0.0)
-    return {"bytes": Bars("Traffic by round", summary, ROUND, axis, series, caption, stacked=True)}
+    return Bars("Traffic by round", summary, ROUND, axis, series, caption, stacked=True)
 
 
 def of_fleet(rows: Sequence[AgentRow]) -> dict[str, Chart]:
-    """What each of these agents gains: its accuracies on one line."""
-    known = [row for row in rows if row.personal is not None and (row.local is not None or row.shared is not None)]
-    if not known:
+    """Return the chart of what each of these agents gains: its accuracies on one line."""
+    compared = [row for row in rows if _can_be_compared(row)]
+    if not compared:
         return {}
-    known.sort(key=lambda row: (-(row.gain if row.gain is not None else -1.0), row.id))
-    made = [Row(row.id, _marks(row), "better off alone" if row.better_alone else "", "bad") for row in known]
-    gains = [row for row in known if row.gain is not None]
-    summary = "What these agents reach alone is not known yet."
-    if gains:
-        kinds = Counter(row.gain_kind for row in gains)
-        summary = f"Of {counted(len(gains), 'agent')} {kinds[Gain.ABOVE]} gain by more than noise"
-        summary += f" and {kinds[Gain.BELOW]} lose by more than noise; the others' differences may be noise."
+    compared.sort(key=_by_gain)
+    lines = []
+    for row in compared:
+        note = "better off alone" if row.better_alone else ""
+        lines.append(Row(row.id, _marks(row), note, "bad"))
+    marks = [mark for line in lines for mark in line.marks.values()]
+    summary = _sum_up_gains(compared)
     caption = summary
-    if any(mark.low is not None for row in made for mark in row.marks.values()):
+    if any(mark.low is not None for mark in marks):
         caption += " Shaded: 95 % Wilson intervals for the agent's held-out samples."
-    marks = [mark.value for row in made for mark in row.marks.values()]
-    axis = replace(ACCURACY, low=accuracy_floor(marks))
-    return {"gains": Rows("What these agents gain", summary, axis, KEYS, tuple(made), caption)}
+    axis = replace(ACCURACY, low=accuracy_floor([mark.value for mark in marks]))
+    return {"gains": Rows("What these agents gain", summary, axis, KEYS, tuple(lines), caption)}
+
+
+def _can_be_compared(row: AgentRow) -> bool:
+    """Whether an agent has a personal accuracy and another one to compare it with."""
+    return row.personal is not None and (row.local is not None or row.shared is not None)
+
+
+def _by_gain(row: AgentRow) -> tuple[float, str]:
+    """Return what agents are sorted by: the highest gain first, those without one last."""
+    gain = -1.0 if row.gain is None else row.gain
+    return (-gain, row.id)
+
+
+def _sum_up_gains(rows: Sequence[AgentRow]) -> str:
+    """Return how many of these agents gain or lose by more than noise, as a sentence."""
+    kinds = Counter(row.gain_kind for row in rows if row.gain is not None)
+    agents = kinds.total()
+    if not agents:
+        return "What these agents reach alone is not known yet."
+    return (
+        f"Of {counted(agents, 'agent')} {kinds[Gain.ABOVE]} gain by more than noise and {kinds[Gain.BELOW]} lose by "
+        "more than noise; the others' differences may be noise."
+    )
 
 
 def _marks(row: AgentRow) -> dict[str, Mark]:
@@ -143,12 +180,17 @@ def spans_decades(values: Sequence[float]) -> bool:
 
 
 def of_agent(by_round: Sequence[tuple[int, float | None, float | None]], run: str) -> dict[str, Chart]:
-    """Accuracies of one agent in the rounds of a run."""
-    series = tuple(
-        Series(WORDS[scope], points, scope)
-        for scope, at in (("global", 1), ("personal", 2))
-        if (points := tuple((float(one[0]), one[at]) for one in by_round if one[at] is not None))
-    )
+    """Return the chart of one agent's accuracies in the rounds of a run.
+
+    Args:
+        by_round: Round, acc.global and acc.personal (0..1; None: not reported).
+        run: Name of the run.
+    """
+    by_scope = {
+        "global": [(float(number), shared) for number, shared, _ in by_round if shared is not None],
+        "personal": [(float(number), personal) for number, _, personal in by_round if personal is not None],
+    }
+    series = tuple(Series(WORDS[scope], tuple(points), scope) for scope, points in by_scope.items() if points)
     if not series:
         return {}
     return {"rounds": Lines(f"Accuracy in {run}", ends(series, shown=percent), ROUND, OF_ROUND, series)}
@@ -178,37 +220,54 @@ def of_history(results: Sequence[tuple[str, Mapping[str, float | None]]]) -> dic
 
 
 def of_compared(runs: Sequence[tuple[str, RunCurves]]) -> dict[str, Chart]:
-    """The means of several runs on common axes, one chart for each accuracy."""
+    """Return the means of several runs on common axes, one chart for each accuracy.
+
+    Args:
+        runs: Name and figures of each run.
+    """
     result: dict[str, Chart] = {}
     most = max(8, MOST_COMPARED_POINTS // max(1, len(runs)))
     for scope in ("personal", "global"):
-        lines = list[Series]()
-        is_thinned = False
-        for number, (name, curves) in enumerate(runs):
-            known = [(float(one.round), one.acc[scope].mean) for one in curves.rounds() if scope in one.acc]
-            step = -(-len(known) // most)
-            is_thinned |= step > 1
-            shown = known if step < 2 else [*known[:-1:step], known[-1]]
-            if known:
-                lines.append(Series(name, tuple(shown), f"c{number % 10}", dashed=number % 20 >= 10))
-        if lines:
-            best = max(lines, key=lambda line: line.points[-1][1] or 0.0)
-            text = f"{len(lines)} runs; the highest at its end is {best.name} with {percent(best.points[-1][1])}."
-            some = f"; of each run at most {most} rounds, its last one among them" if is_thinned else ""
-            note = " ".join([f"Mean over agents{some}.", *_coinciding(lines)])
-            result[scope] = Lines(
-                f"{WORDS[scope].capitalize()} accuracy by round", text, ROUND, OF_ROUND, tuple(lines), note
-            )
+        chart = _compare(runs, scope, most)
+        if chart is not None:
+            result[scope] = chart
     return result
 
 
+def _compare(runs: Sequence[tuple[str, RunCurves]], scope: str, most: int) -> Chart | None:
+    """Return the chart of one accuracy of several runs, with at most about ``most`` rounds of each."""
+    lines = list[Series]()
+    is_thinned = False
+    for number, (name, curves) in enumerate(runs):
+        means = [(point.x, point.acc[scope].mean) for point in curves.rounds() if scope in point.acc]
+        if not means:
+            continue
+        thinned = _thin_out(means, most)
+        is_thinned |= len(thinned) < len(means)
+        # Ten colours, and the same ten dashed.
+        lines.append(Series(name, tuple(thinned), f"c{number % 10}", dashed=number % 20 >= 10))
+    if not lines:
+        return None
+    best = max(lines, key=lambda line: line.points[-1][1] or 0.0)
+    text = f"{len(lines)} runs; the highest at its end is {best.name} with {percent(best.points[-1][1])}."
+    some = f"; of each run at most {most} rounds, its last one among them" if is_thinned else ""
+    note = " ".join([f"Mean over agents{some}.", *_coinciding(lines)])
+    return Lines(f"{WORDS[scope].capitalize()} accuracy by round", text, ROUND, OF_ROUND, tuple(lines), note)
+
+
+def _thin_out(points: Sequence[tuple[float, float]], most: int) -> Sequence[tuple[float, float]]:
+    """Return every n-th of the points and the last one, so that there are no more than about ``most``."""
+    step = math.ceil(len(points) / most)
+    return points if step < 2 else [*points[:-1:step], points[-1]]
+
+
 def _coinciding(lines: Sequence[Series]) -> Iterator[str]:
-    """Which lines hide which: those that agree in all rounds that both have, as runs with the same seed do."""
+    """Yield which lines hide which: those that agree in all rounds that both have, as runs with the same seed do."""
     left = list(lines)
     while left:
-        longest = max(left, key=lambda one: len(one.points))
-        known = dict(longest.points)
-        same = [one for one in left if len(one.points) > 1 and all(known.get(x, y) == y for x, y in one.points)]
+        longest = max(left, key=lambda line: len(line.points))
+        values = dict(longest.points)
+        same = [line for line in left if len(line.points) > 1 and all(values.get(x, y) == y for x, y in line.points)]
         if len(same) > 1:
-            yield f"The lines of {listed([one.name for one in same])} coincide as far as they go."
-        left = [one for one in left if one is not longest and one not in same]
+            yield f"The lines of {listed([line.name for line in same])} coincide as far as they go."
+        left = [line for line in left if line is not longest and line not in same]

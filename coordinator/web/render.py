@@ -25,13 +25,13 @@ MOST_TEXT = 2000
 
 
 def site_of(request: Request) -> Site:
-    """What the pages share."""
+    """Return what the pages share."""
     site: Site = request.app.state.site
     return site
 
 
 def page(request: Request, template: str, *, topic: str = "", code: int = 200, **content: Any) -> HTMLResponse:
-    """A page; ``topic``: what it has to be fetched again for, see `FolderView.version`. Hold the view's lock."""
+    """Return a page; ``topic``: what it has to be fetched again for, see `FolderView.version`. Hold the view's lock."""
     site = site_of(request)
     view = site.view
     cookie = request.cookies.get(site.cookie, "")
@@ -62,7 +62,7 @@ def warm() -> None:
 
 
 def figures(charts: dict[str, Chart]) -> list[Markup]:
-    """The HTML of charts by their ids."""
+    """Return the HTML of charts by their ids."""
     return [Markup(figure_html(chart, name)) for name, chart in charts.items()]  # noqa: S704 - it escapes all values
 
 

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from edge_agent.core.storage import open_regular
+from edge_agent.core.worst_tenth import mean_of_worst_tenth
 
-from ..state.values import as_number, as_text
-from ..text import worst_tenth
+from ..views.values import as_number, as_text
 
 CHUNK_BYTES = 4 << 20
 """Read at once; a run of thousands of agents has hundreds of megabytes, and pages are served in between."""
@@ -41,11 +41,10 @@ class Spread(NamedTuple):
 
     @classmethod
     def of(cls, values: np.ndarray[Any, np.dtype[np.float64]]) -> Spread:
-        """Of one value or more."""
+        """Return the spread of at least one value."""
         ranked = np.sort(values)
-        worst = ranked[: worst_tenth(len(ranked))]
         low, high = np.percentile(ranked, (10, 90))
-        return cls(float(ranked.mean()), float(low), float(high), float(worst.mean()), len(ranked))
+        return cls(float(ranked.mean()), float(low), float(high), mean_of_worst_tenth(ranked.tolist()), len(ranked))
 
 
 class RoundPoint(NamedTuple):
@@ -62,6 +61,36 @@ class RoundPoint(NamedTuple):
     acc: dict[str, Spread]
     loss: float | None
 
+    @property
+    def x(self) -> float:
+        """Its place on the axis of rounds."""
+        return float(self.round)
+
+    @property
+    def work_s(self) -> float:
+        """Seconds from the tasks to the new model; 0 where they were not recorded."""
+        return self.seconds or 0.0
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds of waiting for agents before the tasks; 0 where they were not recorded."""
+        return self.waiting_s or 0.0
+
+    @property
+    def has_traffic(self) -> bool:
+        """Whether the bytes of at least one direction were recorded."""
+        return self.bytes_up is not None or self.bytes_down is not None
+
+    @property
+    def up_mb(self) -> float:
+        """Megabytes from agents; 0 where they were not recorded."""
+        return (self.bytes_up or 0.0) / 1e6
+
+    @property
+    def down_mb(self) -> float:
+        """Megabytes to agents; 0 where they were not recorded."""
+        return (self.bytes_down or 0.0) / 1e6
+
 
 class Incident(NamedTuple):
     """An update that is not in the aggregate of its round, or not as it was sent."""
@@ -72,7 +101,7 @@ class Incident(NamedTuple):
 
 
 class _Read(NamedTuple):
-    """One line that was read."""
+    """A line of the file that is about a closed round, and what follows from it."""
 
     point: RoundPoint
     incidents: list[Incident]
@@ -119,7 +148,7 @@ class RunCurves:
         return self._points + 10 * len(self._agents)
 
     def forget_agents(self) -> None:
-        """Hold no figures of single agents any more; those over all agents stay."""
+        """Drop the figures of single agents; those over all agents stay."""
         self.is_for_agents = False
         self._points = 0
         self._agents.clear()
@@ -144,16 +173,20 @@ class RunCurves:
         end = chunk.rfind(b"\n") + 1
         if not end and len(chunk) == most:  # a line longer than a chunk: the next call reads more
             return self._read(2 * most)
-        read = list[_Read]()
+        # Reading JSON takes time, so it is done before the lock is taken.
+        rounds = list[_Read]()
         damaged = 0
         for line in chunk[:end].splitlines():
             record = _record(line)
-            damaged += record is None
-            if record is not None and (one := _read_round(record)) is not None:
-                read.append(one)
+            if record is None:
+                damaged += 1
+                continue
+            closed = _read_round(record)
+            if closed is not None:
+                rounds.append(closed)
         with self._lock:
-            for one in read:
-                self._add(one)
+            for closed in rounds:
+                self._add(closed)
             self.damaged += damaged
             self._offset += end
         return bool(end) and len(chunk) == most
@@ -167,7 +200,7 @@ class RunCurves:
             yield int(number), known[0], known[1]
 
     def newest(self) -> dict[str, tuple[float | None, float | None]]:
-        """Agent -> its newest acc.global and acc.personal."""
+        """Return agent -> its newest acc.global and acc.personal."""
         result = dict[str, tuple[float | None, float | None]]()
         for agent, row in self._agents.items():
             last = [None if math.isnan(value) else round(value, 6) for value in row[-2:]]
@@ -175,7 +208,7 @@ class RunCurves:
         return result
 
     def rounds(self) -> list[RoundPoint]:
-        """All closed rounds in order; one that was recorded twice counts as recorded last."""
+        """Return all closed rounds in order; one that was recorded twice counts as recorded last."""
         return [self.points[number] for number in sorted(self.points)]
 
     def _add(self, read: _Read) -> None:
@@ -202,7 +235,7 @@ def _record(line: bytes) -> dict[str, Any] | None:
 
 
 def _read_round(record: Mapping[str, Any]) -> _Read | None:
-    """A closed round; None: the line is about something else."""
+    """Return the closed round that a line is about; None: it is about something else."""
     value = as_number(record.get("round"))
     if record.get("kind") != "round" or value is None or not 0 <= value < 1 << 24:
         return None
@@ -258,4 +291,4 @@ def _texts(value: object) -> list[str]:
 
 def _reasons(value: object) -> list[tuple[str, str]]:
     items = value if isinstance(value, list) else []
-    return [(as_text(one.get("agent")), as_text(one.get("reason"))) for one in items if isinstance(one, dict)]
+    return [(as_text(item.get("agent")), as_text(item.get("reason"))) for item in items if isinstance(item, dict)]

@@ -75,14 +75,14 @@ class Settings:
 
     @classmethod
     def parse(cls, text: str) -> Settings:
-        """What `text` has made."""
+        """Return what `text` has made."""
         given = json.loads(text)
         paths = {name: Path(given[name]) if given[name] else None for name in ("config", "cert", "key")}
         return cls(Path(given["state"]), WebConfig.model_validate(given["web"]), names=tuple(given["names"]), **paths)
 
 
 def listening(web: WebConfig) -> socket.socket:
-    """A socket at the address.
+    """Return a socket at the address.
 
     Raises:
         UsageError: it is taken, or none of this machine.
@@ -171,7 +171,7 @@ def serve(settings: Settings, at: socket.socket, ready: Callable[[str], None], s
 
 
 def address(settings: Settings, port: int) -> str:
-    """The address of the first page, as a browser on this machine reaches it."""
+    """Return the address of the first page, as a browser on this machine reaches it."""
     host = settings.web.address[0]
     host = (settings.names[0] if settings.names else "localhost") if host in {"0.0.0.0", "::"} else host  # noqa: S104 - compared, not bound
     shown = f"[{host}]" if ":" in host else host
@@ -179,7 +179,7 @@ def address(settings: Settings, port: int) -> str:
 
 
 def login_text(state: Path, url: str, *, is_new: bool) -> str:
-    """How to sign in: once with an address that holds the token, later by the file that holds it."""
+    """Return how to sign in: once with an address that holds the token, later by the file that holds it."""
     if not token_path(state).exists():
         return "nobody can act: the state folder cannot be written"
     if is_new:
@@ -259,7 +259,7 @@ class WebProcess:
 
 
 def run_child(pipe: Pipe, settings: str) -> None:
-    """The child process: serve until the owner closes the pipe."""
+    """Serve in the child process until the owner closes the pipe."""
     from ..processes.worker_main import listen
 
     given = Settings.parse(settings)

@@ -26,6 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ..core.errors import BundleOlder, BundleUntrusted, StateError, cause
 from ..core.storage import read_regular, sha256_file, write_private
 from ..core.task import Frozen, parse_json
+from ..core.worst_tenth import mean_of_worst_tenth
 from ..identity.signed_request import METADATA, canonical
 
 if TYPE_CHECKING:
@@ -141,12 +142,11 @@ class Scores(_Open):
         if not measured:
             return None
         ranked = sorted(share for share, _ in measured)
-        worst = ranked[: math.ceil(len(ranked) / 10)]
         return cls(
             clients=len(ranked),
             support=sum(support for _, support in measured),
             mean=round(math.fsum(ranked) / len(ranked), 6),
-            worst_tenth=round(math.fsum(worst) / len(worst), 6),
+            worst_tenth=round(mean_of_worst_tenth(ranked), 6),
         )
 
     def __str__(self) -> str:

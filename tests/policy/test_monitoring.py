@@ -11,7 +11,8 @@ from datetime import datetime, timezone
 import pytest
 import yaml
 
-from coordinator.web.metrics import Counts, Snapshot, exposition
+from coordinator.views.counts import Counts, RoundOfRun
+from coordinator.web.metrics import Snapshot, exposition
 from edge_agent.agent.textfile import Figures, text
 
 NOW = datetime(2030, 1, 1, tzinfo=timezone.utc)
@@ -32,7 +33,7 @@ def written():
         "waiting": {"count": 1, "seconds_left": 1.0},
         "process": {"resident_bytes": 1},
     }
-    counts = Counts(is_open=("run-0001", 1), opened_at=NOW.isoformat())
+    counts = Counts(open_round=RoundOfRun("run-0001", 1), opened_at=NOW.isoformat())
     whole = Snapshot(
         NOW,
         status,

@@ -20,10 +20,10 @@ from coordinator.cli import command_tree
 from coordinator.cli import main as headwater
 from coordinator.cli.follow import agents_now
 from coordinator.cli.output import fitted, table
-from coordinator.cli.status import _Changes, _gathered
+from coordinator.cli.status import Selection, _Changes, gather_status
 from coordinator.journal.entries import fact_of
-from coordinator.runs.timeline import Timeline
 from coordinator.state.log_file import MOST_BYTES, NAME, LogReader, logging_to
+from coordinator.state.timeline import Timeline
 from edge_agent.wire.messages import codec, up
 
 
@@ -196,11 +196,11 @@ def test_follow_reads_on_where_it_was(tmp_path):
         seen = []
         for _ in range(400):
             fed.wait(0.1)
-            seen += timeline.new()
+            seen += timeline.read_new()
             if timeline.is_over:
                 break
-        seen += timeline.new()
-        whole = Timeline(fed.coordinator.state, "run-0001").new()
+        seen += timeline.read_new()
+        whole = Timeline(fed.coordinator.state, "run-0001").read_new()
         plain = [re.sub(r" \(\d+\.\d s\)$", "", one.text) for one in seen]
         assert sorted(plain) == sorted(re.sub(r" \(\d+\.\d s\)$", "", one.text) for one in whole)
         assert sum(one.kind == "round_closed" for one in seen) == 3
@@ -318,7 +318,7 @@ def test_in_a_pipe_a_change_is_one_line(fed, capsys):
     changes = _Changes(as_json=False)
 
     def look():
-        changes(_gathered(fed.coordinator.state, agents=20, page=1, only="all", find="", watched=True))
+        changes(gather_status(fed.coordinator.state, Selection(), is_watched=True))
         return [line.split(" ", 1)[1] for line in capsys.readouterr().out.splitlines()]
 
     first = look()
@@ -341,7 +341,7 @@ def test_of_a_large_fleet_only_agents_with_faults_are_watched(tmp_path):
             fed.coordinator.roster.trained(f"m{number:04d}", {"acc.personal": number / 249})
         fault(fed, "m0123", boot="b1")
         fed.wait(40)
-        watched = _gathered(fed.coordinator.state, agents=20, page=1, only="all", find="", watched=True)
+        watched = gather_status(fed.coordinator.state, Selection(), is_watched=True)
         assert [one["id"] for one in watched["agents"]] == ["m0123"]
         assert watched["acc"]["personal"]["mean"] == pytest.approx(0.5)
         assert watched["acc"]["personal"]["worst_tenth"] == pytest.approx(12 / 249), "mean of 0 to 24"
@@ -400,7 +400,7 @@ def test_two_watch_a_run_while_it_goes_on(fed):
 
     def watch():
         for _ in range(20):
-            _gathered(fed.coordinator.state, agents=20, page=1, only="all", find="")
+            gather_status(fed.coordinator.state, Selection())
         done.set()
 
     thread = threading.Thread(target=watch)

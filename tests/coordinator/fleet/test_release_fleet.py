@@ -13,7 +13,7 @@ from coordinator.fleet.downloads import Distributor
 from coordinator.fleet.rollout import OFFERS_S, Rollout
 from coordinator.journal.entries import BundleExported
 from coordinator.state.store import StateFolder
-from coordinator.views.releases import Book, Plan
+from coordinator.views.releases import Book, Plan, book_of
 from edge_agent.wire.messages.down import Install
 from edge_agent.wire.messages.up import Hello, Report
 from edge_agent.wire.topics import Topics
@@ -151,8 +151,7 @@ def test_10_000_devices_report_on_one_release(state, canary):
     again.tick()
     figures["restart, ms"] = 1e3 * (time.perf_counter() - begin)
     begin = time.perf_counter()
-    book = Book()
-    book.read(state.journal)
+    book = book_of(state.journal)
     rows = device_rows(book, NOW)
     shown = [describe_release(book, release, NOW) for release in book.releases]
     figures["status, ms"] = 1e3 * (time.perf_counter() - begin)

@@ -13,7 +13,7 @@ from coordinator.report.figures import AgentFigures, read_run
 from coordinator.report.page import duration, megabytes, render
 from coordinator.report.run_charts import accuracy, accuracy_floor, benefit, cost, wilson
 from coordinator.state.store import RunFolder
-from coordinator.state.values import as_number
+from coordinator.views.values import as_number
 from edge_agent.core.config import read_toml
 from edge_agent.core.errors import StateError
 

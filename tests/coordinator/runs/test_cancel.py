@@ -11,7 +11,7 @@ from federation_harness import Federation
 from coordinator.journal.entries import fact_of
 from coordinator.report import write_report
 from coordinator.runs.cancel import cancel_run
-from coordinator.runs.timeline import Timeline
+from coordinator.state.timeline import Timeline
 from coordinator.views.runs import replay
 from edge_agent.core.errors import UnknownName, UsageError
 from edge_agent.wire.messages import down
@@ -69,7 +69,7 @@ def test_a_run_under_way_ends_its_agents_are_told_and_the_next_run_begins(tmp_pa
         assert fed.entries("round_opened"), "the second run has begun"
         kinds = [entry.kind for entry in fed.state.journal.entries(first)]
         assert kinds[-2:] == ["cancel_requested", "run_cancelled"]
-        levels = {event.kind: event.level for event in Timeline(fed.state, first).new()}
+        levels = {event.kind: event.level for event in Timeline(fed.state, first).read_new()}
         assert (levels["cancel_requested"], levels["run_cancelled"]) == ("info", "warning"), "a wish is no error"
 
 

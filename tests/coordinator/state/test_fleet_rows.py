@@ -14,9 +14,10 @@ from coordinator.cli import main as headwater
 from coordinator.cli.fleet import rows_of as terminal_rows
 from coordinator.journal.entries import fact_of
 from coordinator.journal.store import Entry
-from coordinator.state.fleet_rows import FleetFacts, Reported, reported_by, rows_of
+from coordinator.state.fleet_rows import FleetFacts, HeardAgent, rows_of
 from coordinator.state.history import history_of
 from coordinator.state.store import StateFolder
+from coordinator.views.fleet import Reported, reported_by
 from coordinator.views.releases import Book
 from coordinator.web.folder_view import FolderView
 from edge_agent.core.locks import folder_lock
@@ -30,7 +31,10 @@ def entry(kind, agent="a", run=None, **body):
 
 
 def row_of(status=None, reported=None, **changes):
-    facts = {"status": {"a": status} if status else {}, "reported": {"a": reported} if reported else {}}
+    facts = {
+        "heard": {"a": HeardAgent.from_body(status)} if status else {},
+        "reported": {"a": reported} if reported else {},
+    }
     (row,) = rows_of(FleetFacts(**facts, book=Book(), now=AT, **changes))
     return row
 
@@ -68,7 +72,7 @@ def test_terminal_and_web_view_show_the_same_of_each_agent(site, capsys):
         assert one["acc"] == {"local": row.local, "global": row.shared, "personal": row.personal}, name
         assert (one["better_alone"], one["rss_mb"], one["samples"]) == (row.better_alone, row.rss_mb, row.samples)
         assert (one["bundle_id"] or "", one["head"] or "", one["tier"] or "") == (row.bundle_id, row.head, row.tier)
-        assert one["state"] == row.state, name
+        assert one["state"] == row.presence, name
         assert (one["fault"] is None, list(row.notes)) == (row.fault is None, one["notes"])
     assert printed["a"]["acc"] == {"local": 0.5, "global": 0.6, "personal": 0.8}
     assert not printed["a"]["better_alone"], "said of older figures"
@@ -92,12 +96,12 @@ def test_states_of_agents():
     here = agent_status("a")
     off = agent_status("a", present=False)
     refused = {"a": {"error": "LoginRefused", "message": "m", "remedy": "r", "at": ""}}
-    assert [row_of(one).state for one in (here, off)] == ["online", "offline"]
-    assert row_of(here, is_serving=False).state == "unknown"
-    assert row_of(reported=Reported()).state == "not heard"
-    assert row_of(off, refused=refused).state == "refused"
-    assert row_of(here, refused=refused).state == "online", "another device tries its name"
-    assert row_of(here, revoked=frozenset("a")).state == "revoked"
+    assert [row_of(one).presence for one in (here, off)] == ["online", "offline"]
+    assert row_of(here, is_serving=False).presence == "unknown"
+    assert row_of(reported=Reported()).presence == "not heard"
+    assert row_of(off, refused=refused).presence == "refused"
+    assert row_of(here, refused=refused).presence == "online", "another device tries its name"
+    assert row_of(here, revoked=frozenset("a")).presence == "revoked"
     assert row_of(here, status_at=100.0).seen_at == 97.0
 
 

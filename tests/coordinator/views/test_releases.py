@@ -11,7 +11,8 @@ from coordinator.fleet.rollout import COUNT_S, Rollout
 from coordinator.journal.entries import fact_of
 from coordinator.journal.sqlite import Journal
 from coordinator.journal.store import utc_now
-from coordinator.views.releases import Book, Plan, amount, release_blobs, releases_in_use, rollback_of
+from coordinator.views.follower import Follower
+from coordinator.views.releases import Book, Plan, amount, book_of, release_blobs, releases_in_use, rollback_of
 from edge_agent.core.errors import UsageError
 from edge_agent.core.time_and_text import moment_of
 
@@ -31,10 +32,11 @@ class Scene:
     def __init__(self, journal):
         self.journal = journal
         self.book = Book()
+        self.follower = Follower(journal, self.book)
 
     def write(self, kind, agent=None, digest=None, **body):
         self.journal.append(fact_of(kind, body), agent=agent, digest=digest)
-        self.book.read(self.journal)
+        self.follower.read()
         return self.book
 
     def make(self, letter, rolls_back=0, **plan):
@@ -311,9 +313,7 @@ def test_devices_that_are_not_heard_for_long_retire_and_those_that_are_there_do_
     rollout.tick()
     assert set(rollout.book.devices) == {"here"}
     assert [entry.agent for entry in journal.entries(kinds=("device_retired",))] == ["gone"]
-    again = Book()
-    again.read(journal)
-    assert again.sizes["stable"] == 1
+    assert book_of(journal).sizes["stable"] == 1
 
 
 def test_failures_that_were_known_are_those_of_their_devices(scene):

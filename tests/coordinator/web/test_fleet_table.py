@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.state.fleet_rows import AgentRow
-from coordinator.web.fleet_table import SORTS, Query, page_of, totals
+from coordinator.state.fleet_rows import AgentRow, Presence
+from coordinator.web.fleet_table import SORTS, Query, Totals, page_of
 from edge_agent.core.errors import UsageError
 
 
@@ -20,7 +20,7 @@ def fleet(size, seed=0):
         AgentRow(
             f"a{number:03d}",
             tier=draw.choice(("train", "head")),
-            state=draw.choice(("online", "offline", "fault", "stalled", "revoked", "unknown")),
+            presence=draw.choice([*Presence]),
             seen_at=pick(1.0, 2.0, 3.0),
             software=draw.choice(("", "0.1.0", "0.2.0")),
             bundle_id=draw.choice(("", "b")),
@@ -96,8 +96,8 @@ def test_agents_are_searched_and_filtered_before_they_are_cut_into_pages():
 
 def test_first_are_those_that_somebody_should_look_at():
     rows = page_of(fleet(40), Query(), 40).rows
-    assert [row.state for row in rows[:2]] == ["fault", "fault"]
-    assert rows[-1].state == "online"
+    assert [row.presence for row in rows[:2]] == ["fault", "fault"]
+    assert rows[-1].presence == "online"
 
 
 @pytest.mark.parametrize("after", ["x", "[", '["a"]', "[1,2,3]", '{"a":1}', '[{"a":1},"b"]', "[[[[", '["x","a"]'])
@@ -117,13 +117,14 @@ def test_unknown_parameters_name_those_that_there_are(given, message):
 
 def test_totals_are_over_all_agents_by_hand():
     rows = [
-        AgentRow("a", state="online", local=0.5, personal=0.7),
-        AgentRow("b", state="fault", local=0.6, shared=0.5, personal=0.5, better_alone=True),
-        AgentRow("c", state="offline", personal=0.9, pinned=2),
+        AgentRow("a", presence=Presence.ONLINE, local=0.5, personal=0.7),
+        AgentRow("b", presence=Presence.FAULT, local=0.6, shared=0.5, personal=0.5, better_alone=True),
+        AgentRow("c", presence=Presence.OFFLINE, personal=0.9, pinned=2),
     ]
-    result = totals(rows)
-    assert (result["agents"], result["present"], result["pinned"], result["better_alone"]) == (3, 2, 1, 1)
-    assert result["mean_local"] == pytest.approx(0.55)
-    assert result["mean_personal"] == pytest.approx(0.7)
-    assert result["mean_gain"] == pytest.approx(0.05)
-    assert result["mean_global"] == 0.5
+    totals = Totals.from_rows(rows)
+    assert (totals.agents, totals.present, totals.faulty) == (3, 2, 1)
+    assert (totals.pinned, totals.better_alone, totals.refused) == (1, 1, 0)
+    assert (totals.local.value, totals.local.agents) == (pytest.approx(0.55), 2)
+    assert (totals.personal.value, totals.personal.agents) == (pytest.approx(0.7), 3)
+    assert (totals.gain.value, totals.gain.agents) == (pytest.approx(0.05), 2)
+    assert (totals.shared.value, totals.shared.agents) == (0.5, 1)

@@ -1,17 +1,16 @@
-"""What happened in a run, in order: the journal's entries and the coordinator's log lines as events for people.
+"""What happened in a run, in order: its journal entries as events for people.
 
-It is read from files alone, so it shows runs that are over, and those of a coordinator that does not run.
+`coordinator.state.timeline` puts the lines of the coordinator's log between them.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from typing import Any, Literal, get_args
 
-from edge_agent.wire.messages.fields import printable, run_name
+from edge_agent.wire.messages.fields import printable
 
 from ..journal.entries import (
     BundleExported,
@@ -32,8 +31,6 @@ from ..journal.entries import (
 )
 from ..journal.kinds import CHECKPOINTS, FINAL
 from ..journal.store import Entry
-from ..state.log_file import LogReader
-from ..state.store import StateFolder
 from ..text import SaidBefore, counted, listed
 
 Level = Literal["debug", "info", "warning", "error"]
@@ -42,97 +39,92 @@ LEVELS: tuple[Level, ...] = get_args(Level)
 
 @dataclass(frozen=True)
 class Event:
-    """One line of the timeline. ``at``: UTC, ISO 8601; ``agents``: those that it is about; ``data``: for --json."""
+    """One line of the timeline of a run."""
 
     at: str
+    """When it happened (ISO 8601, UTC, milliseconds), so that text sorts as time does."""
+
     level: Level
     kind: str
     text: str
     round: int | None = None
     agents: tuple[str, ...] = ()
+    """The agents that the event is about."""
+
     data: dict[str, Any] = field(default_factory=dict)
+    """JSON for ``--json``: the fields of the entry or the log line that programs may want."""
 
     def is_about(self, agent: str) -> bool:
         """Whether it concerns this agent."""
         return agent in self.agents
 
     def body(self) -> dict[str, Any]:
-        """The event as JSON."""
+        """Return the event as JSON."""
         fields = {"at": self.at, "level": self.level, "kind": self.kind, "round": self.round}
         return {**fields, "agents": list(self.agents), "text": self.text, "data": self.data}
 
 
-class Timeline:
-    """The events of one run; `new` returns those since the last call."""
+class TimelineView:
+    """The events of one run, of its entries alone."""
 
-    def __init__(self, state: StateFolder, run: str, *, least: Level = "info", agent: str | None = None) -> None:
-        """``least``: the least level; ``agent``: only what is about that one."""
-        self._state = state
-        self._run = run
-        self._least = LEVELS.index(least)
-        self._agent = agent
-        self._log = LogReader(state.path)
-        self._after = 0
-        self._begun = self._ended = ""
+    def __init__(self, *, with_updates: bool) -> None:
+        """Make the view of a run before its first entry; ``with_updates``: accepted updates are events, too."""
+        self.kinds: Sequence[str] = tuple(kind for kind in KINDS if with_updates or kind != UpdateAccepted.kind)
+        self.begun_at = ""
+        """When the run left its first state; empty: it has not."""
+
+        self.ended_at = ""
+        self._events: list[Event] = []
         self._said = SaidBefore()
 
-    @property
-    def is_over(self) -> bool:
-        """Whether the end of the run was among the events."""
-        return bool(self._ended)
+    def add(self, entry: Entry) -> None:
+        """Take the next entry of the run."""
+        at = utc_text(entry.at)
+        if entry.kind in CHECKPOINTS:
+            self.begun_at = self.begun_at or at
+        if entry.kind in FINAL:
+            self.ended_at = self.ended_at or at
+        self._events.append(_event_of(entry, at, self._said))
 
-    def new(self) -> list[Event]:
-        """In the order of their times."""
-        wants_updates = self._least == 0 or self._agent is not None
-        kinds = tuple(kind for kind in _KINDS if wants_updates or kind != "update_accepted")
-        entries = self._state.journal.entries(self._run, kinds, self._after)
-        if entries:
-            self._after = entries[-1].id
-        self._begun = self._begun or next((_time(entry.at) for entry in entries if entry.kind in CHECKPOINTS), "")
-        self._ended = next((_time(entry.at) for entry in entries if entry.kind in FINAL), self._ended)
-        events = [*(_of_entry(entry, self._said) for entry in entries), *self._logged()]
-        events = with_durations(sorted(events, key=lambda event: event.at))
-        return [event for event in events if self._is_wanted(event)]
+    def take(self) -> list[Event]:
+        """Return the events since the last call."""
+        events = self._events
+        self._events = []
+        return events
 
-    def _logged(self) -> Iterator[Event]:
-        for line in self._log.new():
-            run = line.get("run")
-            at = _time(line["time"])
-            named = run_name(run) if isinstance(run, str) else None
-            is_during = bool(self._begun) and self._begun <= at and (not self._ended or at < self._ended)
-            if (named == self._run or (named is None and is_during)) and line.get("event") not in _KINDS:
-                yield _of_line(line)
-
-    def _is_wanted(self, event: Event) -> bool:
-        about = self._agent is None or event.is_about(self._agent)
-        return about and LEVELS.index(event.level) >= self._least
+    def is_under_way(self, at: str) -> bool:
+        """Whether the run had begun at a time of `utc_text`, and had not ended."""
+        has_begun = bool(self.begun_at) and self.begun_at <= at
+        return has_begun and (not self.ended_at or at < self.ended_at)
 
 
-def with_durations(events: list[Event]) -> list[Event]:
-    """The same events; waits say how long they took, where the next one is known."""
+def with_durations(events: Sequence[Event]) -> list[Event]:
+    """Return the same events; the texts of waits say how long they took, where the next event after one is known."""
     result = list[Event]()
     next_at = ""
+    # From the end: a wait lasts until the next wait, or the end of the run.
     for event in reversed(events):
         is_wait = event.kind == "waiting"
-        result.append(_lasting(event, next_at) if is_wait and next_at else event)
-        next_at = event.at if is_wait or event.kind in FINAL else next_at
+        if is_wait and next_at:
+            result.append(_with_duration(event, next_at))
+        else:
+            result.append(event)
+        if is_wait or event.kind in FINAL:
+            next_at = event.at
     return result[::-1]
 
 
-def _lasting(event: Event, until: str) -> Event:
+def _with_duration(event: Event, until: str) -> Event:
     took_s = (datetime.fromisoformat(until) - datetime.fromisoformat(event.at)).total_seconds()
     return replace(event, text=f"{event.text} ({took_s:.1f} s)")
 
 
-def _time(at: str) -> str:
-    """A time of journal or log, so that text sorts as time does."""
+def utc_text(at: str) -> str:
+    """Return a time of journal or log (ISO 8601) in UTC, so that text sorts as time does; other text is unchanged."""
     try:
         return datetime.fromisoformat(at).astimezone(timezone.utc).isoformat(timespec="milliseconds")
     except ValueError:
         return at
-
-
-# --- the journal -----------------------------------------------------------------------------------------------------
 
 
 def _say_requested(fact: RunRequested, _: Entry) -> str:
@@ -171,10 +163,10 @@ def _say_refused(fact: UpdateRefused, entry: Entry, said: SaidBefore) -> str:
 
 
 def _say_reported(fact: ReleaseReported, _: Entry) -> str:
-    known = [f"acc.{scope} {value:.3f}" for scope, value in (fact.acc or {}).items() if value is not None]
+    figures = [f"acc.{scope} {value:.3f}" for scope, value in (fact.acc or {}).items() if value is not None]
     alone = "; better off alone" if fact.better_alone else ""
     back = f"; keeps another bundle: {fact.rolled_back}" if fact.rolled_back else ""
-    return f"{fact.id}: {', '.join(known) or 'no accuracy'}{alone}{back}"
+    return f"{fact.id}: {', '.join(figures) or 'no accuracy'}{alone}{back}"
 
 
 _WithReason = CancelRequested | UpdateRefused | ProxyFailed | RunFailed | RunCancelled
@@ -182,6 +174,10 @@ _WithReason = CancelRequested | UpdateRefused | ProxyFailed | RunFailed | RunCan
 
 def _reason(fact: _WithReason) -> str:
     return fact.reason or "no reason was given"
+
+
+def _say_proxy_failed(fact: ProxyFailed, entry: Entry) -> str:
+    return f"acc.proxy after round {entry.round} not computed: {_reason(fact)}"
 
 
 def _bundle(fact: BundleExported | ReleaseMade) -> str:
@@ -196,7 +192,7 @@ def _say_finished(fact: RunFinished, _: Entry) -> str:
     return f"finished, encoder {(fact.encoder_sha256 or 'none')[:16]}"
 
 
-_KINDS: dict[str, tuple[Level, Callable[[Any, Entry], str]]] = {
+KINDS: dict[str, tuple[Level, Callable[[Any, Entry], str]]] = {
     "run_requested": ("info", _say_requested),
     "cancel_requested": ("info", lambda fact, _: f"a cancel was requested: {_reason(fact)}"),
     "run_started": ("info", lambda *_: "begins"),
@@ -208,7 +204,7 @@ _KINDS: dict[str, tuple[Level, Callable[[Any, Entry], str]]] = {
     "norm_pooled": ("info", lambda fact, _: f"batch norm statistics of {_clients(fact)}"),
     "ranges_collected": ("info", lambda fact, _: f"ranges of activations of {_clients(fact)}"),
     "proxy_evaluated": ("info", lambda fact, entry: f"acc.proxy after round {entry.round}: {fact.acc}"),
-    "proxy_failed": ("warning", lambda fact, one: f"acc.proxy after round {one.round} not computed: {_reason(fact)}"),
+    "proxy_failed": ("warning", _say_proxy_failed),
     "run_finished": ("info", _say_finished),
     "run_failed": ("error", lambda fact, _: f"failed: {_reason(fact)}"),
     "run_cancelled": ("warning", lambda fact, _: f"cancelled: {_reason(fact)}"),
@@ -224,9 +220,9 @@ _DATA = {"reason", "cohort", "left_out", "metrics", "acc"}
 """Fields of facts that an event has as data, where they were given."""
 
 
-def _of_entry(entry: Entry, said: SaidBefore) -> Event:
+def _event_of(entry: Entry, at: str, said: SaidBefore) -> Event:
     """Return the event of an entry; a reason that was said before is not said in full again."""
-    level, text_of = _KINDS[entry.kind]
+    level, text_of = KINDS[entry.kind]
     fact = entry.fact
     about = set() if entry.agent is None else {entry.agent}
     if isinstance(fact, RoundOpened):
@@ -237,34 +233,4 @@ def _of_entry(entry: Entry, said: SaidBefore) -> Event:
     else:
         text = text_of(fact, entry)
     data: dict[str, Any] = fact.model_dump(include=_DATA, exclude_unset=True)
-    return Event(_time(entry.at), level, entry.kind, printable(text), entry.round, tuple(sorted(about)), data)
-
-
-# --- the log ---------------------------------------------------------------------------------------------------------
-
-_STANDARD = frozenset({"time", "level", "logger", "event", "text", "traceback"})
-
-
-def _of_line(line: Mapping[str, Any]) -> Event:
-    event = str(line.get("event", "log"))
-    values = {name: value for name, value in line.items() if name not in _STANDARD}
-    named = [str(values[name]) for name in ("agent", "whom", "agents", "by") if values.get(name)]
-    agents = {part for text in named for part in re.split(r",\s*|\s+and\s+", text)} - {"-", ""}
-    if event == "waiting":
-        whom = str(values.get("whom", "-"))
-        text = f"waits: {values.get('for')}" + ("" if whom == "-" else f", not yet from {whom}")
-    else:
-        shown = (f"{name} {value}" for name, value in values.items() if name not in {"run", "round"})
-        text = str(line.get("text") or "") or f"{event.replace('_', ' ')}: {', '.join(shown)}"
-    known = str(line.get("level"))
-    level: Level = known if known in LEVELS else "error"
-    number = values.get("round")
-    return Event(
-        _time(line["time"]),
-        level,
-        event,
-        printable(text),
-        number if isinstance(number, int) else None,
-        tuple(sorted(agents)),
-        values,
-    )
+    return Event(at, level, entry.kind, printable(text), entry.round, tuple(sorted(about)), data)

@@ -7,7 +7,7 @@ _LARGEST = 1e300
 
 
 def as_number(value: object) -> float | None:
-    """A finite number from a file that others have contributed to; None where it is something else."""
+    """Return a finite number from a file that others have contributed to; None where it is something else."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not -_LARGEST <= value <= _LARGEST:
         return None
     return float(value)

@@ -1,0 +1,117 @@
+"""What happened in a run, in order: the events of its journal entries, with the coordinator's log lines between them.
+
+It is read from files alone, so it shows runs that are over, and those of a coordinator that does not run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from edge_agent.wire.messages.fields import printable, run_name
+
+from ..views.follower import Follower
+from ..views.timeline import KINDS, LEVELS, Event, Level, TimelineView, utc_text, with_durations
+from .log_file import LogReader
+from .store import StateFolder
+
+
+class Timeline:
+    """The events of one run; `read_new` returns those since the last call."""
+
+    def __init__(self, state: StateFolder, run: str, *, least: Level = "info", agent: str | None = None) -> None:
+        """Make the timeline of a run, of which nothing was read.
+
+        Args:
+            state: The folder with journal and log.
+            run: The run.
+            least: The least level of the events that are wanted.
+            agent: The agent that events are to be about; None: whichever.
+        """
+        self._run = run
+        self._least = LEVELS.index(least)
+        self._agent = agent
+        self._log = LogReader(state.path)
+        # There is one update for each agent and round: they are read only where somebody wants them.
+        self._view = TimelineView(with_updates=self._least == 0 or agent is not None)
+        self._follower = Follower(state.journal, self._view, run=run)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the end of the run was among the events."""
+        return bool(self._view.ended_at)
+
+    def read_new(self) -> list[Event]:
+        """Return the wanted events since the last call, in the order of their times.
+
+        Raises:
+            StateError: The journal cannot be read.
+        """
+        # The journal first: whether a log line without a run is about this one follows from when the run began.
+        self._follower.read()
+        events = [*self._view.take(), *self._read_log()]
+        events.sort(key=lambda event: event.at)
+        return [event for event in with_durations(events) if self._is_wanted(event)]
+
+    def _read_log(self) -> Iterator[Event]:
+        """Yield the events of new log lines that are about this run, or were written while it was under way."""
+        for line in self._log.new():
+            if line.get("event") in KINDS:
+                continue  # the journal has it as well
+            run = line.get("run")
+            named = run_name(run) if isinstance(run, str) else None
+            is_during = named is None and self._view.is_under_way(utc_text(line["time"]))
+            if named == self._run or is_during:
+                yield _event_of(line)
+
+    def _is_wanted(self, event: Event) -> bool:
+        """Whether an event is about the agent that was asked for, and important enough."""
+        is_about = self._agent is None or event.is_about(self._agent)
+        return is_about and LEVELS.index(event.level) >= self._least
+
+
+_STANDARD = frozenset({"time", "level", "logger", "event", "text", "traceback"})
+"""Fields of a log line that are no values of its event."""
+
+_NAMING = ("agent", "whom", "agents", "by")
+"""Fields of a log line that name agents."""
+
+
+def _event_of(line: Mapping[str, Any]) -> Event:
+    """Return the event of a log line."""
+    kind = str(line.get("event", "log"))
+    values = {name: value for name, value in line.items() if name not in _STANDARD}
+    level_name = str(line.get("level"))
+    level: Level = level_name if level_name in LEVELS else "error"
+    number = values.get("round")
+    return Event(
+        utc_text(line["time"]),
+        level,
+        kind,
+        printable(_text_of(kind, line, values)),
+        number if isinstance(number, int) else None,
+        _agents_in(values),
+        values,
+    )
+
+
+def _text_of(kind: str, line: Mapping[str, Any], values: Mapping[str, Any]) -> str:
+    """Return the text of a log line: what a wait is for, the line's own text, or else its values by name."""
+    if kind == "waiting":
+        whom = str(values.get("whom", "-"))
+        missing = "" if whom == "-" else f", not yet from {whom}"
+        return f"waits: {values.get('for')}{missing}"
+    if line.get("text"):
+        return str(line["text"])
+    named = ", ".join(f"{name} {value}" for name, value in values.items() if name not in {"run", "round"})
+    return f"{kind.replace('_', ' ')}: {named}"
+
+
+def _agents_in(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the agents that a log line names, sorted; lists of them are text with commas, or ``and``."""
+    agents = set[str]()
+    for name in _NAMING:
+        if values.get(name):
+            agents.update(re.split(r",\s*|\s+and\s+", str(values[name])))
+    return tuple(sorted(agents - {"-", ""}))
