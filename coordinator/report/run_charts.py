@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from statistics import fmean, median, quantiles
 from typing import Any
 
+from edge_agent.core.worst_tenth import mean_of_worst_tenth
+
 from ..state.noise import Compared, Gain, classify_gain, classify_mean_gain
 from ..text import counted
 from .charts import MARKERS, Axis, Bars, Key, Lines, Mark, Matrix, Row, Rows, Series, ends, percent, points
