@@ -58,7 +58,7 @@ _PINNED = re.compile(rf"{'|'.join(_FOLDERS)}|journal\.db(-wal|-shm|-journal)?|\.
 
 
 def _is_earlier_pins(folder: Path) -> bool:
-    """Whether an earlier version, when it was killed, left the links of a backup there."""
+    """Return whether an earlier version, when it was killed, left the links of a backup there."""
     return re.fullmatch(r"[0-9a-f]{8}", folder.name) is not None and holds_only(folder, _PINNED)
 
 
@@ -68,7 +68,7 @@ PINS_FOLDER = FolderKind("pins of a backup", _is_earlier_pins)
 
 @dataclass(frozen=True)
 class Backup:
-    """What a backup holds; ``copied_bytes`` are those that an earlier backup in the same folder did not have."""
+    """The content of a backup; ``copied_bytes`` are those that an earlier backup in the same folder did not have."""
 
     entries: int
     runs: int
@@ -77,13 +77,13 @@ class Backup:
     copied_bytes: int
 
     def as_json(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the facts as JSON."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class BackupFacts:
-    """What a folder says of itself that is a backup, on which nobody has started yet."""
+    """The facts that a folder has about itself as a backup on which nobody has started yet."""
 
     at: str
     """When it was made, ISO 8601 UTC; empty where that is not known."""
@@ -317,7 +317,7 @@ def _copy(source: Path, target: Path, first: str, entries: int, runs: int, *, of
 
 
 def _files_below(folder: Path) -> Iterator[Path]:
-    """The files of a backup below one of its folders; none where that is a link, which leads out of the backup."""
+    """Return the files of a backup below one of its folders; none below a link, which leads out of the backup."""
     if folder.is_symlink():
         return iter(())
     return (path for path in sorted(folder.rglob("*")) if path.is_file())

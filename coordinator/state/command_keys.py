@@ -41,7 +41,7 @@ class CommandKeys:
 
     @classmethod
     def of(cls, state: Path, federation: str, generation: Callable[[str], int] = lambda _: 0) -> CommandKeys:
-        """The keys of a state folder, whose secret is made where there is none; systemd may give it as a credential.
+        """Return the keys of a state folder, whose secret is made where there is none, or given by systemd.
 
         Raises:
             StateError: the secret cannot be read, or is no secret of ours.
@@ -70,16 +70,16 @@ class CommandKeys:
                 write_private(path, secrets.token_bytes(KEY_BYTES))
 
     def of_agent(self, agent: str) -> AgentKey:
-        """What that agent is given."""
+        """Return the key that an agent gets, with the public key of announcements."""
         public_key = self._signing_key.public_key().public_bytes_raw()
         return AgentKey(self._federation, agent, self._key_of(agent), public_key)
 
     def proven(self, agent: str, payload: bytes) -> bytes:
-        """A command to that agent with its proof."""
+        """Return a command to an agent with its proof."""
         return with_mac(self._key_of(agent), agent, payload)
 
     def signed(self, payload: bytes) -> bytes:
-        """An announcement to all agents with its proof."""
+        """Return an announcement to all agents with its proof."""
         return with_signature(ANNOUNCEMENT.sign(self._signing_key, payload), payload)
 
     def _key_of(self, agent: str) -> bytes:

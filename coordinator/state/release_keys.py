@@ -134,7 +134,7 @@ def write_key(path: Path, key: Ed25519PrivateKey, access: Access | None = None, 
 
 
 def read_key(path: Path) -> Ed25519PrivateKey:
-    """The private key in a file.
+    """Return the private key in a file.
 
     Raises:
         UsageError: there is none.
@@ -156,7 +156,7 @@ def read_key(path: Path) -> Ed25519PrivateKey:
 
 
 def read_public(path: Path) -> Public:
-    """The public key in a file that `write_key` made.
+    """Return the public key in a file that `write_key` made.
 
     Raises:
         UsageError: there is none.
@@ -205,7 +205,7 @@ def root_of(federation: str, version: int, expires: datetime, root: Signers, rel
 
 
 def end_of(version: int, now: datetime, life: timedelta) -> datetime:
-    """The end of a release that is signed now with this version.
+    """Return the end of a release that is signed now with this version.
 
     Devices take a version for the time of the signature. After a clock that was ahead, versions stay ahead of the time;
     the end has to be later than they are.
@@ -295,24 +295,28 @@ def sign_bundle(
 
 
 def _member(release: Envelope, roots: Sequence[Envelope]) -> bytes:
-    """What a bundle carries: the newest roots that have room; who trusts an older one needs roots.json to follow."""
+    """Return the signatures that a bundle carries: its release, and as many of the newest roots as there is room for.
+
+    A device that trusts an older root needs roots.json to follow.
+    """
     for first in range(max(0, len(roots) - MOST_ROOTS), len(roots)):
-        if len(raw := dump(Member(release=release, roots=tuple(roots[first:])))) <= MAX_BYTES:
+        raw = dump(Member(release=release, roots=tuple(roots[first:])))
+        if len(raw) <= MAX_BYTES:
             return raw
     raise UsageError(f"a release and one root take {len(raw)} bytes, at most {MAX_BYTES} are possible; use fewer keys")
 
 
 def sign_change(roots: Sequence[Envelope], keys: Sequence[Ed25519PrivateKey]) -> list[Envelope]:
-    """These roots, the last one signed by these keys as well.
+    """Return these roots, of which the last one is signed by these keys as well.
 
     Raises:
-        UsageError: a key has no say in that change.
-        BundleUntrusted: the roots before do not follow from each other.
+        UsageError: A key has no say in that change.
+        BundleUntrusted: The roots before do not follow from each other.
     """
     before = followed(roots[:1], roots[1:-1])
-    made = roots[-1]
+    change = roots[-1]
     old = read(Root, before[-1], "root")
-    new = read(Root, made, "root")
+    new = read(Root, change, "root")
     for key in keys:
         keyid = Key.of(public_bytes(key)).id
         if keyid not in {*old.roles["root"].keyids, *new.roles["root"].keyids}:
@@ -321,12 +325,12 @@ def sign_change(roots: Sequence[Envelope], keys: Sequence[Ed25519PrivateKey]) ->
                 f"of federation '{new.federation}'; those that do: "
                 f"{', '.join(map(old.named, old.roles['root'].keyids))}"
             )
-        made = made.with_signature(key)
-    return [*before, made]
+        change = change.with_signature(key)
+    return [*before, change]
 
 
 def missing(roots: Sequence[Envelope]) -> list[str]:
-    """Which signatures the last of these roots lacks until it counts, of the keys of its predecessor and of itself."""
+    """Return the signatures that the last of these roots lacks, of its predecessor's keys and of its own."""
     old, new = (read(Root, envelope, "root") for envelope in roots[-2:])
     lacks = []
     for by in (old, new):
@@ -368,7 +372,7 @@ class ReleaseKeys:
 
     @property
     def sign_alone(self) -> bool:
-        """Whether bundles that are exported here count without a signature of people."""
+        """Whether a bundle that is exported here counts without a signature of people."""
         if not self.exist or not self.online_key.exists():
             return not self.exist
         signing = self.newest().roles["targets"]
@@ -416,7 +420,7 @@ class ReleaseKeys:
             raise StateError(f"{self._roots}: damaged; put it back from a backup") from error
 
     def newest(self) -> Root:
-        """The newest root metadata."""
+        """Return the newest root metadata."""
         return read(Root, self.roots()[-1], str(self._roots))
 
     def sign(
@@ -439,7 +443,7 @@ class ReleaseKeys:
         return sign_bundle(path, self.roots(), keys, new_release, again=True)
 
     def next_version(self, now: datetime) -> int:
-        """The version of a new release: seconds since 1970, so that people can sign elsewhere; always a larger one.
+        """Return the version of a new release: seconds since 1970, so that people can sign elsewhere; always larger.
 
         Raises:
             StateError: the file with the last one is damaged.
@@ -534,7 +538,7 @@ def signature_of(path: Path) -> dict[str, Any] | None:
 
 
 def _version(path: Path) -> int | None:
-    """The version of the release of the bundle at ``path``; None where nobody has signed one."""
+    """Return the version of the release of the bundle at ``path``; None where nobody has signed one."""
     raw = archive.open_bundle(path).release
     return None if raw is None else read(Release, parse(Member, raw, str(path)).release, str(path)).version
 
@@ -542,7 +546,7 @@ def _version(path: Path) -> int | None:
 def file_to_release(
     state: StateFolder, run: str, bundle_id: str, digest: str, now: datetime
 ) -> tuple[bytes, dict[str, Any] | None]:
-    """The file of a run's bundle as devices are to get it now: the blob ``digest``, or signed with a version of now.
+    """Return a run's bundle as devices are to get it now: the blob ``digest``, or signed with a version of now.
 
     Devices refuse a version that is older than one they have installed, so each release is signed when it is made:
     here, where the release key is, or before by people, who sign the file in the run's folder. Also returns who has
@@ -576,10 +580,15 @@ def _signed_version(entry: Entry) -> int:
 def _signed_by_people(
     state: StateFolder, keys: ReleaseKeys, run: str, bundle_id: str, digest: str, now: datetime
 ) -> tuple[bytes, dict[str, Any] | None]:
-    """The file in the run's folder, which devices that have all releases so far install now; as `file_to_release`."""
+    """Return the bundle in the run's folder, which people have signed; see `file_to_release`.
+
+    Raises:
+        UsageError: Devices that have installed all releases so far would not install it now.
+    """
     path = state.run(run).folder / f"{run}.hwb"
     again = ""
     why = ""
+    # Devices refuse a version that is no newer than that of any release so far.
     released = state.journal.entries(kinds=("release_made", "release_signed"))
     versions = [_signed_version(entry) for entry in released]
     if digest in {entry.digest for entry in released}:
@@ -588,7 +597,8 @@ def _signed_by_people(
     try:
         if archive.open_bundle(path).manifest.bundle_id != bundle_id:
             raise BundleUntrusted(f"{path} is another bundle than {bundle_id[:16]}")
-        if (version := _version(path)) is None:
+        version = _version(path)
+        if version is None:
             raise BundleUntrusted(f"{path} is not signed, {keys.newest().roles['targets'].threshold} people have to")
         again = " --again" if version <= newest else ""
         release, _ = archive.verify(path, keys.roots()[-1])

@@ -34,7 +34,7 @@ class Prunable:
     size_bytes: int
 
     def as_json(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the facts as JSON."""
         return {"run": self.run, "status": self.status, "files": len(self.files), "bytes": self.size_bytes}
 
 

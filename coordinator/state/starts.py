@@ -23,7 +23,7 @@ EPOCHS_OF_A_COPY = 1000
 
 @dataclass(frozen=True)
 class Takeover:
-    """What is known of the coordinator that a start replaces."""
+    """The coordinator that a start replaces, as far as it is known."""
 
     epoch: int = 0
     """Its epoch; 0: it was not heard."""

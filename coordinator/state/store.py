@@ -57,7 +57,7 @@ class BlobStore:
         return sha
 
     def path(self, sha: str) -> Path:
-        """The path of the blob with that hash, which may not exist.
+        """Return the path of the blob with that hash, which may not exist.
 
         Raises:
             StateError: ``sha`` is not 64 hexadecimal digits.
@@ -78,7 +78,7 @@ class BlobStore:
         return read_regular(self.check(sha))
 
     def check(self, sha: str) -> Path:
-        """The path of a blob that is complete and undamaged; its content is not held in memory.
+        """Return the path of a blob that is complete and undamaged; its content is not held in memory.
 
         Raises:
             StateError: it is missing or damaged.
@@ -93,7 +93,7 @@ class BlobStore:
         return path
 
     def names(self) -> set[str]:
-        """The hashes of all blobs."""
+        """Return the hashes of all blobs."""
         return {path.name for path in self.folder.glob("*") if _SHA256.fullmatch(path.name)}
 
     def remove(self, names: Iterable[str]) -> None:
@@ -151,7 +151,7 @@ class RunFolder:
             sync(file.fileno())
 
     def metrics(self) -> list[dict[str, Any]]:
-        """All records in order, without an incomplete last line of a crash; empty before the first.
+        """Return all records in order, without an incomplete last line of a crash; empty before the first.
 
         Raises:
             StateError: a line is not a JSON object.
@@ -178,7 +178,7 @@ class RunFolder:
         write_json(self.summary_path, summary)
 
     def summary(self) -> dict[str, Any] | None:
-        """The summary; None before there is one.
+        """Return the summary; None before there is one.
 
         Raises:
             StateError: the file is damaged.
