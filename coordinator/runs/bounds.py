@@ -39,7 +39,7 @@ from edge_agent.methods.values import ClassStatistics
 
 from ..config import AggregationConfig
 from .class_statistics import StatisticBounds, find_statistic_bounds
-from .directions import WEIGHTS, Comparison, Direction, extra_group, is_extra, outliers
+from .directions import WEIGHTS, Comparison, Direction, extra_group, outliers
 from .repeats import NEAR_BOUND, count_repeats, is_repeater
 from .robust import LEAST_UPDATES
 from .shares import limit_to_sum
@@ -415,7 +415,7 @@ def _group(name: str, array: np.ndarray, received: Tensors, extras: Mapping[str,
     """
     if array.dtype.kind != "f":
         return ""
-    if is_extra(name):
+    if name.startswith("extra."):
         return extra_group(name, extras)
     if name not in received:
         return ""
@@ -424,7 +424,7 @@ def _group(name: str, array: np.ndarray, received: Tensors, extras: Mapping[str,
 
 def _origin(name: str, received: Tensors) -> np.ndarray | float:
     """Return what an array of an update is a change from; extra arrays are bounded as they are."""
-    return 0.0 if is_extra(name) else received[name]
+    return 0.0 if name.startswith("extra.") else received[name]
 
 
 def norms_of(method: Method, state: State, updates: Iterable[Update]) -> dict[str, dict[str, float]]:

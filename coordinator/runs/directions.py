@@ -92,7 +92,7 @@ class Direction:
 
 
 def is_extra(name: str) -> bool:
-    """Return whether an array of an update travels beside the model, and is no change of anything that was received."""
+    """Return whether an array of an update travels beside the model: it is no change of anything that was received."""
     return name.startswith("extra.")
 
 
