@@ -331,13 +331,7 @@ class _Reader:
 
     def _attribute(self, content: Mapping[str, list[_Raw]]) -> _Value:
         """Return the value of an attribute, which must be in the field that its type states; 0.0 for all floats."""
-        stated = _number(content["type"][0]) if content["type"] else 0
-        kind = next((name for name, number in _KINDS.items() if number == stated), "")
-        # An empty list has no field at all; everything else has exactly that of its type.
-        filled = [name for name in _KINDS if content[name]]
-        is_empty_list = not filled and kind in {"ints", "floats"}
-        if not kind or (filled != [kind] and not is_empty_list):
-            raise BundleDamaged(f"an attribute of type {stated} has {' and '.join(filled) or 'no value'}")
+        kind = _field_of(content)
         if kind == "t":
             return self._tensor(_bytes(content["t"][0]))[1]
         if kind == "ints":
@@ -370,19 +364,27 @@ class _Reader:
         ONNX has them as raw bytes, or in the one field for their type. A part of a value gives a count of -1.
         """
         typed = [name for name in _TYPED if content[name]]
-        if len(typed) > 1 or (typed and content["raw_data"]):
+        raw = content["raw_data"]
+        if len(typed) + len(raw) > 1:
             raise BundleDamaged("a constant has its values twice")
+        if raw:
+            return _raw_values(_bytes(raw[0]), kind)
         if not typed:
-            return _raw_values(_bytes(content["raw_data"][0]) if content["raw_data"] else memoryview(b""), kind)
+            return 0, _empty_values(kind)
         name = typed[0]
         if kind not in _TYPED[name]:
             raise BundleDamaged(f"a constant of element type {kind} has its values as '{name}'")
         if name in {"int32_data", "int64_data"}:
-            numbers = self._integers(content[name])
-            is_known = kind == _INT64 and len(numbers) <= _MOST_KNOWN
-            return len(numbers), np.array(numbers, np.int64) if is_known else None
+            return self._integer_values(content[name], kind)
         item_bytes = 4 if name == "float_data" else 8
-        return sum(len(_bytes(value)) for value in content[name]) // item_bytes, None
+        size = sum(len(_bytes(value)) for value in content[name])
+        return size // item_bytes, None
+
+    def _integer_values(self, values: Sequence[_Raw], kind: int) -> tuple[int, np.ndarray | None]:
+        """Return what `_tensor_values` does, of a constant whose values are integers in a field of their own."""
+        numbers = self._integers(values)
+        is_needed = kind == _INT64 and len(numbers) <= _MOST_KNOWN
+        return len(numbers), np.array(numbers, np.int64) if is_needed else None
 
     def _text(self, values: Sequence[_Raw]) -> str:
         """Return the text of a field that occurs at most once; empty where it does not."""
@@ -460,6 +462,31 @@ def _bytes(value: _Raw) -> memoryview:
     if isinstance(value, int):
         raise BundleDamaged("a number where ONNX has something else")
     return value
+
+
+def _field_of(content: Mapping[str, list[_Raw]]) -> str:
+    """Return the name of the field that the stated type of an attribute belongs to.
+
+    Raises:
+        BundleDamaged: The type is not allowed, or the value is not in this field, and in no other one.
+    """
+    stated = 0
+    if content["type"]:
+        stated = _number(content["type"][0])
+    filled = [name for name in _KINDS if content[name]]
+    for name, number in _KINDS.items():
+        if number != stated:
+            continue
+        # An empty list has no field at all; everything else has exactly that of its type.
+        is_empty_list = not filled and name in {"ints", "floats"}
+        if filled == [name] or is_empty_list:
+            return name
+    raise BundleDamaged(f"an attribute of type {stated} has {' and '.join(filled) or 'no value'}")
+
+
+def _empty_values(kind: int) -> np.ndarray | None:
+    """Return the values of a constant without any, where they are integers that sizes may be made of."""
+    return np.empty(0, np.int64) if kind == _INT64 else None
 
 
 def _raw_values(raw: memoryview, kind: int) -> tuple[int, np.ndarray | None]:
