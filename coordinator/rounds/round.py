@@ -38,7 +38,7 @@ from dataclasses import dataclass, replace
 from ..fleet.collection import Collection
 from ..journal.entries import RoundClosed
 from ..runs.context import Steps, Waiting
-from ..runs.results import Stats
+from ..runs.figures import Stats
 from ..text import listed
 from ..views.runs import OpenRound
 from .active_run import ActiveRun

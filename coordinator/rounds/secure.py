@@ -29,7 +29,7 @@ from ..journal.entries import RoundOpened, SumRevealed
 from ..journal.store import facts_of
 from ..runs.aggregation import StoredUpdates
 from ..runs.context import Steps, Waiting, computed
-from ..runs.results import Stats
+from ..runs.figures import Stats
 from ..runs.selection import without
 from ..state.store import BlobStore
 from ..text import listed

@@ -22,9 +22,9 @@ from ..fleet.collection import Collection
 from ..journal.entries import Aggregation, AggregationSettings, Restored, RoundClosed
 from ..runs.aggregation import StoredUpdates, notes
 from ..runs.context import Waiting
+from ..runs.figures import Stats, round_record
 from ..runs.good_state import Explosion, GoodState, after, explosion, reason_of_restoration
 from ..runs.repeats import after_round
-from ..runs.results import Stats, round_record
 from ..state.store import prune_blobs, retain_checkpoint
 from ..views.runs import OpenRound, replay
 from .active_run import ActiveRun

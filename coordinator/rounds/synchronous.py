@@ -15,7 +15,7 @@ from edge_agent import heads
 from ..fleet.collection import Collection
 from ..journal.entries import RoundOpened
 from ..runs.context import Steps, Waiting
-from ..runs.results import Stats
+from ..runs.figures import Stats
 from ..runs.selection import aim, without
 from ..text import listed
 from ..views.runs import OpenRound

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from edge_agent.core.errors import ExportRejected, HeadwaterError, StateError
 from edge_agent.wire.messages.up import Report
 
-from ..fleet.collection import Collection
 from ..journal import entries as facts
 from ..journal.entries import CancelRequested, ReleaseReported, RoundClosed, RunCancelled, RunFinished
 from ..journal.kinds import FINAL
 from ..journal.store import facts_of, utc_now
 from ..state.store import StateFolder
 from ..text import reason_of
-from ..views.runs import OpenRound, RunRecord, replay, step
-from .aggregation import notes
-from .context import Run, RunContext, Steps, Waiting
+from ..views.runs import RunRecord, replay, step
+from .context import Run, Steps, Waiting
+from .figures import Stats, round_record
 from .privacy import PrivacyBudget
 from .release import Released, encoder_sha256, export_bundle, release
 from .result_notes import (
@@ -36,116 +35,6 @@ from .result_notes import (
 from .selection import Exclusions
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class Stats:
-    """Time and bytes since the start of a round or a run, and how much of the time was spent waiting for agents."""
-
-    started_at: float
-    bytes_up: dict[str, int]
-    bytes_down: dict[str, int]
-    waiting_s: float = 0.0
-
-    @classmethod
-    def begin(cls, context: RunContext, run: str | None = None) -> Stats:
-        """Begin to count now; for a ``run`` together with the rounds that earlier processes have closed.
-
-        What a process did in a round before it was killed does not count, nor does the time until the next process.
-        """
-        stats = cls(context.stopwatch(), dict(context.collector.bytes_from), dict(context.distributor.bytes_to))
-        closed = [] if run is None else context.state.journal.entries(run, ("round_closed",))
-        for fact in facts_of(closed, RoundClosed):
-            stats.started_at -= (fact.seconds or 0.0) + (fact.waiting_s or 0.0)
-            for agent, (up, down) in fact.traffic.items():
-                stats.bytes_up[agent] = stats.bytes_up.get(agent, 0) - up
-                stats.bytes_down[agent] = stats.bytes_down.get(agent, 0) - down
-        return stats
-
-    def seconds(self, context: RunContext) -> float:
-        """Return the seconds since the start, without waiting for agents."""
-        return context.stopwatch() - self.started_at - self.waiting_s
-
-    def traffic(self, context: RunContext, agent: str) -> tuple[int, int]:
-        """Return the bytes from an agent and to it since the start."""
-        up = context.collector.bytes_from.get(agent, 0) - self.bytes_up.get(agent, 0)
-        down = context.distributor.bytes_to.get(agent, 0) - self.bytes_down.get(agent, 0)
-        return up, down
-
-    def figures(self, context: RunContext, collection: Collection) -> dict[str, Any]:
-        """Return what only the process that executed the round knows, as fields of `RoundClosed` in the journal.
-
-        ``seconds`` are from sending the tasks to the end, ``waiting_s`` before that; ``traffic`` are the bytes of each
-        agent.
-        """
-        traffic: dict[str, list[int]] = {}
-        for agent in sorted({*context.collector.bytes_from, *context.distributor.bytes_to}):
-            up, down = self.traffic(context, agent)
-            if up or down:
-                traffic[agent] = [up, down]
-        return {
-            "seconds": round(self.seconds(context), 4),
-            "waiting_s": round(self.waiting_s, 4),
-            "bytes_up": sum(up for up, _ in traffic.values()),
-            "bytes_down": sum(down for _, down in traffic.values()),
-            "traffic": traffic,
-            "late": [{"agent": agent, "round": number} for agent, number in collection.late],
-        }
-
-
-def round_record(closed: OpenRound, fact: RoundClosed) -> dict[str, Any]:
-    """Return the line of a closed round in ``metrics.jsonl``; ``fact``: what is journaled of its end."""
-    refused: dict[str, str] = {}
-    rejected: dict[str, str] = {}
-    for agent, rejection in closed.rejected.items():
-        group = refused if rejection.is_by_policy else rejected
-        group[agent] = rejection.reason
-    missing: list[str] = []
-    for agent in closed.cohort:
-        has_answered = agent in closed.updates or agent in closed.rejected
-        # Agents of a buffered round that are at work have their updates in a later one.
-        if not has_answered and agent not in fact.busy:
-            missing.append(agent)
-    stale = sorted(closed.fact.asked.keys() & closed.updates.keys())
-    late = None if fact.late is None else [update.model_dump() for update in fact.late]
-    acc: dict[str, Any] = {scope: _metric_by_agent(closed, f"acc.{scope}") for scope in ("global", "personal")}
-    acc_after = _metric_by_agent(closed, "acc.after.personal")
-    if acc_after:
-        acc["after"] = acc_after
-    return {
-        "kind": "round",
-        "round": closed.round,
-        "seconds": fact.seconds,
-        "waiting_s": fact.waiting_s,
-        "bytes_up": fact.bytes_up,
-        "bytes_down": fact.bytes_down,
-        "late": late,
-        "agents": sorted(closed.updates),
-        "missing": missing,
-        "working": sorted(fact.busy),
-        "rejected": _list_reasons(rejected),
-        "left_out": _list_reasons({**closed.fact.left_out, **refused}),
-        "work": _metric_by_agent(closed, "work"),
-        "staleness": {agent: closed.round - closed.asked_in(agent) for agent in stale},
-        "added": sorted(closed.fact.added),
-        "bounded": notes(fact.aggregation),
-        "restored": None if fact.restored is None else fact.restored.model_dump(),
-        "acc": acc,
-        "loss": _metric_by_agent(closed, "loss"),
-        "epsilon": _metric_by_agent(closed, "epsilon"),
-        "noise_multiplier": fact.noise_multiplier,
-    }
-
-
-def _metric_by_agent(closed: OpenRound, name: str) -> dict[str, float]:
-    """Agent -> a metric of its update, of those that sent it."""
-    updates = sorted(closed.updates.items())
-    return {agent: update.metrics[name] for agent, update in updates if name in update.metrics}
-
-
-def _list_reasons(reasons: Mapping[str, str]) -> list[dict[str, str]]:
-    """Return agents with reasons as JSON, sorted by agent."""
-    return [{"agent": agent, "reason": reason} for agent, reason in sorted(reasons.items())]
 
 
 def restore(state: StateFolder, run: str) -> None:

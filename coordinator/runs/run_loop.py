@@ -35,9 +35,10 @@ from ..state.store import retain_checkpoint
 from ..views.runs import Rejection, RunRecord, replay
 from .aggregation import refusal
 from .context import Run, RunHooks, Steps, Waiting
+from .figures import Stats
 from .pace import Pace
 from .release import encoder_of, freeze, release_during_run, stop_reason, with_client_ranges, with_pooled_norm
-from .results import Stats, finish_run, restore
+from .results import finish_run, restore
 from .selection import Exclusions, Selection, without
 from .server_side import method_of, specs_from_json
 
