@@ -16,7 +16,7 @@ from edge_agent.core.registry import absolute
 from edge_agent.core.storage import check_writable, write_atomic, write_json
 
 from .config import CoordinatorConfig, ExportConfig, HostedConfig
-from .runs.request import Request
+from .rounds.request import Request
 from .shadowed import check_export
 from .simulation.failures import add_note
 from .simulation.plan import Plan

@@ -13,7 +13,7 @@ import typer
 from edge_agent.core.errors import RunFailed, StateError, TrainingFailed, UsageError
 from edge_agent.core.storage import check_writable
 
-from ..runs.request import Weights
+from ..rounds.request import Weights
 from ..simulation.plan import Plan
 from ..text import counted
 from .options import INTERRUPTED, Given, Json, Verbose, from_model

@@ -22,7 +22,7 @@ from .options import INTERRUPTED, Config, Given, Json, Logs, State, Verbose, fla
 from .output import console, present, set_up_logging, table
 
 if TYPE_CHECKING:
-    from ..runs.request import Request
+    from ..rounds.request import Request
     from ..service.coordinator import Coordinator
     from ..views.runs import RunRecord
     from .follow import Invocation
@@ -176,7 +176,7 @@ def _step(service: Coordinator) -> None:
 def _follow(settings: CoordinatorConfig, run: Request | str, invocation: Invocation) -> RunRecord:
     """The record of a new run, or of one to resume, at its end; a signal ends the command with `INTERRUPTED`."""
     from ..processes.compute import InlineCompute
-    from ..runs.request import Request
+    from ..rounds.request import Request
     from ..runs.result_notes import standing
     from ..service.app import coordinator
     from ..state.store import StateFolder
@@ -234,7 +234,7 @@ def request_for(
         UsageError: an unknown method or encoder, parameters that they do not have, data that are not there; all
             mistakes are listed.
     """
-    from ..runs.request import Request, Weights
+    from ..rounds.request import Request, Weights
     from ..service.preflight import checked_method, fresh_on_devices, overlaps
 
     defaults = settings.run

@@ -32,7 +32,7 @@ from edge_agent.training.loops import train as train_model
 from edge_agent.training.parts import NORM_LAYERS, Parts, feature_dim, load_arrays, norm_names, to_arrays
 
 from ..config import WarmStartConfig
-from ..runs.request import Weights
+from ..rounds.request import Weights
 
 _SALT = 0xAA
 PROBE = "prototype"

@@ -25,7 +25,7 @@ from ..config import ProxyConfig, WarmStartConfig
 from ..journal.entries import ProxyEvaluated, ProxyFailed, WarmStarted
 from ..journal.store import facts_of
 from ..processes.compute import Compute
-from ..runs.context import Run, RunHooks, Steps, Waiting, computed
+from ..rounds.context import Run, RunHooks, Steps, Waiting, computed
 from ..runs.release import encoder_sha256
 from ..state.store import prune_blobs, retain_checkpoint
 from ..text import counted, reason_of

@@ -145,7 +145,7 @@ class Simulated(Part):
 
 
 class RunRequested(Fact):
-    """A run is to be executed. `coordinator.runs.request.Request` is what follows from it."""
+    """A run is to be executed. `coordinator.rounds.request.Request` is what follows from it."""
 
     kind = "run_requested"
 

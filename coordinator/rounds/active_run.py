@@ -21,10 +21,10 @@ from edge_agent.wire.tensors import Spec
 
 from ..fleet.collection import Collection
 from ..journal.sqlite import Journal
-from ..runs.context import Run, Steps, Waiting, computed
-from ..runs.selection import Selection
-from ..runs.server_side import OwnFunctions
 from .assignment import Assignment, JobSpec, make_assignment
+from .context import Run, Steps, Waiting, computed
+from .selection import Selection
+from .server_side import OwnFunctions
 
 Result = TypeVar("Result")
 

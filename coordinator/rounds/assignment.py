@@ -17,9 +17,9 @@ from edge_agent.wire.messages.down import Job
 from edge_agent.wire.messages.fields import EXCHANGES, LARGE_TASK_BYTES, Purpose
 from edge_agent.wire.tensors import encode
 
-from ..runs.context import REPORT_DEADLINE_S, Run, RunContext, Steps, Waiting, computed
-from ..runs.selection import without
-from ..runs.server_side import OwnFunctions
+from .context import REPORT_DEADLINE_S, Run, RunContext, Steps, Waiting, computed
+from .selection import without
+from .server_side import OwnFunctions
 
 Fail = Callable[[BaseException], None]
 """Called with the error of a computation in the worker: the run fails, or is stalled."""

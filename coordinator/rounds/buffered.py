@@ -20,10 +20,10 @@ from edge_agent.wire.tensors import decode
 
 from ..fleet.collection import Collection
 from ..journal.entries import RoundClosed, RoundOpened
-from ..runs.context import Steps, Waiting
 from ..views.runs import OpenRound
 from .active_run import ActiveRun
 from .assignment import Assignment, JobSpec
+from .context import Steps, Waiting
 from .round import Collecting
 from .server_step import Collected, ServerStep
 from .synchronous import SynchronousRounds

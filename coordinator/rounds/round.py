@@ -37,12 +37,12 @@ from dataclasses import dataclass, replace
 
 from ..fleet.collection import Collection
 from ..journal.entries import RoundClosed
-from ..runs.context import Steps, Waiting
-from ..runs.figures import Stats
 from ..text import listed
 from ..views.runs import OpenRound
 from .active_run import ActiveRun
 from .assignment import Assignment
+from .context import Steps, Waiting
+from .figures import Stats
 from .server_step import Collected, ServerStep
 
 log = logging.getLogger(__name__)

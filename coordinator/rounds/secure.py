@@ -27,17 +27,17 @@ from edge_agent.wire.tensors import pieces
 from ..fleet.collection import Collection, updates_of
 from ..journal.entries import RoundOpened, SumRevealed
 from ..journal.store import facts_of
-from ..runs.aggregation import StoredUpdates
-from ..runs.context import Steps, Waiting, computed
-from ..runs.figures import Stats
-from ..runs.selection import without
 from ..state.store import BlobStore
 from ..text import listed
 from ..views.runs import OpenRound, Rejection
 from .active_run import ActiveRun
+from .aggregation import StoredUpdates
 from .assignment import JobSpec
+from .context import Steps, Waiting, computed
+from .figures import Stats
 from .round import Collecting, Rounds, with_updates
 from .secure_sum import SecureSum, check_forms, disputed, keys_objection, negative_variance
+from .selection import without
 from .server_step import Collected, ServerStep
 from .synchronous import plan_cohort
 

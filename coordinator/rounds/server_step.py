@@ -20,14 +20,14 @@ from edge_agent.wire.tensors import decode, pieces
 from ..config import AggregationConfig
 from ..fleet.collection import Collection
 from ..journal.entries import Aggregation, AggregationSettings, Restored, RoundClosed
-from ..runs.aggregation import StoredUpdates, notes
-from ..runs.context import Waiting
-from ..runs.figures import Stats, round_record
-from ..runs.good_state import Explosion, GoodState, after, explosion, reason_of_restoration
-from ..runs.repeats import after_round
 from ..state.store import prune_blobs, retain_checkpoint
 from ..views.runs import OpenRound, replay
 from .active_run import ActiveRun
+from .aggregation import StoredUpdates, notes
+from .context import Waiting
+from .figures import Stats, round_record
+from .good_state import Explosion, GoodState, after, explosion, reason_of_restoration
+from .repeats import after_round
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class ServerStep:
     """What the closed rounds have cost of the privacy budget (`PrivacyBudget.figures`)."""
 
     _repeats: dict[str, int] = field(default_factory=dict)
-    """Agent -> its count of rounds at a bound of size (`coordinator.runs.repeats`)."""
+    """Agent -> its count of rounds at a bound of size (`coordinator.rounds.repeats`)."""
 
     _good: GoodState | None = None
     _was_restored: bool = False

@@ -14,14 +14,14 @@ from edge_agent import heads
 
 from ..fleet.collection import Collection
 from ..journal.entries import RoundOpened
-from ..runs.context import Steps, Waiting
-from ..runs.figures import Stats
-from ..runs.selection import aim, without
 from ..text import listed
 from ..views.runs import OpenRound
 from .active_run import ActiveRun
 from .assignment import JobSpec
+from .context import Steps, Waiting
+from .figures import Stats
 from .round import Collecting, Rounds
+from .selection import aim, without
 from .server_step import Collected
 
 log = logging.getLogger(__name__)

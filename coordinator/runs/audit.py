@@ -23,11 +23,11 @@ from edge_agent.wire.tensors import decode, pieces
 from ..config import NO_BOUNDS, AggregationConfig
 from ..journal.entries import RoundClosed, RoundOpened, UpdateAccepted
 from ..journal.store import Entry
+from ..rounds.aggregation import StoredUpdates
+from ..rounds.request import Request
 from ..state.store import StateFolder, blobs_needed
 from ..views.runs import RunRecord, replay
-from .aggregation import StoredUpdates
 from .release import pooled_before, sha256_of_encoder
-from .request import Request
 
 Break = Callable[[str], None]
 """Called with each row that breaks."""

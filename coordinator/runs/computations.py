@@ -21,12 +21,12 @@ from edge_agent.methods import Method
 from edge_agent.wire.tensors import decode, pieces, specs_of
 
 from ..config import AggregationConfig, ExportConfig, HostedConfig
+from ..rounds.aggregation import StoredUpdates
+from ..rounds.request import Weights
+from ..rounds.server_side import describe, specs_as_json
 from ..state.store import BlobStore
-from .aggregation import StoredUpdates
 from .calibration import own_domains
 from .release import NORM_NOTES
-from .request import Weights
-from .server_side import describe, specs_as_json
 
 _HOSTED = TypeAdapter(tuple[HostedConfig, ...])
 

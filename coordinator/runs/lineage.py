@@ -11,10 +11,10 @@ from edge_agent.bundle.trust import Scores
 
 from ..journal.entries import ReleaseReported, UpdateAccepted, WarmStarted
 from ..journal.store import facts_of
+from ..rounds.request import Request
 from ..state.store import StateFolder
 from ..views.releases import released_to_all
 from ..views.runs import replay
-from .request import Request
 
 
 def lineage_of(

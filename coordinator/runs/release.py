@@ -28,10 +28,10 @@ from edge_agent.wire.tensors import Spec, decode, encode, pieces
 from ..fleet.collection import Collection, updates_of
 from ..journal.entries import BundleExported, NormPooled, RangesCollected
 from ..journal.store import utc_now
+from ..rounds.context import Run, Steps, Waiting
 from ..state.release_keys import ReleaseKeys, signature_of
 from ..state.store import StateFolder, prune_blobs
 from ..text import reason_of
-from .context import Run, Steps, Waiting
 from .lineage import lineage_of
 
 log = logging.getLogger(__name__)

@@ -14,12 +14,13 @@ from ..journal import entries as facts
 from ..journal.entries import CancelRequested, ReleaseReported, RoundClosed, RunCancelled, RunFinished
 from ..journal.kinds import FINAL
 from ..journal.store import facts_of, utc_now
+from ..rounds.context import Run, Steps, Waiting
+from ..rounds.figures import Stats, round_record
+from ..rounds.privacy import PrivacyBudget
+from ..rounds.selection import Exclusions
 from ..state.store import StateFolder
 from ..text import reason_of
 from ..views.runs import RunRecord, replay, step
-from .context import Run, Steps, Waiting
-from .figures import Stats, round_record
-from .privacy import PrivacyBudget
 from .release import Released, encoder_sha256, export_bundle, release
 from .result_notes import (
     SHOWN_CLIENTS,
@@ -32,7 +33,6 @@ from .result_notes import (
     restored_of,
     warnings_of,
 )
-from .selection import Exclusions
 
 log = logging.getLogger(__name__)
 

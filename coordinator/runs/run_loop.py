@@ -26,21 +26,21 @@ from ..journal.entries import RoundClosed, RoundOpened, RunStarted
 from ..journal.sqlite import Journal
 from ..journal.store import facts_of
 from ..rounds.active_run import ActiveRun, UpdateForms
+from ..rounds.aggregation import refusal
 from ..rounds.assignment import Assignment, JobSpec
 from ..rounds.buffered import BufferedRounds
+from ..rounds.context import Run, RunHooks, Steps, Waiting
+from ..rounds.figures import Stats
+from ..rounds.pace import Pace
 from ..rounds.round import Rounds
+from ..rounds.selection import Exclusions, Selection, without
+from ..rounds.server_side import method_of, specs_from_json
 from ..rounds.server_step import ServerStep
 from ..rounds.synchronous import SynchronousRounds
 from ..state.store import retain_checkpoint
 from ..views.runs import Rejection, RunRecord, replay
-from .aggregation import refusal
-from .context import Run, RunHooks, Steps, Waiting
-from .figures import Stats
-from .pace import Pace
 from .release import encoder_of, freeze, release_during_run, stop_reason, with_client_ranges, with_pooled_norm
 from .results import finish_run, restore
-from .selection import Exclusions, Selection, without
-from .server_side import method_of, specs_from_json
 
 log = logging.getLogger(__name__)
 

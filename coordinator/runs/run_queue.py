@@ -13,12 +13,12 @@ from edge_agent.core.errors import HeadwaterError, StateError
 from ..fleet.registry import Rejections
 from ..journal.entries import PruneRequested
 from ..journal.store import facts_of
+from ..rounds.context import Steps, Waiting
+from ..rounds.request import Request
 from ..state.retention import prune_runs, runs_beyond
 from ..state.store import StateFolder
 from ..text import reason_of
 from ..views.runs import replay
-from .context import Steps, Waiting
-from .request import Request
 from .results import end_run, requested_cancels
 from .run_loop import RunLoop
 

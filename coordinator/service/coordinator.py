@@ -49,8 +49,8 @@ from ..fleet.rollout import Rollout
 from ..fleet.uploads import Collector
 from ..hosted.transport import CombinedTransport
 from ..journal.store import follow, utc_now
-from ..runs.context import Reports, Run, RunContext, Waiting
-from ..runs.request import Request
+from ..rounds.context import Reports, Run, RunContext, Waiting
+from ..rounds.request import Request
 from ..runs.run_loop import RunLoop
 from ..runs.run_queue import LOOK_FOR_REQUESTS_S, Runs, Storage, of_storage
 from ..state.backup import MARKER

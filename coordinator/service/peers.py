@@ -25,7 +25,7 @@ from edge_agent.core.errors import DuplicateCoordinator
 from edge_agent.wire.messages.down import Present
 
 from ..journal.store import Progress
-from ..runs.context import Waiting
+from ..rounds.context import Waiting
 from ..state.starts import Start
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from edge_agent.privacy.accountant import cost, epsilon_of
 from edge_agent.privacy.noise import objection
 
 from ..config import CoordinatorConfig, DifferentialPrivacyConfig, OwnDataConfig
-from ..runs import aggregation
+from ..rounds import aggregation
 from ..state.release_keys import ReleaseKeys
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from edge_agent.core.errors import cause
 from edge_agent.core.storage import write_atomic
 
 from ..fleet.registry import Rejections
-from ..runs.context import Waiting
+from ..rounds.context import Waiting
 from ..state.store import EVERYONE
 from ..text import listed
 

@@ -20,7 +20,7 @@ from ..fleet.refusals import Refusals
 from ..fleet.registry import RunIds
 from ..journal.store import utc_now
 from ..processes.compute import Compute, InlineCompute
-from ..runs.context import RunHooks
+from ..rounds.context import RunHooks
 from ..state.command_keys import CommandKeys
 from ..state.starts import Takeover
 from .peers import PROBE_S

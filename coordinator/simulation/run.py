@@ -28,7 +28,7 @@ from edge_agent.wire.transport import Message
 from ..fleet.registry import RunNames
 from ..journal.entries import RoundOpened
 from ..journal.store import facts_of
-from ..runs.context import RunContext
+from ..rounds.context import RunContext
 from ..runs.run_queue import Runs
 from ..service.coordinator import Coordinator
 from ..service.status import STATUS_EVERY_S

@@ -23,7 +23,7 @@ from edge_agent.training.weights import read_weights
 from ..config import NO_BOUNDS, CoordinatorConfig
 from ..journal.entries import Simulated
 from ..processes.pipe import SharedBuffer
-from ..runs.request import Request, Weights
+from ..rounds.request import Request, Weights
 from ..state.store import StateFolder
 from ..views.runs import RunRecord, replay
 from .client_tasks import state_files_in

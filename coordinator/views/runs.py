@@ -145,7 +145,7 @@ class RunRecord:
     """Digests of the states that agents of buffered rounds have started from."""
 
     good: str | None = None
-    """Digest of the last good state: `coordinator.runs.good_state`."""
+    """Digest of the last good state: `coordinator.rounds.good_state`."""
 
     start: str | None = None
     """Digest of the state that the first round began with: updates are compared with the way from there."""

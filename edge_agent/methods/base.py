@@ -72,7 +72,7 @@ class Method:
     class_statistics: ClassStatistics | None = None
     """The arrays of an update that describe the client's classes; None: it carries none.
 
-    `coordinator.runs.class_statistics` compares them with those of the others, class by class.
+    `coordinator.rounds.class_statistics` compares them with those of the others, class by class.
     """
 
     heads: ClassVar[tuple[str, ...]] = ("lr", "svm", "mlp", "prototype")

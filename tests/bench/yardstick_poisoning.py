@@ -26,11 +26,11 @@ import torch
 
 from coordinator.config import NO_BOUNDS, AggregationConfig
 from coordinator.journal.entries import RoundOpened
-from coordinator.runs.aggregation import aggregate
-from coordinator.runs.bounds import norms_of
-from coordinator.runs.directions import Comparison
-from coordinator.runs.repeats import after_round
-from coordinator.runs.selection import Exclusions
+from coordinator.rounds.aggregation import aggregate
+from coordinator.rounds.bounds import norms_of
+from coordinator.rounds.directions import Comparison
+from coordinator.rounds.repeats import after_round
+from coordinator.rounds.selection import Exclusions
 from coordinator.views.runs import Accepted, OpenRound
 from edge_agent import methods
 from edge_agent.client import Arrays, Built, ClientState, Session

@@ -30,7 +30,7 @@ from PIL import Image
 from coordinator import simulate
 from coordinator.cli import COMMANDS as HEADWATER
 from coordinator.journal.entries import fact_of
-from coordinator.runs.request import Request
+from coordinator.rounds.request import Request
 from coordinator.state.store import StateFolder
 from edge_agent import data
 from edge_agent.cli import COMMANDS as EDGE_AGENT

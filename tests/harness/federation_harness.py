@@ -21,7 +21,7 @@ from federation_duties import TASK, FakeDuties
 from coordinator.config import CoordinatorConfig
 from coordinator.journal.entries import fact_of
 from coordinator.processes.compute import Compute, InlineCompute
-from coordinator.runs.request import Request
+from coordinator.rounds.request import Request
 from coordinator.service.coordinator import Coordinator
 from coordinator.service.surroundings import Access, Runtime, StartOptions
 from coordinator.state.command_keys import CommandKeys

@@ -13,7 +13,7 @@ import time
 
 from coordinator.broker import EmbeddedBroker, MosquittoBroker, find_mosquitto
 from coordinator.journal.entries import fact_of
-from coordinator.runs.request import Request
+from coordinator.rounds.request import Request
 from coordinator.state.store import StateFolder
 from edge_agent.core.task import ImageInput, Task
 

@@ -27,7 +27,7 @@ BESIDE = {
     "coordinator/fleet/registry.py": {"expire"},
     "coordinator/fleet/rollout.py": {"tick", "heartbeat"},
     "coordinator/fleet/downloads.py": {"pump", "have", "progress", "withdraw"},
-    "coordinator/runs/context.py": {"collect"},
+    "coordinator/rounds/context.py": {"collect"},
     "coordinator/views/releases.py": {"release_blobs"},
     "coordinator/runs/results.py": {"requested_cancels"},
     "edge_agent/agent/certificate.py": {"tick"},

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-MOST_FLOORS = 10
+MOST_FLOORS = 11
 """The longest chain of folders and root modules of ``coordinator`` that import each other.
 
-Two of them are the journal and its views: what is stored, what follows from it, and the files of the state folder.
+Two of them are the journal and its views: what is stored, what follows from it, and the files of the state folder. Two
+more are a run and its rounds.
 """
 
 KNOWN_CIRCLES: set[str] = set()
@@ -24,6 +25,7 @@ ORDER = (
     {"service"},
     {"hosted"},
     {"runs"},
+    {"rounds"},
     {"fleet", "report", "identity"},
     {"broker"},
     {"state", "processes"},

@@ -26,8 +26,8 @@ from edge_agent.personal.personalize import global_probabilities
 from edge_agent.wire.tensors import decode
 
 from ...journal.sqlite import Journal
+from ...rounds.request import Request
 from ...runs.release import pooled_before
-from ...runs.request import Request
 from ...state.store import StateFolder, states_of
 from ...views.runs import RunRecord, replay
 from . import measures

@@ -24,7 +24,7 @@ from edge_agent.wire.topics import Topics
 from edge_agent.wire.transport import Connected, Event, Message, Subscribed, Traffic
 
 from ...config import CoordinatorConfig
-from ...runs.request import Request
+from ...rounds.request import Request
 from ...service.coordinator import Coordinator
 from ...service.surroundings import Runtime, StartOptions
 from ...state.store import StateFolder, read_status

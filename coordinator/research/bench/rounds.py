@@ -17,7 +17,7 @@ from ...broker import EmbeddedBroker, MosquittoBroker, SupervisedBroker, find_mo
 from ...journal.entries import RunFailed
 from ...journal.sqlite import Journal
 from ...journal.store import facts_of
-from ...runs.request import Request
+from ...rounds.request import Request
 from ...state.store import StateFolder, read_status
 from .measuring import RoundPlan, Row, Usage, forget_peak, module, quantile, usage, wait_for
 from .workloads import NOOP, TEST_FRACTION, W1_PARAMS, w1_source, w1_task

@@ -22,7 +22,7 @@ from edge_agent.core.storage import read_json, read_toml, write_json
 from edge_agent.core.task import Frozen
 from edge_agent.data.partition import Division
 
-from ...runs.request import Weights
+from ...rounds.request import Weights
 from ...simulation.plan import Plan
 from ...simulation.setup import SIMULATION_FOLDER, WEIGHTS, read_plan
 from ...state.store import StateFolder

@@ -18,7 +18,7 @@ from coordinator.config import CoordinatorConfig
 from coordinator.hosted.own_data import train_warm
 from coordinator.journal.entries import fact_of
 from coordinator.research.analyze.simulations import SimulationTarget
-from coordinator.runs.request import Request, Weights
+from coordinator.rounds.request import Request, Weights
 from coordinator.service.preflight import checked_method, fresh_on_devices, without_lost_weights
 from coordinator.simulation.run import open_simulation
 from coordinator.simulation.setup import Prepared

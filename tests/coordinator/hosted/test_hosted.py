@@ -13,7 +13,7 @@ from simulation_harness import small_plan, write_images
 from coordinator.config import NO_BOUNDS
 from coordinator.hosted.agents import HostedAgents
 from coordinator.hosted.transport import CombinedTransport
-from coordinator.runs.selection import lack
+from coordinator.rounds.selection import lack
 from coordinator.simulation.run import open_simulation
 from coordinator.simulation.setup import PARTITION, Prepared
 from edge_agent.agent.tasks.runner import TaskRunner

@@ -22,7 +22,7 @@ from coordinator.hosted.transport import HostedTransport
 from coordinator.journal.entries import fact_of
 from coordinator.processes import supervisor
 from coordinator.processes.supervisor import exit_reason
-from coordinator.runs.request import Request
+from coordinator.rounds.request import Request
 from coordinator.simulation.plan import Plan
 from coordinator.simulation.run import open_simulation
 from coordinator.simulation.setup import PARTITION, Prepared

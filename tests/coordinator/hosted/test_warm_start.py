@@ -20,7 +20,7 @@ from coordinator.hosted.run_hooks import OwnDataHooks
 from coordinator.journal.entries import fact_of
 from coordinator.processes import compute
 from coordinator.processes.compute import ComputeProcess
-from coordinator.runs.request import Request
+from coordinator.rounds.request import Request
 from coordinator.service.preflight import checked_method
 from edge_agent import methods
 from edge_agent.core import child_process

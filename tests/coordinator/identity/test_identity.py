@@ -16,7 +16,7 @@ from federation_harness import Federation, vanish
 from coordinator.fleet.registry import RunIds
 from coordinator.journal.entries import fact_of
 from coordinator.journal.sqlite import Journal
-from coordinator.runs.request import Request
+from coordinator.rounds.request import Request
 from coordinator.service.coordinator import Coordinator
 from coordinator.service.surroundings import Runtime, StartOptions
 from coordinator.state.backup import MARKER

@@ -31,7 +31,7 @@ from coordinator.journal.entries import (
 from coordinator.journal.kinds import KINDS
 from coordinator.journal.sqlite import Journal
 from coordinator.journal.store import hash_of
-from coordinator.runs.request import Request
+from coordinator.rounds.request import Request
 from coordinator.views.releases import Book, Plan
 from coordinator.views.runs import RunRecord, step
 from edge_agent.core.errors import StateError

@@ -15,9 +15,9 @@ from paper_methods import fedpac_update
 
 from coordinator.config import AggregationConfig, CoordinatorConfig
 from coordinator.journal.entries import Aggregation
-from coordinator.runs.aggregation import Decisions, aggregate, notes, refusal
-from coordinator.runs.bounds import norms_of
-from coordinator.runs.robust import (
+from coordinator.rounds.aggregation import Decisions, aggregate, notes, refusal
+from coordinator.rounds.bounds import norms_of
+from coordinator.rounds.robust import (
     by_coordinate,
     closest,
     distances,
@@ -333,7 +333,7 @@ import resource, sys
 from pathlib import Path
 import numpy as np
 from coordinator.config import AggregationConfig
-from coordinator.runs.aggregation import StoredUpdates
+from coordinator.rounds.aggregation import StoredUpdates
 from coordinator.state.store import BlobStore
 from edge_agent import methods
 from edge_agent.wire.tensors import pieces
@@ -362,7 +362,7 @@ def test_large_tensors_are_looked_at_in_blocks(rule, monkeypatch):
     """The same whatever the size of a block; 1,024 columns at least."""
     vectors = random_vectors(5, 9000)
     whole, _ = round_of(vectors, rule=rule)
-    monkeypatch.setattr("coordinator.runs.robust.BLOCK_BYTES", 1)
+    monkeypatch.setattr("coordinator.rounds.robust.BLOCK_BYTES", 1)
     parts, _ = round_of(vectors, rule=rule)
     np.testing.assert_allclose(parts, whole, rtol=1e-6)
 

@@ -21,7 +21,7 @@ from federation_harness import Federation
 from coordinator.cli.audit import audit as audit_command
 from coordinator.journal.sqlite import Journal
 from coordinator.journal.store import hash_of
-from coordinator.runs import aggregation
+from coordinator.rounds import aggregation
 from coordinator.runs import audit as audits
 from coordinator.runs.audit import audit
 from coordinator.state.retention import prune_runs, runs_beyond

@@ -18,11 +18,11 @@ from coordinator.config import CoordinatorConfig
 from coordinator.fleet import uploads
 from coordinator.fleet.uploads import Collector
 from coordinator.journal.entries import fact_of
+from coordinator.rounds.aggregation import refusal
 from coordinator.rounds.buffered import BufferedCollection
+from coordinator.rounds.context import Waiting
 from coordinator.rounds.staleness import rebased, staleness_weight
-from coordinator.runs.aggregation import refusal
 from coordinator.runs.audit import audit
-from coordinator.runs.context import Waiting
 from coordinator.service.preflight import checked_method
 from coordinator.state.store import StateFolder, blobs_needed
 from edge_agent import methods

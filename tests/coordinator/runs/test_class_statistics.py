@@ -8,8 +8,8 @@ from paper_methods import fedpac_update
 
 from coordinator.config import NO_BOUNDS, AggregationConfig
 from coordinator.journal.entries import Aggregation
-from coordinator.runs.aggregation import aggregate, notes
-from coordinator.runs.class_statistics import EXCHANGED, find_statistic_bounds
+from coordinator.rounds.aggregation import aggregate, notes
+from coordinator.rounds.class_statistics import EXCHANGED, find_statistic_bounds
 from edge_agent import methods
 from edge_agent.methods import Update
 from edge_agent.methods.values import ClassStatistics

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.config import CohortConfig
-from coordinator.runs.selection import choose
+from coordinator.rounds.selection import choose
 
 NAMES = st.lists(st.from_regex(r"[a-z][a-z0-9]{0,5}", fullmatch=True), unique=True, max_size=30)
 

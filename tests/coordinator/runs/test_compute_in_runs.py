@@ -14,9 +14,9 @@ from coordinator.config import NO_BOUNDS, AggregationConfig
 from coordinator.journal.entries import fact_of
 from coordinator.processes import compute as compute_module
 from coordinator.processes.compute import ComputeProcess, InlineCompute
+from coordinator.rounds.aggregation import StoredUpdates
+from coordinator.rounds.server_side import Described, describe, method_of
 from coordinator.runs import computations
-from coordinator.runs.aggregation import StoredUpdates
-from coordinator.runs.server_side import Described, describe, method_of
 from coordinator.state.store import BlobStore
 from edge_agent import methods
 from edge_agent.core.children import InlineWorker

@@ -11,7 +11,7 @@ from federation_harness import Federation
 
 from coordinator.cli.run import result_parts
 from coordinator.config import RoundConfig
-from coordinator.runs.context import REPORT_DEADLINE_S
+from coordinator.rounds.context import REPORT_DEADLINE_S
 
 TRAINING_S = 5.0
 SHIPPED = RoundConfig().model_dump()

@@ -16,7 +16,7 @@ from federation_harness import Federation
 from coordinator.cli.run import result_parts
 from coordinator.config import RoundConfig
 from coordinator.journal.entries import RoundOpened, fact_of
-from coordinator.runs.selection import Exclusions
+from coordinator.rounds.selection import Exclusions
 from coordinator.views.runs import Accepted, OpenRound, Rejection
 from edge_agent.core.errors import TrainingFailed
 from edge_agent.wire.messages import up

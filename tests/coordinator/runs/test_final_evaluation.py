@@ -8,8 +8,9 @@ from types import SimpleNamespace
 from federation_harness import Federation
 
 from coordinator.journal.sqlite import Journal
-from coordinator.runs import context, results, run_loop
-from coordinator.runs.context import LOOK_AGAIN_S, Reports
+from coordinator.rounds import context
+from coordinator.rounds.context import LOOK_AGAIN_S, Reports
+from coordinator.runs import results, run_loop
 
 AGENTS = 7
 

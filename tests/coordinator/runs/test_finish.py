@@ -15,8 +15,8 @@ from federation_harness import Federation, Killed
 
 from coordinator.cli.run import agents_table, footnotes
 from coordinator.journal.entries import fact_of
+from coordinator.rounds.context import Waiting, computed
 from coordinator.runs import computations
-from coordinator.runs.context import Waiting, computed
 from coordinator.runs.lineage import lineage_of
 from coordinator.state.store import StateFolder
 from edge_agent.core.children import ThreadWorker

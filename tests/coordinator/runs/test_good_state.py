@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from coordinator.runs.good_state import Explosion, GoodState, after, explosion
+from coordinator.rounds.good_state import Explosion, GoodState, after, explosion
 
 GOOD = GoodState(3, "d" * 64, 0.5)
 

@@ -12,7 +12,7 @@ from federation_harness import Federation
 from coordinator.cli.run import request_for
 from coordinator.config import load_config
 from coordinator.journal.entries import fact_of
-from coordinator.runs.request import Request
+from coordinator.rounds.request import Request
 from edge_agent import methods
 from edge_agent.agent.own_method import method_for
 from edge_agent.core.config import AgentConfig, TrainingConfig, load

@@ -15,9 +15,9 @@ from scipy import stats
 from coordinator.config import NO_BOUNDS, CoordinatorConfig, DifferentialPrivacyConfig
 from coordinator.journal.entries import UpdateRefused
 from coordinator.rounds import secure_sum
+from coordinator.rounds.aggregation import refusal
 from coordinator.rounds.secure import SecureSumRounds
 from coordinator.rounds.secure_sum import SecureSum, disputed
-from coordinator.runs.aggregation import refusal
 from coordinator.runs.audit import audit
 from coordinator.service.preflight import checked_method
 from coordinator.views.runs import Rejection

@@ -12,7 +12,7 @@ import pytest
 from federation_harness import Federation, Killed
 
 from coordinator.config import RoundConfig
-from coordinator.runs.pace import GRACE_FACTOR, HISTORY, LEAST_WORK, Pace
+from coordinator.rounds.pace import GRACE_FACTOR, HISTORY, LEAST_WORK, Pace
 
 SHIPPED = RoundConfig().model_dump()
 USUAL_S = 10.0

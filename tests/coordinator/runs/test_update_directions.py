@@ -8,11 +8,11 @@ from paper_methods import fedpac_update
 
 from coordinator.config import AggregationConfig
 from coordinator.journal.entries import Aggregation, RoundClosed
-from coordinator.runs.aggregation import aggregate, notes
-from coordinator.runs.bounds import find_bounds
-from coordinator.runs.directions import Comparison, Direction, outliers
-from coordinator.runs.repeats import after_round
-from coordinator.runs.robust import CENTRE, centered_clipping_shares
+from coordinator.rounds.aggregation import aggregate, notes
+from coordinator.rounds.bounds import find_bounds
+from coordinator.rounds.directions import Comparison, Direction, outliers
+from coordinator.rounds.repeats import after_round
+from coordinator.rounds.robust import CENTRE, centered_clipping_shares
 from edge_agent import methods
 from edge_agent.methods import Update
 

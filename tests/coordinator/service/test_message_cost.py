@@ -15,7 +15,7 @@ from coordinator.fleet.downloads import SLOW_SAMPLES
 from coordinator.fleet.registry import Roster
 from coordinator.journal.entries import fact_of
 from coordinator.journal.sqlite import Journal
-from coordinator.runs.request import Request
+from coordinator.rounds.request import Request
 from coordinator.service import coordinator as service
 from coordinator.state.store import StateFolder
 from edge_agent.wire.messages import codec, down, up

@@ -11,7 +11,7 @@ from federation_disturbances import Stranger
 from federation_duties import WIDE_TASK
 from federation_harness import Federation
 
-from coordinator.runs.context import Waiting
+from coordinator.rounds.context import Waiting
 from coordinator.service.status import StatusWriter
 from edge_agent.wire.messages import down, up
 

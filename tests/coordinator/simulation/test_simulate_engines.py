@@ -22,7 +22,7 @@ from simulation_harness import (
 from coordinator.config import CohortConfig
 from coordinator.processes.pipe import SharedBuffer
 from coordinator.processes.supervisor import Limits
-from coordinator.runs.selection import choose
+from coordinator.rounds.selection import choose
 from coordinator.simulation import setup
 from coordinator.simulation.client_pool import Dropouts, Durations
 from coordinator.simulation.client_tasks import answer

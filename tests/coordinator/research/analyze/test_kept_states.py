@@ -77,7 +77,7 @@ def test_the_file_says_how_many_states_to_keep_and_the_option_wins(tmp_path):
 
 
 def test_a_request_from_before_states_could_be_kept_keeps_none():
-    from coordinator.runs.request import Request
+    from coordinator.rounds.request import Request
     from edge_agent.core.task import Task
 
     request = Request("fedavg", {}, 3, 0, Task(class_names=("a",)), keep_every=4)

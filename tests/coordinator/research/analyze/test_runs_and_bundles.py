@@ -20,7 +20,7 @@ from edge_agent.wire.tensors import decode
 
 @pytest.fixture(scope="module")
 def bundle(coordinator, folder):
-    from coordinator.runs.request import Request
+    from coordinator.rounds.request import Request
     from export import bundle, model_from_state, synthetic_inputs
 
     state = StateFolder(coordinator)

@@ -32,13 +32,13 @@ from edge_agent.wire.tensors import decode
 
 from ..config import NO_BOUNDS, AggregationConfig, CoordinatorConfig
 from ..journal.entries import Aggregation
-from ..rounds.staleness import rebased
 from ..state.store import BlobStore
 from . import class_statistics
 from .bounds import find_bounds
 from .class_statistics import Correction
 from .repeats import is_repeater
 from .robust import rule_of
+from .staleness import rebased
 
 OTHER_FILES = 256
 """Open at once beside updates: journal, sockets, logs."""
