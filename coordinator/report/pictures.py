@@ -41,8 +41,8 @@ def format_of(suffix: str) -> Format:
     for kind in FORMATS:
         if name == kind:
             return kind
-    found = f"'{suffix}'" if suffix else "a name without a suffix"
-    raise UsageError(f"{found}: expected one of {', '.join('.' + kind for kind in FORMATS)}")
+    description = f"'{suffix}'" if suffix else "a name without a suffix"
+    raise UsageError(f"{description}: expected one of {', '.join('.' + kind for kind in FORMATS)}")
 
 
 def picture(charts: Sequence[Chart], kind: Format = "svg", *, title: str = "") -> bytes:

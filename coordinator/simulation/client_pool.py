@@ -39,7 +39,7 @@ RESUMABLE = "; --resume tries that again"
 
 
 @dataclass(frozen=True)
-class Contact:
+class CoordinatorServices:
     """What clients use of the coordinator in their process, where devices would send messages.
 
     Attributes:
@@ -89,7 +89,7 @@ class SimulatedClients:
     def __init__(
         self,
         broker: MemoryBroker,
-        contact: Contact,
+        services: CoordinatorServices,
         engine: Engine,
         population: Population,
         *,
@@ -100,15 +100,15 @@ class SimulatedClients:
 
         Args:
             broker: Carries their messages.
-            contact: What they use of the coordinator.
+            services: What they use of the coordinator.
             engine: Computes.
             population: Who they are.
             attempt: Says of a round how often it has been opened.
             beside: What new clients get beside the blobs of their job, as devices get it with a bundle.
         """
-        self._topics = contact.topics
-        self._distributor = contact.distributor
-        self._roster = contact.roster
+        self._topics = services.topics
+        self._distributor = services.distributor
+        self._roster = services.roster
         self._engine = engine
         self._transport = broker.transport()
         self._samples = population.samples

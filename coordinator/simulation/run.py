@@ -36,7 +36,7 @@ from ..service.surroundings import Runtime, StartOptions
 from ..state.store import StateFolder
 from ..text import listed, reason_of
 from ..views.runs import replay
-from .client_pool import RESUMABLE, Contact, Dropouts, Population, SimulatedClients
+from .client_pool import RESUMABLE, CoordinatorServices, Dropouts, Population, SimulatedClients
 from .client_tasks import Sessions, Shared
 from .engines.base import Engine, Serial
 from .engines.pool import LocalWorkers, WorkerPool
@@ -70,7 +70,7 @@ class Simulation:
         )
         self.clients = SimulatedClients(
             broker,
-            Contact(self.coordinator.topics, self.coordinator.distributor, self.coordinator.roster),
+            CoordinatorServices(self.coordinator.topics, self.coordinator.distributor, self.coordinator.roster),
             engine,
             _population_of(prepared),
             attempt=self._attempt,

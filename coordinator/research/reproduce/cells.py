@@ -362,10 +362,10 @@ class Reproduction:
             values = value if isinstance(value, tuple) else (value,)
             options += [(name, str(item)) for item in values]
         options.append(("out", str(self.folder)))
-        words = ["headwater", "reproduce", self.name]
+        parts = ["headwater", "reproduce", self.name]
         for name, text in options:
-            words += [f"--{name}", text]
-        return shlex.join(words)
+            parts += [f"--{name}", text]
+        return shlex.join(parts)
 
     def _all_cells(self) -> list[Cell]:
         """Return the cells of all rows and columns.
