@@ -57,7 +57,7 @@ scaled to the other one where it is so many times as large, and larger than the 
 SUSPECT_SHARE = 0.1
 """A suspect change also exceeds this share of the model.
 
-An honest agent changes the model more than most once these have learned their samples, but never by so much. Where half
+An honest agent changes the model more than most once these have learned their samples, if only by a little. Where half
 of the updates change nothing, there is no median, and the others are scaled to this share of the model.
 """
 
