@@ -1,10 +1,8 @@
-"""Runs and their rounds: selection, dispatch, aggregation, metrics, release of the encoder.
+"""Runs, from their request to their summary: queue, loop, export, release, figures, audit.
 
-The same code carries rounds of devices and of a simulation. What is asked of agents, and what arrives from them, passes
-through `coordinator.fleet`; nothing here knows a broker, a socket or a page.
+The same code carries runs of devices and of a simulation. What its rounds do is in `coordinator.rounds`; nothing here
+knows a broker, a socket or a page.
 
-Read in this order: `run_queue` (runs one after another), `request` and `context` (what a run is, and what it may use),
-`selection` and `pace` (who is asked, and for how long a round waits), `aggregation` with `bounds`, `robust` and
-`directions` (what becomes of the updates), `results` and `result_notes` (figures), `release` (the bundle at the end),
-`privacy` (the budget of all runs), then the rest by name.
+Read in this order: `run_queue` (runs one after another), `run_loop` (one run, as its protocol), `results` and
+`result_notes` (figures and warnings), `release` (the bundle at the end), then the rest by name.
 """

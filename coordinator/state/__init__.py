@@ -4,6 +4,6 @@ The journal itself is in `coordinator.journal` and what follows from its entries
 files beside it. Nothing here decides what a run or a release does next.
 
 Read in this order: `store` (the state folder), `starts` (federation id and epochs), `retention` and `backup`,
-`release_keys` and `command_keys`, `fleet_rows`, `history` and `candidate` (the fleet as it is shown), `noise`,
-`log_file`, `fault_log` and `values`.
+`release_keys` and `command_keys`, `fleet_rows` and `history` (the fleet as it is shown), `noise`, `log_file` and
+`fault_log`.
 """

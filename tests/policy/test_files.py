@@ -61,7 +61,11 @@ REMOVALS = {
     ("edge_agent.core.storage", "check_writable", ".rmdir"): (
         "only folders that this call has made; rmdir takes empty ones"
     ),
-    ("coordinator.cli.init", "init", ".rmdir"): "only the folder that this call has made; rmdir takes empty ones",
+    (
+        "coordinator.cli.init",
+        "_put_back_on_error",
+        ".rmdir",
+    ): "only the folder that this call has made; rmdir takes empty ones",
     ("coordinator.state.store", "BlobStore.sweep", ".rmdir"): "empty folders of uploads in the state folder",
     # --- temporary folders and files
     ("edge_agent.heads.svm", "_fit_in_child", "tempfile.TemporaryDirectory"): CHILD_FILES,
@@ -169,7 +173,11 @@ REMOVALS = {
         "the key that this call has made, where nothing was certified"
     ),
     ("edge_agent.cli.collect", "classes", ".rename"): "no file: a class of the collection gets another name",
-    ("coordinator.cli.init", "init", ".unlink"): "the configuration that this call has made, where the rest failed",
+    (
+        "coordinator.cli.init",
+        "_put_back_on_error",
+        ".unlink",
+    ): "the configuration that this call has made, where the rest failed",
     ("coordinator.hosted.run_hooks", "OwnDataHooks.after_round", ".unlink"): STATE_FILE,
     ("coordinator.hosted.run_hooks", "OwnDataHooks._warm", ".unlink"): STATE_FILE,
     ("coordinator.hosted.run_hooks", "_remove", ".unlink"): "states that wait for an evaluation, by whole names",
