@@ -135,9 +135,11 @@ def choose_tier(config: AgentConfig) -> str:
         tier = "head"
     else:
         tier = device.tier
-    module, extra = ("torch", "train") if tier == "train" else ("onnxruntime", "agent")
-    if module not in device.packages:
-        raise MissingCapability.package(module, extra, f"agent '{config.id}' of tier '{tier}'")
+    if tier == "train" and "torch" not in device.packages:
+        raise MissingCapability.package("torch", "train", f"agent '{config.id}' of tier 'train'")
+    # A device with neither package supports no tier; the least that it needs is what tier 'head' does.
+    if tier != "train" and "onnxruntime" not in device.packages:
+        raise MissingCapability.package("onnxruntime", "agent", f"agent '{config.id}' of tier 'head'")
     return tier
 
 
