@@ -784,6 +784,7 @@ def test_status_says_who_is_revoked_and_not_who_enrolled_again(side, device):
     assert {name for name in listed if is_revoked(identity_folder(side.state), name)} == {"porch"}
 
 
+@pytest.mark.usefixtures("children")
 def test_renewal_that_cannot_be_tried_at_the_start_ends_no_agent(side, device, monkeypatch, caplog):
     folder = device()
     enroll(side.token(), folder)

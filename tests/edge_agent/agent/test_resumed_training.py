@@ -29,7 +29,7 @@ class CheckpointingDuties(TinyDuties):
 def encoder_and_steps(folder, monkeypatch, *, kill_at=0):
     """The encoder of a run of two agents, and the steps of both; ``kill_at``: the step before which one is killed."""
     done = []
-    whole = loops._value
+    whole = loops._run_step
 
     def counted(client, *rest):
         if len(done) + 1 == kill_at:
@@ -38,7 +38,7 @@ def encoder_and_steps(folder, monkeypatch, *, kill_at=0):
         done.append(client.id)
         return whole(client, *rest)
 
-    monkeypatch.setattr(loops, "_value", counted)
+    monkeypatch.setattr(loops, "_run_step", counted)
     with Federation(folder, agents=2, tasks=CheckpointingDuties) as fed:
         fed.request(rounds=2, params=PARAMS)
         if kill_at:
@@ -84,7 +84,7 @@ def no_client_state(folder, _monkeypatch):
 def test_a_training_is_resumed_on_its_own_data_alone(tmp_path, monkeypatch, change, is_resumed):
     """Killed before step 5 of round 2 of one agent, whose data then change: all 9 steps are done again."""
     done = []
-    whole = loops._value
+    whole = loops._run_step
 
     def counted(client, *rest):
         done.append(client.round)
@@ -92,7 +92,7 @@ def test_a_training_is_resumed_on_its_own_data_alone(tmp_path, monkeypatch, chan
             raise Killed
         return whole(client, *rest)
 
-    monkeypatch.setattr(loops, "_value", counted)
+    monkeypatch.setattr(loops, "_run_step", counted)
     with Federation(tmp_path, agents=1, tasks=CheckpointingDuties) as fed:
         fed.request("fedper", rounds=2, params=PARAMS)
         fed.until(lambda: not fed.agents)
@@ -110,7 +110,7 @@ def test_a_training_is_resumed_on_its_own_data_alone(tmp_path, monkeypatch, chan
 def test_a_cancelled_round_stops_its_training(tmp_path, monkeypatch, after):
     """Cancel comes from the loop's thread: while the worker makes the session, which takes seconds, or in step 4."""
     steps = []
-    whole = loops._value
+    whole = loops._run_step
     with Federation(tmp_path, agents=1, tasks=CheckpointingDuties) as fed:
         (tasks,) = fed.tasks.values()
 
@@ -120,7 +120,7 @@ def test_a_cancelled_round_stops_its_training(tmp_path, monkeypatch, after):
                 tasks.cancel(fields.JobKey(fed.run_id, 1))
             return whole(client, *rest)
 
-        monkeypatch.setattr(loops, "_value", counted)
+        monkeypatch.setattr(loops, "_run_step", counted)
         raised = []
         do = tasks.do
         session = tasks.session
