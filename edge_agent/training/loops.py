@@ -224,6 +224,8 @@ def train_by_steps(
             position.restore_random_numbers(client)
             # 3. The steps of this epoch that are not done yet.
             for indices in split[position.batch :]:
+                if control.is_cancelled():
+                    raise TrainingCancelled(f"client '{client.id}': training of round {client.round} was cancelled")
                 value = _run_step(client, step, torch.from_numpy(indices).to(client.device))
                 position.add(value, options.terms, len(indices))
                 save_if_due(client, optimizers, position)
@@ -258,11 +260,8 @@ def _run_step(client: Client, step: Step, indices: torch.Tensor) -> torch.Tensor
     The loss stays on the client's device: reading its value would wait for the GPU in each step.
 
     Raises:
-        TrainingCancelled: ``client.control`` has stopped the training.
         TrainingFailed: The batch has a single sample, and the model has batch norm.
     """
-    if client.control.is_cancelled():
-        raise TrainingCancelled(f"client '{client.id}': training of round {client.round} was cancelled")
     is_mixed = client.precision != "float32"
     try:
         with torch.autocast(client.device.type, torch.bfloat16, enabled=is_mixed):
