@@ -224,8 +224,7 @@ def train_by_steps(
             position.restore_random_numbers(client)
             # 3. The steps of this epoch that are not done yet.
             for indices in split[position.batch :]:
-                if control.is_cancelled():
-                    raise TrainingCancelled(f"client '{client.id}': training of round {client.round} was cancelled")
+                check_not_cancelled(client)
                 value = _run_step(client, step, torch.from_numpy(indices).to(client.device))
                 position.add(value, options.terms, len(indices))
                 save_if_due(client, optimizers, position)
@@ -252,6 +251,16 @@ def diverged(client: Client, loss: float, epoch: str, suspects: Mapping[str, flo
         f"expected a finite number; lower {' or '.join(suspects)}, or look for extreme values in the data",
         is_public=True,
     )
+
+
+def check_not_cancelled(client: Client) -> None:
+    """Return quietly while the client's training is wanted.
+
+    Raises:
+        TrainingCancelled: ``client.control`` has stopped it, because its round is over.
+    """
+    if client.control.is_cancelled():
+        raise TrainingCancelled(f"client '{client.id}': training of round {client.round} was cancelled")
 
 
 def _run_step(client: Client, step: Step, indices: torch.Tensor) -> torch.Tensor:
