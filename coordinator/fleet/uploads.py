@@ -34,7 +34,7 @@ from ..journal.sqlite import Journal
 from ..journal.store import facts_of
 from ..state.store import BlobStore
 from ..views.runs import MAX_REASON_CHARS, Accepted, Rejection, replay
-from .collection import Collection
+from .collection import Collection, find_negative_variance
 from .registry import Rejections
 
 log = logging.getLogger(__name__)
@@ -558,9 +558,9 @@ def _check_tensors(path: Path, collection: Collection, agent: str) -> None:
     not_finite = first_non_finite(tensors)
     if not_finite is not None:
         raise UpdateRejected(f"tensor '{not_finite}' holds NaN or infinity; local training has diverged")
-    for name, array in tensors.items():
-        if name.endswith(".running_var") and (array < 0).any():
-            raise UpdateRejected(f"tensor '{name}' holds a variance below 0")
+    negative = find_negative_variance(tensors)
+    if negative:
+        raise UpdateRejected(f"tensor '{negative}' holds a variance below 0")
     objection = collection.objection(tensors)
     if objection:
         raise UpdateRejected(objection)

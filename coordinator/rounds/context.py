@@ -27,6 +27,9 @@ from .request import Request
 REPORT_DEADLINE_S = 120.0
 """How long the end of a run waits for the agents' metrics."""
 
+MOST_LISTED = 100
+"""The most agents that one message, one line of the log, or one list in the status of a run names."""
+
 FEW_AGENTS = 256
 """Up to this number of agents without an answer, all of them are looked at in each step."""
 

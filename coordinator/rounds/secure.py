@@ -3,8 +3,8 @@
 An attempt at such a round has phases, each of which is collected like a small round: members send public keys, then
 encrypted shares of their secrets, then their updates under masks, and at last the shares by which the masks are taken
 off the sum (`secure_sum` has the coordinator's part of the protocol). Where too few take part in a phase, the attempt
-is over and nothing of it is used: the round begins again with fresh keys, without those in dispute over shares, up to
-``round.max_attempts`` times.
+is over and nothing of it is used: the round begins again with fresh keys and without the agents in dispute over
+shares, up to ``round.max_attempts`` times.
 
 Once shares may have been revealed, the journal has whose sum it is. The updates of the same training are the same
 again, so a sum over other agents would bare single updates by the difference: only these agents take part from then on.
@@ -24,7 +24,7 @@ from edge_agent.privacy.secure_sum import tensors as layout
 from edge_agent.wire.messages.fields import Purpose, new_id
 from edge_agent.wire.tensors import pieces
 
-from ..fleet.collection import Collection, updates_of
+from ..fleet.collection import Collection, find_negative_variance, updates_of
 from ..journal.entries import RoundOpened, SumRevealed
 from ..journal.store import facts_of
 from ..state.store import BlobStore
@@ -33,18 +33,15 @@ from ..views.runs import OpenRound, Rejection
 from .active_run import ActiveRun
 from .aggregation import StoredUpdates
 from .assignment import JobSpec
-from .context import Steps, Waiting, computed
+from .context import MOST_LISTED, Steps, Waiting, computed
 from .figures import Stats
 from .round import Collecting, Rounds, with_updates
-from .secure_sum import SecureSum, check_forms, disputed, keys_objection, negative_variance
+from .secure_sum import SecureSum, check_forms, disputed, keys_objection
 from .selection import without
 from .server_step import Collected, ServerStep
 from .synchronous import plan_cohort
 
 log = logging.getLogger(__name__)
-
-MOST_LISTED = 100
-"""The most agents that the error of a round names which gave no sum."""
 
 
 @dataclass
@@ -205,7 +202,11 @@ class SecureSumRounds(Rounds):
         )
         mean = yield from self._take_masks_off(closed, collection, delivered)
         digest = self._blobs.put(*pieces(mean))
-        objection = negative_variance(mean) or active.run.method.objection(mean)
+        # Single updates, of which this is checked otherwise, cannot be seen.
+        negative = find_negative_variance(mean)
+        if negative:
+            raise SumMissed(f"the sum of tensor '{negative}' holds a variance below 0")
+        objection = active.run.method.objection(mean)
         if not objection and "objection" in active.own.names:
             path = self._blobs.path(digest)
             objection = yield from active.compute("objection", lambda: active.own.objection(path))

@@ -167,17 +167,6 @@ def keys_objection(tensors: Tensors) -> str:
     return ""
 
 
-def negative_variance(mean: Tensors) -> str:
-    """Return which tensor of a mean holds a variance below 0, as text; empty where none does.
-
-    Single updates, which are checked for that otherwise, cannot be seen.
-    """
-    for name, array in mean.items():
-        if name.endswith(".running_var") and (array < 0).any():
-            return f"the sum of tensor '{name}' holds a variance below 0"
-    return ""
-
-
 def check_forms(forms: Mapping[str, Spec]) -> str:
     """Return why updates of this form cannot be added up; empty when they can."""
     try:

@@ -24,15 +24,12 @@ from ..state.store import prune_blobs, retain_checkpoint
 from ..views.runs import OpenRound, replay
 from .active_run import ActiveRun
 from .aggregation import StoredUpdates, notes
-from .context import Waiting
+from .context import MOST_LISTED, Waiting
 from .figures import Stats, round_record
 from .good_state import Explosion, GoodState, after, explosion, reason_of_restoration
 from .repeats import after_round
 
 log = logging.getLogger(__name__)
-
-MOST_LISTED = 100
-"""The most agents that the log and the status name of those whose updates were bounded."""
 
 
 @dataclass(frozen=True)

@@ -18,16 +18,13 @@ from ..text import listed
 from ..views.runs import OpenRound
 from .active_run import ActiveRun
 from .assignment import JobSpec
-from .context import Steps, Waiting
+from .context import MOST_LISTED, Steps, Waiting
 from .figures import Stats
 from .round import Collecting, Rounds
 from .selection import aim, without
 from .server_step import Collected
 
 log = logging.getLogger(__name__)
-
-MOST_LISTED = 100
-"""The most agents whose shares of the work one line of the log names."""
 
 
 class SynchronousRounds(Rounds):

@@ -29,7 +29,7 @@ from ..rounds.active_run import ActiveRun, UpdateForms
 from ..rounds.aggregation import refusal
 from ..rounds.assignment import Assignment, JobSpec
 from ..rounds.buffered import BufferedRounds
-from ..rounds.context import Run, RunHooks, Steps, Waiting
+from ..rounds.context import MOST_LISTED, Run, RunHooks, Steps, Waiting
 from ..rounds.figures import Stats
 from ..rounds.pace import Pace
 from ..rounds.round import Rounds
@@ -46,9 +46,6 @@ log = logging.getLogger(__name__)
 
 BEGIN_LIMIT_S = 600.0
 """How long building the model may take."""
-
-MOST_LISTED = 100
-"""The most agents in each list of `RunLoop.status`."""
 
 ASKED_AT_ONCE = 1000
 """Agents that are asked together to evaluate the final model: they share its broadcast, and then answer together."""
