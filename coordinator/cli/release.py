@@ -239,13 +239,18 @@ def _obstacles(book: Book, release: Release, path: Path) -> Iterator[str]:
         return
     channel = release.plan.channel
     if not book.sizes[channel]:
-        others = sorted(name for name, size in book.sizes.items() if size)
-        yield f"note: no device of channel '{channel}' was heard; channels with devices: {listed(others)}"
-        for line in other_tiers(tiers_without_releases(path)):
-            yield f"note: {line}"
+        yield from _say_empty_channel(book, channel, path)
     for other in book.current():
         is_older = other.number < release.number and other.plan.channel == channel
         if is_older and not other.promoted:
             yield f"note: release {other.number} of channel '{channel}' is at stage '{other.stage}', and is older"
     if not is_serving(path):
         yield "note: no coordinator serves; 'headwater serve' brings releases to devices"
+
+
+def _say_empty_channel(book: Book, channel: str, path: Path) -> Iterator[str]:
+    """Yield that no device of the channel was heard, and where the devices are instead."""
+    others = sorted(name for name, size in book.sizes.items() if size)
+    yield f"note: no device of channel '{channel}' was heard; channels with devices: {listed(others)}"
+    for line in other_tiers(tiers_without_releases(path)):
+        yield f"note: {line}"

@@ -519,17 +519,21 @@ class _Member:
 
 def _cohort(live: Mapping[str, Any]) -> list[_Member]:
     """Return the members of the open round's cohort: those missing first, then those rejected, then those done."""
-    accepted = set(map(as_text, live.get("accepted") or ()))
-    rejected = live.get("rejected") or {}
-    by_state: dict[str, list[_Member]] = {"working": [], "rejected": [], "done": []}
-    for agent in map(as_text, live.get("cohort") or ()):
-        if agent in rejected:
-            by_state["rejected"].append(_Member(agent, "rejected", as_text(rejected[agent])))
+    # A coordinator of an earlier version, or between two rounds, leaves out some of these.
+    accepted = {as_text(agent) for agent in live.get("accepted") or ()}
+    reasons = live.get("rejected") or {}
+    working: list[_Member] = []
+    rejected: list[_Member] = []
+    done: list[_Member] = []
+    for name in live.get("cohort") or ():
+        agent = as_text(name)
+        if agent in reasons:
+            rejected.append(_Member(agent, "rejected", as_text(reasons[agent])))
         if agent in accepted:
-            by_state["done"].append(_Member(agent, "done"))
-        if agent not in rejected and agent not in accepted:
-            by_state["working"].append(_Member(agent, "working"))
-    return [member for members in by_state.values() for member in members]
+            done.append(_Member(agent, "done"))
+        if agent not in reasons and agent not in accepted:
+            working.append(_Member(agent, "working"))
+    return [*working, *rejected, *done]
 
 
 def _kept_out(view: FolderView, agents: Sequence[AgentRow]) -> list[dict[str, str]]:
@@ -677,10 +681,11 @@ def _history_row(line: HistoryLine, book: Book) -> _HistoryRow:
 def _say_history(line: HistoryLine) -> tuple[str, str | None]:
     """Return what happened, and the note beside it."""
     if isinstance(line, AccuracyLine):
-        return f"finished {line.run}", "better off alone" if line.better_alone else line.rolled_back
+        note = "better off alone" if line.better_alone else line.rolled_back
+        return f"finished {line.run}", note
     if isinstance(line, BundleLine):
-        note = line.reason or line.kept
-        return (f"release {line.release}: {line.outcome}", note) if line.outcome else ("says what it runs", note)
+        what = f"release {line.release}: {line.outcome}" if line.outcome else "says what it runs"
+        return what, line.reason or line.kept
     if isinstance(line, RejectedLine):
         return f"update rejected, {line.run}, round {line.round}", line.reason
     if line.release is None:

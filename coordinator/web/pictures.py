@@ -106,7 +106,10 @@ def _traffic(points: Sequence[RoundPoint]) -> Chart | None:
     """Return the megabytes by round and direction; None where all rounds are alike, so that the mean says it."""
     measured = [point for point in points if point.has_traffic]
     totals_mb = [point.up_mb + point.down_mb for point in measured]
-    if not totals_mb or max(totals_mb) - min(totals_mb) <= EQUAL * max(totals_mb):
+    if not totals_mb:
+        return None
+    largest_mb = max(totals_mb)
+    if largest_mb - min(totals_mb) <= EQUAL * largest_mb:
         return None
     up_mb = sum(point.up_mb for point in measured)
     down_mb = sum(point.down_mb for point in measured)
