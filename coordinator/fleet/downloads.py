@@ -34,10 +34,10 @@ SLOW_SHARE = 1 / 8
 """A link below this share of the median rate is too slow for a broadcast with the others."""
 
 SLOW_SAMPLES = 4
-"""The rate of a link counts for that once it was measured so often."""
+"""The number of measurements after which the rate of a link is trusted."""
 
 FEW_LISTENERS = 8
-"""Of so few agents most may have bad links by chance."""
+"""Up to this number of silent agents, bad links may be chance: each of them gets the blob for itself."""
 
 
 def _is_general(silent: int, listeners: int) -> bool:
@@ -91,10 +91,10 @@ class _Offer:
     """Agents that were asked not to listen to the broadcast."""
 
     invited: set[str] = field(default_factory=set)
-    """Agents that were asked to listen to it; one that requests the blob for itself again cannot."""
+    """Agents that were asked to listen to the broadcast; one that requests the blob for itself again cannot listen."""
 
     joining: dict[str, float] = field(default_factory=dict)
-    """Those of them that have yet to answer, and when they were asked: they may listen already, over slow links."""
+    """Invited agent -> when it was invited, until it answers. On a slow link it may listen before its answer comes."""
 
     median_rate: float = 0.0
     """Bytes per second of the links of all who get it, as of the last sweep or start; 0: unknown."""
@@ -361,7 +361,8 @@ class Distributor:
         waiting = offer.waiting
         offer.waiting = {}
         others = len(waiting) + len(offer.carousel.listeners) + len(offer.unanswered) - 1
-        # The chunks that somebody needs are what a broadcast sends; whoever has most of them already stays out of it.
+        # A broadcast sends each chunk that any agent needs. An agent that has many of them already gets the
+        # rest for itself.
         needs = {agent: bits_of(chunks.flags_of(want.ranges, offer.blob.count)) for agent, want in waiting.items()}
         wanted = offer.carousel.wanted
         for need in needs.values():

@@ -86,7 +86,7 @@ class _Offer:
 
     release: int
     digest: str
-    """Of the file that it was offered; another one where the release was signed again."""
+    """The digest of the offered file; it changes when the release is signed again."""
 
     again_at: float | None
     """When the device is asked again; None: it has answered."""

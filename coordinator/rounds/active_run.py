@@ -37,10 +37,10 @@ class UpdateForms:
     """The tensors that agents of a run send, by name."""
 
     update: Mapping[str, Spec] = field(default_factory=dict)
-    """Those of an update by an agent that trains."""
+    """The tensors in the update of an agent that trains."""
 
     extras: Mapping[str, Spec] = field(default_factory=dict)
-    """Those of them that a device without torch sends."""
+    """The tensors in the update of a device without torch, a subset of ``update``."""
 
     kept_norm: Mapping[str, Spec] = field(default_factory=dict)
     """Batch norm tensors of the encoder, which stay on devices and are asked for once, to be pooled."""

@@ -530,7 +530,8 @@ def _bound_pair(
 ) -> None:
     """Scale the larger of two changes to the other one, where it is absurd beside that and beside the model.
 
-    Nobody is suspect for it: of two agents none can be told to be the honest one. A single change stays as it is.
+    Neither agent is marked as a suspect, because with two agents nobody can tell which one is honest. A single change
+    is not scaled.
     """
     if len(norms) < 2 or config.max_norm is None:
         return
