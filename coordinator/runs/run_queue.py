@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from edge_agent.core.errors import HeadwaterError, StateError
+from edge_agent.core.limits import give_freed_memory_back
 
 from ..fleet.registry import Rejections
 from ..journal.entries import PruneRequested
@@ -185,6 +186,7 @@ class Runs:
         self._storage.wrote()  # its end is in the journal
         self._read_at = float("-inf")
         self._is_pruned = False
+        give_freed_memory_back()  # states and updates of the run; a coordinator may be idle for days
 
 
 FIRST_PAUSE_S = 1.0
