@@ -181,6 +181,11 @@ def remove_unused(root: Path) -> None:
             remove_folder(other, BUNDLE_FOLDER)
 
 
+def pointer(root: Path) -> Path:
+    """Return the file under ``root`` that is replaced whenever another bundle comes into use."""
+    return root / _POINTER
+
+
 def current(root: Path) -> Bundle | None:
     """Return the bundle in use under ``root``, verified; None where none was installed.
 

@@ -28,6 +28,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "status": ("agent", "status", "show what the agent on this device does"),
     "fit": ("fit", "fit", "fit a personal head on local data"),
     "predict": ("predict", "predict", "classify inputs with a bundle and a head"),
+    "serve": ("serve", "serve", "answer inputs over HTTP until stopped, with a page to look at"),
     "evaluate": ("evaluate", "evaluate", "score a saved head, or compare heads on local data"),
     "add": ("collect", "add", "add labelled samples of this device, and fit its head again"),
     "classes": ("collect", "classes", "list, rename, merge or remove this device's classes"),

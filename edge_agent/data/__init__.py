@@ -60,6 +60,7 @@ __all__ = [
     "load",
     "location",
     "natural_input",
+    "parse_source",
     "registry",
     "source_kind",
     "split",

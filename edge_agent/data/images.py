@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from pydantic import Field
@@ -56,6 +56,23 @@ def decoded(path: Path) -> Any:
     Raises:
         DataError: The file cannot be read as an image, or its header declares more pixels than Pillow accepts.
     """
+    try:
+        with open_regular(path) as file:
+            return decode_image(file, is_sound=path.suffix.lower() in SOUND_SUFFIXES)
+    except OSError as error:
+        raise DataError(f"cannot be read as an image: {cause(error)}") from error
+
+
+def decode_image(file: BinaryIO, *, is_sound: bool = False) -> Any:
+    """Return the image that an open file holds, as a Pillow image; whoever made it is not trusted.
+
+    Args:
+        file: The encoded image, from its first byte on.
+        is_sound: Whether its name ends as that of a sound, which the error then says.
+
+    Raises:
+        DataError: It cannot be read as an image, or its header declares more pixels than Pillow accepts.
+    """
     import warnings
 
     from PIL import Image, UnidentifiedImageError
@@ -63,14 +80,14 @@ def decoded(path: Path) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with open_regular(path) as file, Image.open(file) as image:
+            with Image.open(file) as image:
                 image.load()
                 return image
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:  # before a pixel is decoded
         most = (Image.MAX_IMAGE_PIXELS or 0) // 10**6
         raise DataError(f"is too large to be decoded: above {most} million pixels; make it smaller first") from error
     except UnidentifiedImageError as error:
-        sound = "; sounds are given as --data 'wav:FILE?form=image'" if path.suffix.lower() in SOUND_SUFFIXES else ""
+        sound = "; sounds are given as --data 'wav:FILE?form=image'" if is_sound else ""
         raise DataError(f"cannot be read as an image: its form is not known; save it as JPEG or PNG{sound}") from error
     # Pillow's plug-ins raise whatever their format's parser raises on damaged files.
     except Exception as error:

@@ -149,7 +149,14 @@ def load_array(path: Path) -> np.ndarray:
     """
     try:
         with open_regular(path) as file:
+            # NumPy takes memory for what a header promises, so that is compared with what is there.
+            promised = _promised_bytes(file)
+            if promised > os.fstat(file.fileno()).st_size:
+                raise DataError(f"its header promises {promised} bytes, more than it has; it is damaged, save it again")
+            file.seek(0)
             result = np.load(file, allow_pickle=False)
+    except DataError:
+        raise
     except Exception as error:  # as in `load_arrays`
         raise DataError(f"cannot be read: {cause(error)}; expected an array of numbers, no objects") from error
     if not isinstance(result, np.ndarray) or result.dtype.kind not in "iufb":

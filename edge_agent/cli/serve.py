@@ -1,0 +1,180 @@
+"""The command ``edge-agent serve``: a personal model that answers over HTTP until it is stopped."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..core.errors import UsageError
+from . import output
+from .arguments import bundle_of, cache_of, head_folder, own_head
+from .where import check_exists, state_of
+
+if TYPE_CHECKING:
+    from ..serving.pair_source import PairSource
+    from ..serving.service import HttpSettings, Service
+
+PORT = 8480
+"""The port where nobody names another one."""
+
+
+def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``edge-agent serve``."""
+    model = parser.add_argument_group("what answers")
+    which = model.add_mutually_exclusive_group()
+    which.add_argument("--bundle", type=Path, metavar="PATH", help="bundle file (*.hwb), together with --head")
+    which.add_argument(
+        "--state", type=Path, metavar="DIR", help="state folder of a device: its pair in use, also after the next fit"
+    )
+    which.add_argument(
+        "--config", type=Path, default=Path("agent.toml"), help="the agent's TOML file (default: agent.toml)"
+    )
+    model.add_argument(
+        "--head",
+        type=Path,
+        metavar="DIR",
+        help="saved head for --bundle; default: the shared classifier that came with the bundle",
+    )
+    model.add_argument(
+        "--precision", choices=("auto", "fp32", "int8"), default="auto", help="of the encoder (default: the head's)"
+    )
+    model.add_argument(
+        "--threads", type=int, metavar="N", help="threads of the encoder, 0 = as many as cores (default: 1)"
+    )
+    model.add_argument(
+        "--sound",
+        metavar="OPTIONS",
+        help="how sounds become inputs: the options of the data that the encoder was trained on, such as "
+        "'rate=16000&form=image'; without it sounds are refused",
+    )
+    model.add_argument(
+        "--cache", type=Path, metavar="DIR", help="folder of unpacked bundles (default: headwater in ~/.cache)"
+    )
+    where = parser.add_argument_group("where and for whom")
+    where.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine alone)"
+    )
+    where.add_argument("--port", type=int, default=PORT, metavar="N", help=f"port, 0 = any free one (default: {PORT})")
+    where.add_argument("--unix", type=Path, metavar="PATH", help="listen on this Unix socket instead")
+    where.add_argument(
+        "--host-name", action="append", default=[], metavar="NAME", help="a name by which browsers call this server"
+    )
+    where.add_argument(
+        "--token-file",
+        type=Path,
+        metavar="FILE",
+        help="file of the token, made where there is none (default: serve/token in the state folder)",
+    )
+
+
+def serve(arguments: argparse.Namespace) -> int:
+    """Answer inputs over HTTP with a personal model, until stopped: for programs, and for people on a page.
+
+    POST /classify takes the raw bytes of an image, a .npy array, a CSV table or a sound, and answers with the class,
+    its probability, and whether the input is unlike all training samples. GET / is a page, /v2 speaks the Open
+    Inference Protocol, /metrics is for Prometheus, /live and /ready are for supervisors.
+
+    By default this machine alone may ask. With another --host every request needs the token that is printed at the
+    start; what changes the device's samples always needs it. With --state or --config, another head or bundle takes
+    over as soon as a fit, a release or a rollback has put it in use; no request fails meanwhile.
+
+    Example:
+      edge-agent serve --bundle b.hwb --head my-head
+    """
+    from ..core.children import stop_on_signals
+    from ..serving.service import serving
+
+    source = _pair_source(arguments)
+    settings = _http_settings(arguments)
+
+    def show(service: Service) -> None:
+        _show(arguments, settings, service)
+
+    with stop_on_signals() as stop, serving(source, settings, show):
+        stop.wait()
+    if stop.signal == signal.SIGINT:
+        raise KeyboardInterrupt
+    return 0
+
+
+def _pair_source(arguments: argparse.Namespace) -> PairSource:
+    """Return where the pair comes from.
+
+    Raises:
+        UsageError: What was named is not there, or does not go together.
+    """
+    from ..serving.pair_source import NamedPair, StatePair
+
+    threads = 1 if arguments.threads is None else arguments.threads
+    if arguments.bundle is None:
+        if arguments.head is not None:
+            raise UsageError("--head goes with --bundle; the head of a state folder is the one in use there")
+        state = state_of(arguments)
+        check_exists(state, "a device's state folder")
+        return StatePair(state, arguments.precision, threads)
+    # A state folder given as the bundle is a device, as for 'edge-agent predict'.
+    if arguments.head is None and own_head(arguments.bundle) is not None:
+        return StatePair(arguments.bundle, arguments.precision, threads)
+    bundle = bundle_of(arguments)
+    return NamedPair(bundle, head_folder(arguments.head), arguments.precision, threads)
+
+
+def _http_settings(arguments: argparse.Namespace) -> HttpSettings:
+    """Return where and for whom to serve.
+
+    Raises:
+        UsageError: The port is impossible.
+        StateError: The token cannot be read or made.
+    """
+    from ..serving.http.access import own_token
+    from ..serving.inputs import sound_options
+    from ..serving.service import HttpSettings
+
+    if not 0 <= arguments.port < 65536:
+        raise UsageError(f"--port {arguments.port}: expected 0..65535")
+    address: tuple[str, int] | Path = (arguments.host, arguments.port)
+    if arguments.unix is not None:
+        address = arguments.unix.absolute()
+    return HttpSettings(
+        address=address,
+        token=own_token(_token_file(arguments)),
+        host_names=frozenset(name.lower() for name in arguments.host_name),
+        sound=None if arguments.sound is None else sound_options(arguments.sound),
+    )
+
+
+def _token_file(arguments: argparse.Namespace) -> Path:
+    """Return the file of the token: the one that was named, or one beside what the token protects."""
+    if arguments.token_file is not None:
+        named: Path = arguments.token_file
+        return named
+    folder = cache_of(arguments) if arguments.bundle is not None else state_of(arguments)
+    return folder / "serve" / "token"
+
+
+def _show(arguments: argparse.Namespace, settings: HttpSettings, service: Service) -> None:
+    """Print what answers, and where."""
+    url = settings.url(service.http.port)
+    page = url if isinstance(settings.address, Path) else f"{url}#token={settings.token}"
+    content: dict[str, Any] = {"url": url, "page": page, "token": settings.token, "pair": None}
+    if service.predictor.is_ready:
+        pair = service.predictor.pair
+        content["pair"] = {**pair.id.as_json(), "precision": pair.encoder.precision, "classes": list(pair.class_names)}
+    if arguments.json:
+        print(json.dumps(content), flush=True)
+        return
+    answers = f"nothing yet: {service.watch.problem}"
+    if service.predictor.is_ready:
+        pair = service.predictor.pair
+        classes = f", {len(pair.class_names)} classes" if pair.class_names else ""
+        answers = (
+            f"{pair.id.head}{classes}; bundle '{pair.bundle.manifest.name}' {pair.id.bundle}, {pair.encoder.precision}"
+        )
+    how = f"curl --data-binary @FILE {url}classify"
+    if isinstance(settings.address, Path):
+        how = f"curl --unix-socket {settings.address} --data-binary @FILE http://localhost/classify"
+    rows = [("answers", answers), ("page", page), ("try", how)]
+    print("\n".join(output.pairs(rows)), flush=True)

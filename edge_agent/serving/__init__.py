@@ -1,0 +1,11 @@
+"""The personal model at work: a process that answers one input after the other. No torch, and no federation.
+
+What answers is a pair: an encoder, and the head that was fitted on its features. A release, a fit or a rollback puts
+another pair in its place, between two answers. Inputs come by HTTP, from cameras, folders and sensors; answers go to
+whoever asked, to the page, to the metrics and to MQTT. Nothing here fits a head or joins a federation: for that, this
+room asks `edge_agent.agent`, in a process of its own.
+
+Read in this order: `answer` (what is said of one input), `pair` (what says it), `pair_source` (which pair is in use),
+`predictor` (one input at a time, and the switch between two pairs), `inputs` (bytes of somebody else, decoded), `http`
+(how it is asked), `service` (all of it as a program).
+"""

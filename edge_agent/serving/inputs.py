@@ -1,0 +1,154 @@
+"""Bytes of somebody else, decoded for an encoder: an image, an array, a table or a sound.
+
+Nothing is believed of them. The form is read from their first bytes, sizes are checked before memory is taken, and
+whatever cannot be read is an error that says what was expected.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ..core.errors import ConfigError, DataError
+from ..core.task import ImageInput, InputSpec, WindowInput
+from ..data import npz, parse_source, preprocess, tables, wav
+from ..data.images import decode_image
+from ..data.wav import WavOptions
+
+_NPY = b"\x93NUMPY"
+_SOUNDS = (b"RIFF", b"RF64", b"fLaC", b"OggS")
+_TEXT_LETTERS = 512
+"""How many of the first bytes have to be text for an input to count as a table."""
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """Turns bytes into the prepared input of one task.
+
+    Attributes:
+        spec: The form of the inputs.
+        sound: How sounds become inputs; None: sounds are refused, because a bundle does not say how.
+        most_windows: The most windows of one recording.
+    """
+
+    spec: InputSpec
+    sound: WavOptions | None = None
+    most_windows: int = 1000
+
+    def decode(self, raw: bytes) -> np.ndarray:
+        """Return the prepared input (n, *shape) float32; n is 1 but for recordings of several windows.
+
+        Raises:
+            DataError: The bytes are empty, damaged, of another form, or too large to be decoded.
+            MissingCapability: Reading them needs a package that is not installed.
+        """
+        if not raw:
+            raise DataError(f"the body is empty; expected {self.expected}")
+        if isinstance(self.spec, ImageInput):
+            return self._image(raw, self.spec)
+        return self._windows(raw, self.spec)
+
+    @property
+    def expected(self) -> str:
+        """What may be sent, in words."""
+        sound = ", or a sound (WAV, FLAC, Ogg)" if self.sound is not None else ""
+        if isinstance(self.spec, ImageInput):
+            return f"an image (JPEG, PNG, WebP …), or a .npy array (height, width, channels){sound}"
+        shape = f"(time, {self.spec.channels})"
+        return f"a recording as a .npy array {shape}, or a CSV table with names of columns in its first line{sound}"
+
+    def _image(self, raw: bytes, spec: ImageInput) -> np.ndarray:
+        """Return an image as the input (1, channels, height, width) of the encoder."""
+        if raw.startswith(_NPY):
+            with _as_file(raw) as path:
+                items = [npz.load_array(path)]
+        elif raw.startswith(_SOUNDS[:2]) and raw[8:12] != b"WAVE":
+            items = [decode_image(io.BytesIO(raw))]  # WebP begins as WAV does
+        elif raw.startswith(_SOUNDS):
+            items = self._sound_items(raw)
+        else:
+            items = [decode_image(io.BytesIO(raw))]
+        inputs = np.stack([preprocess.image_pixels(item, spec) for item in items]).astype(np.float32)
+        return preprocess.normalise_images(inputs, spec)
+
+    def _windows(self, raw: bytes, spec: WindowInput) -> np.ndarray:
+        """Return a recording as windows (n, channels, length), in time order."""
+        if raw.startswith(_NPY):
+            with _as_file(raw) as path:
+                recording = npz.load_array(path)
+        elif raw.startswith(_SOUNDS):
+            [recording] = self._sound_items(raw)
+        elif _is_text(raw):
+            with _as_file(raw) as path:
+                recording = tables.read_recording(path)
+        else:
+            raise DataError(f"{len(raw)} bytes of a form that is not known; expected {self.expected}")
+        count = (len(recording) - spec.length) // spec.stride + 1 if recording.ndim == 2 else 0
+        if count > self.most_windows:
+            raise DataError(
+                f"has {len(recording)} samples, {count} windows; at most {self.most_windows} are answered at once: "
+                "send it in parts"
+            )
+        return preprocess.normalise_windows(preprocess.cut(recording, spec), spec)
+
+    def _sound_items(self, raw: bytes) -> list[np.ndarray]:
+        """Return the pictures of a sound, or its recording as the only item.
+
+        Raises:
+            DataError: It was not said how sounds become inputs, or this one cannot be read.
+        """
+        if self.sound is None:
+            raise DataError(
+                "is a sound, and how sounds become inputs was not said at the start; start with --sound and the "
+                "options of the data that the encoder was trained on, such as --sound 'rate=16000&form=image'"
+            )
+        with _as_file(raw) as path:
+            source = wav.read(str(path), self.sound)
+            return [np.asarray(item) for item in source.items]
+
+
+def sound_options(text: str) -> WavOptions:
+    """Return the options of sounds that a text such as ``rate=16000&form=image`` names; see `edge_agent.data.wav`.
+
+    Raises:
+        ConfigError: An option is unknown or out of range; all of them are listed.
+    """
+    from ..core.config import parse
+
+    _, _, options = parse_source(f"wav:sound?{text}") if text else ("", "", {})
+    try:
+        return parse(WavOptions, options, where="--sound")
+    except ConfigError as error:
+        raise ConfigError("--sound", error.mistakes) from error
+
+
+def _is_text(raw: bytes) -> bool:
+    """Return whether bytes begin as a table does: with text and no control characters."""
+    start = raw[:_TEXT_LETTERS]
+    controls = start.translate(None, bytes(range(32, 256)) + b"\t\r\n")
+    return not controls
+
+
+@contextlib.contextmanager
+def _as_file(raw: bytes) -> Iterator[Path]:
+    """Yield the path of a file with these bytes, in memory where the system has such files, for readers of files."""
+    if hasattr(os, "memfd_create") and Path("/proc/self/fd").is_dir():
+        descriptor = os.memfd_create("input", os.MFD_CLOEXEC)
+        try:
+            with open(descriptor, "wb", closefd=False) as file:
+                file.write(raw)
+            yield Path(f"/proc/self/fd/{descriptor}")
+        finally:
+            os.close(descriptor)
+        return
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(raw)
+        file.flush()
+        yield Path(file.name)

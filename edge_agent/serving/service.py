@@ -1,0 +1,109 @@
+"""All of serving as one program: a pair, the predictor, and the ways in and out."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import ssl
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..core.config import is_loopback
+from ..data.wav import WavOptions
+from .http.access import Guard
+from .http.classify import ClassifyRoutes
+from .http.health import HealthRoutes
+from .http.messages import Route, Routes
+from .http.metrics import Metrics
+from .http.server import HttpLimits, HttpServer
+from .pair_source import PairSource, PairWatch
+from .predictor import Predictor
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class HttpSettings:
+    """Where and for whom answers are served over HTTP.
+
+    Attributes:
+        address: Host and port (0: any that is free), or the path of a Unix socket.
+        token: The secret of `edge_agent.serving.http.access`.
+        host_names: Names besides addresses and ``localhost`` by which the server may be called.
+        limits: What clients may take.
+        tls: The certificate and key of the server; None: without TLS.
+        sound: How sounds become inputs; None: they are refused.
+    """
+
+    address: tuple[str, int] | Path
+    token: str
+    host_names: frozenset[str] = frozenset()
+    limits: HttpLimits = field(default_factory=HttpLimits)
+    tls: ssl.SSLContext | None = None
+    sound: WavOptions | None = None
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine reaches the address."""
+        return isinstance(self.address, Path) or is_loopback(self.address[0])
+
+    def url(self, port: int) -> str:
+        """Return where the page is, for a browser; of a Unix socket, its path."""
+        if isinstance(self.address, Path):
+            return f"unix:{self.address}"
+        scheme = "http" if self.tls is None else "https"
+        host = self.address[0]
+        if host in {"0.0.0.0", "::"}:  # noqa: S104 - every address of this machine, of which one is shown
+            host = "localhost"
+        name = f"[{host}]" if ":" in host else host
+        return f"{scheme}://{name}:{port}/"
+
+
+class Service:
+    """A personal model that answers until it is closed."""
+
+    def __init__(self, source: PairSource, http: HttpSettings) -> None:
+        """Open the address; nothing is answered before `start`.
+
+        Raises:
+            UsageError: The address cannot be used.
+        """
+        self.predictor = Predictor()
+        self.metrics = Metrics()
+        self.predictor.observe(self.metrics)
+        self.watch = PairWatch(source, self.predictor)
+        groups: list[Routes] = [
+            ClassifyRoutes(self.predictor, http.sound),
+            HealthRoutes(self.predictor),
+            self.metrics,
+        ]
+        routes: list[Route] = [route for group in groups for route in group.routes()]
+        guard = Guard(http.token, http.is_local, http.host_names)
+        self.http = HttpServer(http.address, routes, guard, http.limits, http.tls)
+
+    def start(self) -> None:
+        """Load the pair and answer from now on.
+
+        Raises:
+            HeadwaterError: The pair cannot be used.
+        """
+        self.watch.start()
+        self.http.start()
+
+    def close(self) -> None:
+        """Answer no more, and release the address."""
+        self.http.close()
+        self.watch.close()
+
+
+@contextlib.contextmanager
+def serving(source: PairSource, http: HttpSettings, shown: Callable[[Service], None]) -> Iterator[Service]:
+    """Serve while the context lasts; ``shown`` is called once everything answers."""
+    service = Service(source, http)
+    try:
+        service.start()
+        shown(service)
+        yield service
+    finally:
+        service.close()

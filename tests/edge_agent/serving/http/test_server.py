@@ -1,0 +1,291 @@
+"""Requests in, responses out, under limits; and who may ask."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import ssl
+import threading
+from pathlib import Path
+
+import pytest
+from serving_site import TOKEN, png, settings_for_tests, square
+
+from edge_agent.core.errors import UsageError
+from edge_agent.serving.http.access import Guard, host_name, own_token
+from edge_agent.serving.http.messages import Access, Route, error_response, json_response
+from edge_agent.serving.http.server import BodyBudget, HttpLimits, HttpServer
+from edge_agent.serving.service import HttpSettings, Service
+
+RED = png(square("red"))
+WAIT_S = 30
+
+
+@pytest.fixture
+def echo():
+    """A function that starts a server with a route that answers with what it was sent."""
+    running = []
+
+    def start(limits=None, *, is_local=True, address=("127.0.0.1", 0)):
+        def answer(request):
+            return json_response({"body": request.body.decode(), "query": dict(request.query), "names": request.names})
+
+        def break_down(_request):
+            raise ValueError("a bug")
+
+        routes = [
+            Route("POST", "/echo/{name}", Access.ASK, answer),
+            Route("GET", "/open", Access.OPEN, lambda _request: json_response({})),
+            Route("POST", "/change", Access.CHANGE, answer),
+            Route("GET", "/bug", Access.ASK, break_down),
+        ]
+        server = HttpServer(address, routes, Guard(TOKEN, is_local), limits)
+        running.append(server)
+        server.start()
+        return server
+
+    yield start
+    for server in running:
+        server.close()
+
+
+def ask(server, method, path, body=None, headers=None):
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=WAIT_S)
+    connection.request(method, path, body, headers or {})
+    response = connection.getresponse()
+    raw = response.read()
+    connection.close()
+    return response.status, (json.loads(raw) if raw else None), response.headers
+
+
+def raw_exchange(port, *pieces, wait=True):
+    """Send bytes and return all that comes back until the server closes."""
+    with socket.create_connection(("127.0.0.1", port), timeout=WAIT_S) as connection:
+        for piece in pieces:
+            connection.sendall(piece)
+        answer = b""
+        while wait and (part := connection.recv(65536)):
+            answer += part
+    return answer
+
+
+def test_a_route_gets_body_query_and_names(echo):
+    status, content, headers = ask(echo(), "POST", "/echo/cat?top=3&top=4", b"miau")
+    assert (status, content) == (200, {"body": "miau", "query": {"top": "4"}, "names": {"name": "cat"}})
+    assert headers["X-Content-Type-Options"] == "nosniff"
+
+
+def test_unknown_paths_and_methods_are_named(echo):
+    server = echo()
+    assert ask(server, "GET", "/nowhere")[0] == 404
+    status, content, headers = ask(server, "GET", "/echo/x")
+    assert (status, headers["Allow"]) == (405, "POST")
+    assert "takes POST, not GET" in content["error"]["message"]
+
+
+def test_a_bug_is_a_response_and_the_connection_goes_on(echo):
+    server = echo()
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=WAIT_S)
+    for path, status in (("/bug", 500), ("/open", 200)):
+        connection.request("GET", path)
+        response = connection.getresponse()
+        response.read()
+        assert response.status == status
+    connection.close()
+
+
+def test_head_has_no_body(echo):
+    server = echo()
+    answer = raw_exchange(server.port, b"HEAD /open HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200")
+    assert b"Content-Length: 2" in head
+    assert body == b""
+
+
+@pytest.mark.parametrize(
+    "request_bytes, status",
+    [
+        (b"POST /echo/x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1001\r\n\r\n", b"413"),
+        (b"POST /echo/x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999999999999999\r\n\r\n", b"413"),
+        (b"POST /echo/x HTTP/1.1\r\nHost: localhost\r\nContent-Length: -5\r\n\r\n", b"400"),
+        (b"POST /echo/x HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n", b"411"),
+        (b"NONSENSE\r\n\r\n", b"400"),
+        (b"GET / HTTP/9.9\r\n\r\n", b"505"),
+        (b"GET /" + b"x" * 70_000 + b" HTTP/1.1\r\n\r\n", b"414"),
+        (b"GET / HTTP/1.1\r\n" + b"A: b\r\n" * 200 + b"\r\n", b"431"),
+    ],
+)
+def test_requests_that_are_too_large_or_malformed_end_the_connection(echo, request_bytes, status):
+    server = echo(HttpLimits(body_bytes=1000))
+    assert raw_exchange(server.port, request_bytes).split()[1] == status
+
+
+def test_a_body_that_comes_too_slowly_ends_its_connection_alone(echo):
+    server = echo(HttpLimits(request_s=0.3))
+    head = b"POST /echo/x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\nab"
+    assert raw_exchange(server.port, head) == b""
+    assert ask(server, "GET", "/open")[0] == 200
+
+
+def test_a_connection_without_a_request_is_closed(echo):
+    assert raw_exchange(echo(HttpLimits(idle_s=0.2)).port) == b""
+
+
+def test_more_connections_than_may_are_turned_away_and_others_go_on(echo):
+    server = echo(HttpLimits(connections=3))
+    held = [socket.create_connection(("127.0.0.1", server.port), timeout=WAIT_S) for _ in range(3)]
+    for connection in held:  # each has its thread once it has an answer
+        connection.sendall(b"GET /open HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert connection.recv(100).startswith(b"HTTP/1.1 200")
+    assert raw_exchange(server.port).startswith(b"HTTP/1.1 503")
+    held[0].sendall(b"GET /open HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+    while held[0].recv(65536):
+        pass
+    # Its thread ends a moment after its connection.
+    while raw_exchange(server.port, b"GET /open HTTP/1.0\r\nHost: localhost\r\n\r\n").startswith(b"HTTP/1.1 503"):
+        pass
+    for connection in held:
+        connection.close()
+
+
+def test_bodies_share_a_budget():
+    budget = BodyBudget(100)
+    with budget.take(60) as first, budget.take(60) as second, budget.take(40) as third:
+        assert (first, second, third) == (True, False, True)
+    with budget.take(100) as all_of_it:
+        assert all_of_it
+
+
+def test_many_clients_that_hang_up_cost_nobody_an_answer(site):
+    def hang_up(number):
+        with socket.create_connection(("127.0.0.1", site.port), timeout=WAIT_S) as connection:
+            head = f"POST /classify HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(RED)}\r\n\r\n"
+            connection.sendall(head.encode() + RED[: len(RED) * (number % 3) // 2])
+
+    threads = [threading.Thread(target=hang_up, args=(number,)) for number in range(30)]
+    for thread in threads:
+        thread.start()
+    assert site.classify(RED)["class"] == "red"
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert site.classify(RED)["class"] == "red"
+
+
+# --- who may ask ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1:8480", "[::1]:8480", ""])
+def test_this_machine_may_ask_without_a_token(host):
+    assert Guard(TOKEN, is_local=True).refuse(Access.ASK, {"host": host}) is None
+
+
+@pytest.mark.parametrize(
+    "is_local, access, headers, status",
+    [
+        (True, Access.ASK, {"host": "evil.example"}, 421),
+        (True, Access.OPEN, {"host": "evil.example"}, 421),
+        (True, Access.ASK, {"host": "localhost:1", "origin": "http://evil.example"}, 403),
+        (True, Access.CHANGE, {"host": "localhost"}, 401),
+        (True, Access.CHANGE, {"host": "localhost", "authorization": "Bearer wrong"}, 401),
+        (True, Access.CHANGE, {"host": "localhost", "authorization": f"Basic {TOKEN}"}, 401),
+        (False, Access.ASK, {"host": "camera.local"}, 401),
+        (False, Access.ASK, {"host": "camera.local", "authorization": f"Bearer {TOKEN}é"}, 401),
+        (True, Access.CHANGE, {"host": "localhost", "authorization": f"Bearer {TOKEN}"}, None),
+        (False, Access.ASK, {"host": "camera.local", "authorization": f"bearer {TOKEN}"}, None),
+        (False, Access.OPEN, {"host": "camera.local"}, None),
+        (
+            True,
+            Access.CHANGE,
+            {"host": "localhost:1", "origin": "http://localhost:1", "authorization": f"Bearer {TOKEN}"},
+            None,
+        ),
+    ],
+)
+def test_who_may_ask(is_local, access, headers, status):
+    refusal = Guard(TOKEN, is_local).refuse(access, headers)
+    assert (None if refusal is None else refusal.status) == status
+
+
+def test_a_name_that_was_allowed_counts():
+    guard = Guard(TOKEN, is_local=True, hosts=frozenset({"porch.local"}))
+    assert guard.refuse(Access.ASK, {"host": "porch.local:8480"}) is None
+
+
+@pytest.mark.parametrize("header, name", [("A.b:1", "a.b"), ("[::1]:80", "::1"), ("", ""), ("[::1", "invalid")])
+def test_the_name_in_a_host_header(header, name):
+    assert host_name(header) == name
+
+
+def test_a_token_is_made_once_and_is_its_owners_alone(tmp_path):
+    path = tmp_path / "serve" / "token"
+    token = own_token(path)
+    assert own_token(path) == token
+    assert path.stat().st_mode & 0o077 == 0
+    path.write_text("short")
+    with pytest.raises(Exception, match="too short"):
+        own_token(path)
+
+
+# --- addresses --------------------------------------------------------------------------------------------------------
+
+
+def test_an_address_in_use_is_named(echo):
+    server = echo()
+    with pytest.raises(UsageError, match=f"127.0.0.1:{server.port}: cannot be listened on"):
+        echo(address=("127.0.0.1", server.port))
+
+
+def test_a_unix_socket_serves_its_owner_and_goes_at_the_end(echo, tmp_path):
+    path = tmp_path / "s"
+    server = echo(address=path)
+    assert path.stat().st_mode & 0o777 == 0o660
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(WAIT_S)
+        connection.connect(str(path))
+        connection.sendall(b"GET /open HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+    with pytest.raises(UsageError, match="another program listens"):
+        echo(address=path)
+    server.close()
+    assert not path.exists()
+
+
+def test_the_socket_of_a_killed_server_is_taken_over_and_other_files_stay(echo, tmp_path):
+    left_over = tmp_path / "s"
+    with socket.socket(socket.AF_UNIX) as killed:
+        killed.bind(str(left_over))
+    echo(address=left_over)
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    with pytest.raises(UsageError, match="no socket"):
+        echo(address=precious)
+    assert precious.read_text() == "mine"
+
+
+def test_errors_are_json():
+    response = error_response(400, "DataError", "no image")
+    assert json.loads(response.body) == {"error": {"kind": "DataError", "message": "no image"}}
+
+
+def test_the_page_of_an_address(tmp_path):
+    assert settings_for_tests().url(5) == "http://127.0.0.1:5/"
+    assert HttpSettings(("0.0.0.0", 0), TOKEN).url(5) == "http://localhost:5/"
+    assert HttpSettings(("::1", 0), TOKEN, tls=ssl.create_default_context()).url(5) == "https://[::1]:5/"
+    assert HttpSettings(Path("/run/x"), TOKEN).url(0) == "unix:/run/x"
+    assert HttpSettings(Path("/run/x"), TOKEN).is_local
+    assert not HttpSettings(("0.0.0.0", 0), TOKEN).is_local
+
+
+def test_a_service_without_a_pair_is_alive_and_not_ready(serve, tmp_path):
+    from edge_agent.serving.pair_source import StatePair
+
+    (tmp_path / "state").mkdir()
+    site = serve(StatePair(tmp_path / "state"))
+    assert site.ask("GET", "/live")[0] == 200
+    status, content, headers = site.ask("GET", "/ready")
+    assert (status, headers["retry-after"]) == (503, "5")
+    status, content, _ = site.ask("POST", "/classify", RED)
+    assert (status, content["error"]["kind"]) == (503, "NotReady")
+    assert isinstance(site.service, Service)
