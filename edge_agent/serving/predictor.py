@@ -19,7 +19,7 @@ import numpy as np
 
 from ..core.errors import HeadwaterError
 from .answer import Answer, Stages
-from .pair import Pair
+from .pair import Answered, Pair
 
 log = logging.getLogger(__name__)
 
@@ -157,27 +157,63 @@ class Predictor:
             NotReady: No pair is in use yet.
             HeadwaterError: What ``decode`` and `Pair.answer` raise.
         """
-        with self._one_at_a_time():
-            pair = self.pair
+        with self.turn() as pair:
             started_at = self._clock()
             inputs = decode(pair)
-            decoded_at = self._clock()
-            answered = pair.answer(inputs, self._clock)
-            self._last_s = self._clock() - started_at
-            timed = answered.answer.stages
-            stages = Stages(1000 * (decoded_at - started_at), timed.encode, timed.head)
-            answer = answered.answer.with_stages(stages)
-            observation = Observation(answer, answered.features, inputs, pair, source, raw, content_type, self._now())
-            for observer in self._observers:
-                observer.see(observation)
-        return answer
+            decode_ms = 1000 * (self._clock() - started_at)
+            answered = self._answer_now(pair, inputs, decode_ms)
+            self._show(answered, inputs, pair, source, raw, content_type)
+        return answered.answer
+
+    def answer_rows(self, decode: Callable[[Pair], np.ndarray], source: str) -> tuple[Pair, list[Answered]]:
+        """Answer several inputs in one turn, by one pair.
+
+        Args:
+            decode: Returns the prepared inputs (n, *shape) float32, each of which is answered by itself.
+            source: Where they come from.
+
+        Returns:
+            The pair, and its answers in the order of the inputs.
+
+        Raises:
+            HeadwaterError: As `answer`.
+        """
+        answers = []
+        with self.turn() as pair:
+            started_at = self._clock()
+            rows = decode(pair)
+            decode_ms = 1000 * (self._clock() - started_at) / max(1, len(rows))
+            for row in rows:
+                answered = self._answer_now(pair, row[None], decode_ms)
+                self._show(answered, row[None], pair, source, b"", "")
+                answers.append(answered)
+        return pair, answers
+
+    def _answer_now(self, pair: Pair, inputs: np.ndarray, decode_ms: float) -> Answered:
+        """Return the answer to a prepared input, with the time that decoding it took."""
+        answered = pair.answer(inputs, self._clock)
+        timed = answered.answer.stages
+        stages = Stages(decode_ms, timed.encode, timed.head)
+        self._last_s = (decode_ms + timed.encode + timed.head) / 1000
+        return Answered(answered.answer.with_stages(stages), answered.features)
+
+    def _show(
+        self, answered: Answered, inputs: np.ndarray, pair: Pair, source: str, raw: bytes, content_type: str
+    ) -> None:
+        """Let everybody who looks on see an answer."""
+        observation = Observation(
+            answered.answer, answered.features, inputs, pair, source, raw, content_type, self._now()
+        )
+        for observer in self._observers:
+            observer.see(observation)
 
     @contextlib.contextmanager
-    def _one_at_a_time(self) -> Iterator[None]:
-        """Wait for the turn of one input.
+    def turn(self) -> Iterator[Pair]:
+        """Wait for a turn, and give the pair that answers in it.
 
         Raises:
             Busy: Too many are waiting.
+            NotReady: No pair is in use yet.
         """
         with self._counting:
             if self._present > self._most_waiting:
@@ -185,7 +221,7 @@ class Predictor:
             self._present += 1
         try:
             with self._turn:
-                yield
+                yield self.pair
         finally:
             with self._counting:
                 self._present -= 1

@@ -16,6 +16,7 @@ from .http.classify import ClassifyRoutes
 from .http.health import HealthRoutes
 from .http.messages import Route, Routes
 from .http.metrics import Metrics
+from .http.open_inference import OpenInferenceRoutes
 from .http.server import HttpLimits, HttpServer
 from .pair_source import PairSource, PairWatch
 from .predictor import Predictor
@@ -75,6 +76,7 @@ class Service:
         self.watch = PairWatch(source, self.predictor)
         groups: list[Routes] = [
             ClassifyRoutes(self.predictor, http.sound),
+            OpenInferenceRoutes(self.predictor),
             HealthRoutes(self.predictor),
             self.metrics,
         ]
