@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 from ..core.errors import UsageError
 from . import output
 from .arguments import bundle_of, cache_of, head_folder, own_head
-from .where import check_exists, state_of
+from .where import check_exists, config_of_folder, state_of
 
 if TYPE_CHECKING:
     from ..serving.pair_source import PairSource
-    from ..serving.service import HttpSettings, Service
+    from ..serving.service import Device, HttpSettings, Service
 
 PORT = 8480
 """The port where nobody names another one."""
@@ -89,11 +89,12 @@ def serve(arguments: argparse.Namespace) -> int:
 
     source = _pair_source(arguments)
     settings = _http_settings(arguments)
+    device = _device(arguments, source)
 
     def show(service: Service) -> None:
         _show(arguments, settings, service)
 
-    with stop_on_signals() as stop, serving(source, settings, show):
+    with stop_on_signals() as stop, serving(source, settings, device, show):
         stop.wait()
     if stop.signal == signal.SIGINT:
         raise KeyboardInterrupt
@@ -120,6 +121,26 @@ def _pair_source(arguments: argparse.Namespace) -> PairSource:
         return StatePair(arguments.bundle, arguments.precision, threads)
     bundle = bundle_of(arguments)
     return NamedPair(bundle, head_folder(arguments.head), arguments.precision, threads)
+
+
+def _device(arguments: argparse.Namespace, source: PairSource) -> Device:
+    """Return the device whose samples may be corrected; without a state folder, why there is none."""
+    from ..core.config import AgentConfig, load
+    from ..serving.corrections import why_not_from_added
+    from ..serving.pair_source import StatePair
+    from ..serving.service import Device
+
+    if not isinstance(source, StatePair):
+        advice = "'edge-agent import BUNDLE --state DIR', add samples, then 'edge-agent serve --state DIR'"
+        return Device(why_not=f"corrections need the state folder of a device: {advice}")
+    if arguments.bundle is None and arguments.state is None:
+        return Device(load(AgentConfig, arguments.config))
+    state = arguments.state if arguments.bundle is None else arguments.bundle
+    config = config_of_folder(state)
+    why_not = why_not_from_added(config)
+    if why_not:
+        return Device(config, f"{why_not} (edge-agent serve --config FILE)")
+    return Device(config)
 
 
 def _http_settings(arguments: argparse.Namespace) -> HttpSettings:

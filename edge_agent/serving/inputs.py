@@ -65,7 +65,20 @@ class Decoder:
         return f"a recording as a .npy array {shape}, or a CSV table with names of columns in its first line{sound}"
 
     def _image(self, raw: bytes, spec: ImageInput) -> np.ndarray:
-        """Return an image as the input (1, channels, height, width) of the encoder."""
+        """Return an image as the input (n, channels, height, width) of the encoder; n is 1 but for sounds."""
+        return preprocess.normalise_images(self.pixels(raw).astype(np.float32), spec)
+
+    def pixels(self, raw: bytes) -> np.ndarray:
+        """Return an image as pixels (n, channels, height, width) of the task's size, 0..255, not yet normalised.
+
+        They are uint8, or float32 where the image held finer values.
+
+        Raises:
+            DataError: As `decode`; or the task's inputs are no images.
+        """
+        spec = self.spec
+        if not isinstance(spec, ImageInput):
+            raise DataError("the encoder takes recordings, no images")
         if raw.startswith(_NPY):
             with _as_file(raw) as path:
                 items = [npz.load_array(path)]
@@ -75,8 +88,7 @@ class Decoder:
             items = self._sound_items(raw)
         else:
             items = [decode_image(io.BytesIO(raw))]
-        inputs = np.stack([preprocess.image_pixels(item, spec) for item in items]).astype(np.float32)
-        return preprocess.normalise_images(inputs, spec)
+        return np.stack([preprocess.image_pixels(item, spec) for item in items])
 
     def _windows(self, raw: bytes, spec: WindowInput) -> np.ndarray:
         """Return a recording as windows (n, channels, length), in time order."""

@@ -9,14 +9,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..core.config import is_loopback
+from ..core.config import AgentConfig, is_loopback
 from ..data.wav import WavOptions
+from .corrections import Corrections
+from .history import History
 from .http.access import Guard
 from .http.classify import ClassifyRoutes
 from .http.health import HealthRoutes
 from .http.messages import Route, Routes
 from .http.metrics import Metrics
 from .http.open_inference import OpenInferenceRoutes
+from .http.page import PageRoutes
 from .http.server import HttpLimits, HttpServer
 from .pair_source import PairSource, PairWatch
 from .predictor import Predictor
@@ -61,11 +64,29 @@ class HttpSettings:
         return f"{scheme}://{name}:{port}/"
 
 
+@dataclass(frozen=True)
+class Device:
+    """The device whose samples people may correct.
+
+    Attributes:
+        config: Its configuration; None: there is no state folder, and nothing can be corrected.
+        why_not: Why nothing can be corrected here, for people; empty: it can.
+    """
+
+    config: AgentConfig | None = None
+    why_not: str = ""
+
+
 class Service:
     """A personal model that answers until it is closed."""
 
-    def __init__(self, source: PairSource, http: HttpSettings) -> None:
+    def __init__(self, source: PairSource, http: HttpSettings, device: Device) -> None:
         """Open the address; nothing is answered before `start`.
+
+        Args:
+            source: Which pair answers.
+            http: Where and for whom.
+            device: The device whose samples people may correct.
 
         Raises:
             UsageError: The address cannot be used.
@@ -73,12 +94,16 @@ class Service:
         self.predictor = Predictor()
         self.metrics = Metrics()
         self.predictor.observe(self.metrics)
+        self.history = History()
+        self.predictor.observe(self.history)
+        self.corrections = Corrections(device.config, self.history, device.why_not)
         self.watch = PairWatch(source, self.predictor)
         groups: list[Routes] = [
             ClassifyRoutes(self.predictor, http.sound),
             OpenInferenceRoutes(self.predictor),
             HealthRoutes(self.predictor),
             self.metrics,
+            PageRoutes(self.predictor, self.history, self.corrections, {}),
         ]
         routes: list[Route] = [route for group in groups for route in group.routes()]
         guard = Guard(http.token, http.is_local, http.host_names)
@@ -96,13 +121,16 @@ class Service:
     def close(self) -> None:
         """Answer no more, and release the address."""
         self.http.close()
+        self.corrections.close()
         self.watch.close()
 
 
 @contextlib.contextmanager
-def serving(source: PairSource, http: HttpSettings, shown: Callable[[Service], None]) -> Iterator[Service]:
+def serving(
+    source: PairSource, http: HttpSettings, device: Device, shown: Callable[[Service], None]
+) -> Iterator[Service]:
     """Serve while the context lasts; ``shown`` is called once everything answers."""
-    service = Service(source, http)
+    service = Service(source, http, device)
     try:
         service.start()
         shown(service)

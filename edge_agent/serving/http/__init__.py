@@ -2,5 +2,5 @@
 
 Read in this order: `messages` (requests, responses, and the contract of routes), `access` (who may ask), `server`
 (bytes to requests and back, under limits of size, time and number), then the routes: `classify`,
-`open_inference`, `health`, `metrics`.
+`open_inference`, `health`, `metrics` and `page`.
 """

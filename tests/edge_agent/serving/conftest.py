@@ -12,7 +12,7 @@ from serving_site import Site, fit_squares, named_source, settings_for_tests
 from edge_agent.bundle.unpacked import Bundle
 from edge_agent.personal.personalizer import load_bundle
 from edge_agent.serving.pair_source import PairSource
-from edge_agent.serving.service import Service
+from edge_agent.serving.service import Device, Service
 
 
 @pytest.fixture
@@ -40,8 +40,8 @@ def serve() -> Iterator[Callable[..., Site]]:
     """A function that starts a service; all of them are closed at the end."""
     running: list[Service] = []
 
-    def start(source: PairSource, **settings: Any) -> Site:
-        service = Service(source, settings_for_tests(**settings))
+    def start(source: PairSource, device: Device = Device(), **settings: Any) -> Site:  # noqa: B008 - it is frozen
+        service = Service(source, settings_for_tests(**settings), device)
         running.append(service)
         service.start()
         return Site(service)

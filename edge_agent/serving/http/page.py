@@ -1,0 +1,129 @@
+"""``/``: a page for people, and what it reads: the status, the last answers, and corrections."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, ValidationError
+
+from ...core.config import mistakes_of
+from ...core.errors import DataError
+from ...core.task import Frozen, ImageInput, parse_json
+from ...version import __version__
+from ..corrections import Corrections
+from ..history import History, picture_of
+from ..predictor import Predictor
+from .messages import Access, Request, Response, Route, error_response, json_response
+
+_PAGE = Path(__file__).parent / "page.html"
+
+StatusPart = Callable[[], Any]
+"""Returns one part of the status, as JSON has it."""
+
+
+class Correction(Frozen):
+    """What the page sends when a person says what an input was."""
+
+    number: int = Field(ge=1, description="of the answer")
+    label: str = Field(min_length=1, max_length=200, description="the right class, which may be a new one")
+
+
+class PageRoutes:
+    """The page, and what it reads and sends."""
+
+    def __init__(
+        self,
+        predictor: Predictor,
+        history: History,
+        corrections: Corrections,
+        parts: Mapping[str, StatusPart],
+    ) -> None:
+        """Serve the page.
+
+        Args:
+            predictor: What answers.
+            history: The last answers.
+            corrections: Takes what people say of them.
+            parts: More parts of the status, by their names there.
+        """
+        self._predictor = predictor
+        self._history = history
+        self._corrections = corrections
+        self._parts = parts
+        html = _PAGE.read_text(encoding="utf-8")
+        self._page = html.encode()
+        self._policy = content_policy(html)
+
+    def routes(self) -> Iterable[Route]:
+        """Return all routes of the page."""
+        yield Route("GET", "/", Access.OPEN, self._show)
+        yield Route("GET", "/status", Access.ASK, self._status)
+        yield Route("GET", "/history", Access.ASK, self._list)
+        yield Route("GET", "/history/{number}/picture", Access.ASK, self._picture)
+        yield Route("POST", "/correct", Access.CHANGE, self._correct)
+
+    def _show(self, _request: Request) -> Response:
+        headers = (
+            ("Content-Security-Policy", self._policy),
+            ("Referrer-Policy", "no-referrer"),
+            ("X-Frame-Options", "DENY"),
+        )
+        return Response(200, self._page, "text/html; charset=utf-8", headers)
+
+    def _status(self, _request: Request) -> Response:
+        content: dict[str, Any] = {"version": __version__, "ready": self._predictor.is_ready, "pair": None}
+        content |= {"classes": [], "why_not_correct": self._corrections.why_not}
+        if self._predictor.is_ready:
+            pair = self._predictor.pair
+            content["pair"] = {
+                **pair.id.as_json(),
+                "bundle_name": pair.bundle.manifest.name,
+                "precision": pair.encoder.precision,
+                "takes": "images" if isinstance(pair.input, ImageInput) else "recordings",
+            }
+            content["classes"] = self._corrections.labels(pair) if pair.class_names else []
+        content["fit"] = self._corrections.status.as_json()
+        content["waiting"] = self._predictor.waiting
+        for name, part in self._parts.items():
+            content[name] = part()
+        return json_response(content)
+
+    def _list(self, request: Request) -> Response:
+        after = request.query.get("after", "0")
+        if not (after.isascii() and after.isdigit() and len(after) < 16):
+            raise DataError(f"after={after[:20]}, expected the number of an answer")
+        return json_response({"answers": [entry.as_json() for entry in self._history.entries(int(after))]})
+
+    def _picture(self, request: Request) -> Response:
+        number = request.names["number"]
+        entry = self._history.find(int(number)) if number.isascii() and number.isdigit() and len(number) < 16 else None
+        if entry is None:
+            return error_response(404, "NotFound", f"answer {number[:20]} is not kept any more")
+        picture, content_type = picture_of(entry, self._predictor.pair)
+        return Response(200, picture, content_type, (("Content-Security-Policy", "default-src 'none'"),))
+
+    def _correct(self, request: Request) -> Response:
+        try:
+            correction = Correction.model_validate(parse_json(request.body))
+        except ValidationError as error:
+            raise DataError("; ".join(mistakes_of(error, Correction))) from error
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"the body is no JSON: {error}") from error
+        added = self._corrections.correct(correction.number, correction.label.strip(), self._predictor.pair)
+        return json_response({**added, "fit": self._corrections.status.as_json()})
+
+
+def content_policy(html: str) -> str:
+    """Return the policy by which a browser runs the page's own script and style, and nothing else."""
+    sources = []
+    for kind in ("script", "style"):
+        [content] = re.findall(rf"<{kind}>(.*?)</{kind}>", html, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        sources.append(f"{kind}-src 'sha256-{digest}'")
+    rules = ["default-src 'none'", *sources, "img-src blob:", "connect-src 'self'", "base-uri 'none'"]
+    return "; ".join([*rules, "form-action 'none'", "frame-ancestors 'none'"])
