@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from .where import check_exists, config_of_folder, state_of
 
 if TYPE_CHECKING:
     from ..serving.pair_source import PairSource
-    from ..serving.service import Device, HttpSettings, Service
+    from ..serving.service import Device, HttpSettings, Service, Ways
 
 PORT = 8480
 """The port where nobody names another one."""
@@ -68,6 +69,22 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="file of the token, made where there is none (default: serve/token in the state folder)",
     )
+    told = parser.add_argument_group("whom answers are told (MQTT, found by Home Assistant)")
+    told.add_argument("--mqtt", metavar="URL", help="broker, such as mqtt://homeassistant.local or mqtts://host:8883")
+    told.add_argument("--mqtt-user", metavar="NAME", help="user at the broker")
+    told.add_argument("--mqtt-password-file", type=Path, metavar="FILE", help="file whose first line is the password")
+    told.add_argument("--mqtt-ca", type=Path, metavar="FILE", help="certificates that an mqtts broker may show")
+    told.add_argument("--name", metavar="NAME", help="what the device is called there (default: this machine's name)")
+    told.add_argument(
+        "--discovery-prefix", default="homeassistant", metavar="TOPIC", help="Home Assistant's (default: homeassistant)"
+    )
+    told.add_argument(
+        "--expire", type=int, default=300, metavar="S", help="without answers for so long: unavailable (default: 300)"
+    )
+    told.add_argument("--share-image", action="store_true", help="publish the last image, too; it leaves the device")
+    told.add_argument(
+        "--vote", type=int, default=1, metavar="N", help="equal answers in a row that change the state (default: 1)"
+    )
 
 
 def serve(arguments: argparse.Namespace) -> int:
@@ -90,11 +107,12 @@ def serve(arguments: argparse.Namespace) -> int:
     source = _pair_source(arguments)
     settings = _http_settings(arguments)
     device = _device(arguments, source)
+    ways = _ways(arguments)
 
     def show(service: Service) -> None:
         _show(arguments, settings, service)
 
-    with stop_on_signals() as stop, serving(source, settings, device, show):
+    with stop_on_signals() as stop, serving(source, settings, device, ways, show):
         stop.wait()
     if stop.signal == signal.SIGINT:
         raise KeyboardInterrupt
@@ -165,6 +183,37 @@ def _http_settings(arguments: argparse.Namespace) -> HttpSettings:
         host_names=frozenset(name.lower() for name in arguments.host_name),
         sound=None if arguments.sound is None else sound_options(arguments.sound),
     )
+
+
+def _ways(arguments: argparse.Namespace) -> Ways:
+    """Return to whom answers are told.
+
+    Raises:
+        UsageError: A number is impossible, or a name is none that topics may hold.
+        ConfigError: The broker cannot be as it was named.
+    """
+    from ..core.config import BrokerConfig, default_agent_id, parse
+    from ..serving.mqtt.discovery import Described
+    from ..serving.mqtt.topics import AnswerTopics
+    from ..serving.service import MqttSettings, Ways
+
+    if arguments.vote < 1:
+        raise UsageError(f"--vote {arguments.vote}: expected 1 or more")
+    if arguments.mqtt is None:
+        return Ways(votes=arguments.vote)
+    if arguments.expire < 10:
+        raise UsageError(f"--expire {arguments.expire}: expected 10 seconds or more")
+    device = default_agent_id() if arguments.name is None else re.sub(r"[^a-z0-9_-]+", "-", arguments.name.lower())
+    broker = {"url": arguments.mqtt, "user": arguments.mqtt_user, "password_file": arguments.mqtt_password_file}
+    if arguments.mqtt_ca is not None:
+        broker["tls"] = {"ca": arguments.mqtt_ca}
+    described = Described(arguments.name or device, (), expire_s=arguments.expire, has_image=arguments.share_image)
+    settings = MqttSettings(
+        parse(BrokerConfig, broker, where="--mqtt"),
+        AnswerTopics(device.strip("-_") or "device", prefix=arguments.discovery_prefix),
+        described,
+    )
+    return Ways(settings, arguments.vote)
 
 
 def _token_file(arguments: argparse.Namespace) -> Path:

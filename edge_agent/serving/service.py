@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import ssl
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..core.config import AgentConfig, is_loopback
+from ..core.config import AgentConfig, BrokerConfig, is_loopback
 from ..data.wav import WavOptions
+from ..wire.mqtt import MqttTransport
 from .corrections import Corrections
 from .history import History
 from .http.access import Guard
@@ -21,8 +23,12 @@ from .http.metrics import Metrics
 from .http.open_inference import OpenInferenceRoutes
 from .http.page import PageRoutes
 from .http.server import HttpLimits, HttpServer
+from .mqtt.discovery import Described
+from .mqtt.publisher import Publisher, will_of
+from .mqtt.topics import AnswerTopics
 from .pair_source import PairSource, PairWatch
 from .predictor import Predictor
+from .vote import Vote
 
 log = logging.getLogger(__name__)
 
@@ -77,25 +83,58 @@ class Device:
     why_not: str = ""
 
 
+@dataclass(frozen=True)
+class MqttSettings:
+    """How answers are published.
+
+    Attributes:
+        broker: Where the broker is, and how to log in.
+        topics: Where to publish.
+        described: The device, as Home Assistant shows it.
+    """
+
+    broker: BrokerConfig
+    topics: AnswerTopics
+    described: Described
+
+
+@dataclass(frozen=True)
+class Ways:
+    """The ways out besides HTTP.
+
+    Attributes:
+        mqtt: How answers are published; None: they are not.
+        votes: How many equal answers change what holds.
+    """
+
+    mqtt: MqttSettings | None = None
+    votes: int = 1
+
+
 class Service:
     """A personal model that answers until it is closed."""
 
-    def __init__(self, source: PairSource, http: HttpSettings, device: Device) -> None:
+    def __init__(self, source: PairSource, http: HttpSettings, device: Device, ways: Ways | None = None) -> None:
         """Open the address; nothing is answered before `start`.
 
         Args:
             source: Which pair answers.
             http: Where and for whom.
             device: The device whose samples people may correct.
+            ways: The ways out besides HTTP.
 
         Raises:
             UsageError: The address cannot be used.
         """
+        ways = Ways() if ways is None else ways
         self.predictor = Predictor()
         self.metrics = Metrics()
         self.predictor.observe(self.metrics)
         self.history = History()
         self.predictor.observe(self.history)
+        self.vote = Vote(ways.votes)
+        self.predictor.observe(self.vote)
+        self.publisher = None if ways.mqtt is None else self._publisher_of(ways.mqtt)
         self.corrections = Corrections(device.config, self.history, device.why_not)
         self.watch = PairWatch(source, self.predictor)
         groups: list[Routes] = [
@@ -116,21 +155,33 @@ class Service:
             HeadwaterError: The pair cannot be used.
         """
         self.watch.start()
+        if self.publisher is not None:
+            self.publisher.start()
         self.http.start()
+
+    def _publisher_of(self, settings: MqttSettings) -> Publisher:
+        """Return a publisher that sees every answer and what holds."""
+        transport = MqttTransport(settings.broker, f"headwater-{settings.topics.device}", will=will_of(settings.topics))
+        publisher = Publisher(transport, settings.topics, settings.described, time.monotonic)
+        self.predictor.observe(publisher)
+        self.vote.observe(publisher)
+        return publisher
 
     def close(self) -> None:
         """Answer no more, and release the address."""
         self.http.close()
         self.corrections.close()
         self.watch.close()
+        if self.publisher is not None:
+            self.publisher.close()
 
 
 @contextlib.contextmanager
 def serving(
-    source: PairSource, http: HttpSettings, device: Device, shown: Callable[[Service], None]
+    source: PairSource, http: HttpSettings, device: Device, ways: Ways, shown: Callable[[Service], None]
 ) -> Iterator[Service]:
     """Serve while the context lasts; ``shown`` is called once everything answers."""
-    service = Service(source, http, device)
+    service = Service(source, http, device, ways)
     try:
         service.start()
         shown(service)
