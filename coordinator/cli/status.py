@@ -14,8 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from edge_agent import __version__
-from edge_agent.cli.output import other_version, value_text
 from edge_agent.core.errors import StateError
+from edge_agent.core.formats import other_version, value_text
 from edge_agent.core.time_and_text import show_time
 
 from ..fleet.release_commands import open_releases, standing_of
