@@ -18,8 +18,7 @@ from edge_agent.core.errors import RunFailed, StateError
 from edge_agent.core.locks import folder_lock
 from edge_agent.core.time_and_text import show_time
 
-from ..journal.sqlite import Journal
-from ..journal.store import utc_now
+from ..journal.store import Journal, utc_now
 from ..runs.result_notes import standing
 from ..state.store import StateFolder, read_status
 from ..text import SaidBefore, about_time, counted, listed

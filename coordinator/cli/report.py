@@ -45,7 +45,7 @@ def report(
     folder = StateFolder(state_path(config, state))
     record = None
     releases = list[dict[str, Any]]()
-    if folder.journal.path.exists():
+    if folder.journal.exists:
         with folder.look():
             record = replay(folder.journal, run) if run else _latest(folder)
             releases = [] if record is None else releases_of_run(folder, record.run)

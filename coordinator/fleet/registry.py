@@ -25,8 +25,7 @@ from edge_agent.wire.messages.fields import run_name
 from edge_agent.wire.topics import Topics
 
 from ..journal.entries import RunHeard, RunningFigures, RunRequested
-from ..journal.sqlite import Journal
-from ..journal.store import run_number, utc_now
+from ..journal.store import Journal, run_number, utc_now
 from ..state.command_keys import CommandKeys
 from ..views.candidate import Candidate
 from .link_breaks import LinkBreaks

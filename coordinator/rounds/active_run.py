@@ -20,7 +20,7 @@ from edge_agent.wire.messages.fields import Purpose
 from edge_agent.wire.tensors import Spec
 
 from ..fleet.collection import Collection
-from ..journal.sqlite import Journal
+from ..journal.store import Journal
 from .assignment import Assignment, JobSpec, make_assignment
 from .context import Run, Steps, Waiting, computed
 from .selection import Selection

@@ -13,8 +13,7 @@ from statistics import median_low
 from types import MappingProxyType
 
 from ..journal.entries import RoundClosed
-from ..journal.sqlite import Journal
-from ..journal.store import facts_of
+from ..journal.store import Journal, facts_of
 
 HISTORY = 10
 """Rounds of an agent that its expected time is taken from."""

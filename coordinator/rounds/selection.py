@@ -22,8 +22,7 @@ from ..config import CohortConfig, CoordinatorConfig
 from ..fleet.collection import Collection, share_of
 from ..fleet.registry import RETURN_S
 from ..journal.entries import RoundClosed, RoundOpened
-from ..journal.sqlite import Journal
-from ..journal.store import facts_of
+from ..journal.store import Journal, facts_of
 from ..text import counted, listed
 from ..views.runs import OpenRound, Rejection, RunRecord, step
 from .context import RunContext, Waiting

@@ -13,8 +13,7 @@ from typing import Any, TypedDict
 from edge_agent.core.worst_tenth import worst_tenth
 
 from ..journal.entries import ProxyEvaluated, ProxyFailed, RunRequested, WarmStarted
-from ..journal.sqlite import Journal
-from ..journal.store import facts_of
+from ..journal.store import Journal, facts_of
 from ..rounds.good_state import reason_of_restoration
 from ..state.noise import STANDARD_ERRORS, adjusted, standard_error
 from ..text import counted, listed

@@ -49,7 +49,7 @@ def restore(state: StateFolder, run: str) -> None:
     later = recorded - closed.keys()
     if later:
         raise StateError(
-            f"{folder.metrics_path} has round {max(later)}, the last closed one in {state.journal.path} is "
+            f"{folder.metrics_path} has round {max(later)}, the last closed one in {state.journal.location} is "
             f"{max(closed, default=0)}: the journal is an older copy, or was copied without journal.db-wal. Put the "
             "newer journal back, or the whole state folder from a backup; to repeat those rounds, remove their lines"
         )

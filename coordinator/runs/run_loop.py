@@ -23,8 +23,7 @@ from edge_agent.wire.tensors import decode
 from ..config import CoordinatorConfig
 from ..fleet.collection import Collection
 from ..journal.entries import RoundClosed, RoundOpened, RunStarted
-from ..journal.sqlite import Journal
-from ..journal.store import facts_of
+from ..journal.store import Journal, facts_of
 from ..rounds.active_run import ActiveRun, UpdateForms
 from ..rounds.aggregation import refusal
 from ..rounds.assignment import Assignment, JobSpec

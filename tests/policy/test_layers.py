@@ -139,6 +139,20 @@ def test_the_device_command_line_is_imported_by_itself_alone(sources):
     assert wrong == []
 
 
+OPENING = {"coordinator.state.store", "coordinator.state.backup", "coordinator.service.standby"}
+"""Who opens the file of a journal, and so knows that it is one of SQLite; all others know the contract."""
+
+
+def test_which_database_the_journal_is_in_is_known_where_it_is_opened_alone(sources):
+    knowing = {
+        source.name
+        for source in sources
+        for imported in source.imports
+        if imported.name.startswith("coordinator.journal.sqlite")
+    }
+    assert knowing == OPENING
+
+
 def test_nobody_imports_an_upper_package_even_when_called(sources):
     above = {"edge_agent": {"export", "coordinator"}, "export": {"coordinator"}, "coordinator": set()}
     wrong = [
