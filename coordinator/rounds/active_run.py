@@ -112,7 +112,7 @@ class ActiveRun:
             Agent -> reason, of those that were present and did not answer in time.
         """
         self.start_collecting(collection)
-        self.selection.opened(collection)
+        self.selection.note_opened(collection)
         until = yield from self.ask(collection.cohort, spec)
         late_s = yield from self.selection.collect(collection, until)
         unanswered = self.selection.unanswered(collection, late_s)
