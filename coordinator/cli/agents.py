@@ -11,8 +11,8 @@ import typer
 from rich.table import Table
 from typer.core import TyperGroup
 
-from edge_agent.cli.output import pairs, value_text
 from edge_agent.core.errors import UsageError, nearest
+from edge_agent.core.formats import pairs, value_text
 from edge_agent.core.storage import IDENTITY
 from edge_agent.core.time_and_text import show_time
 from edge_agent.identity.certificates import show_utc

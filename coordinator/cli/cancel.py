@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..fleet.release_commands import author
+from ..fleet.release_commands import current_user
 from ..runs.cancel import cancel_run
 from ..state.store import StateFolder
 from .options import Config, Json, State, state_path
@@ -28,7 +28,7 @@ def cancel(run: Run, config: Config = None, state: State = None, as_json: Json =
     Example: headwater cancel run-0003 --config coordinator.toml
     """
     pause = threading.Event()
-    by = f"by {author()}, 'headwater cancel'"
+    by = f"by {current_user()}, 'headwater cancel'"
     with StateFolder(state_path(config, state)).look() as folder:
         record = cancel_run(folder, run, lambda: pause.wait(LOOK_EVERY_S), int(TIMEOUT_S / LOOK_EVERY_S), by)
     line = f"{run} will be cancelled as soon as the coordinator has done what it is at; see 'headwater status'"

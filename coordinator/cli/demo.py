@@ -243,7 +243,7 @@ def _reading(summary: Mapping[str, Any], took: str) -> Iterator[str]:
     """Yield what the table means, and what to try next."""
     from edge_agent.core.installation import program_command
 
-    from ..runs.result_notes import lines
+    from ..runs.result_notes import describe_warnings
 
     heads = [agent["acc"] for agent in summary["agents"] if agent["tier"] == "head"]
     personal, local = ([acc[scope] for acc in heads if acc[scope] is not None] for scope in ("personal", "local"))
@@ -259,7 +259,7 @@ def _reading(summary: Mapping[str, Any], took: str) -> Iterator[str]:
             f"{min(agent['support'] for agent in unchanged)} held-out samples or more. Devices with few samples gain "
             "from the federation; devices with many samples of one style do as well alone."
         )
-    yield from (f"warning: {line}" for line in lines(summary["warnings"]))
+    yield from (f"warning: {line}" for line in describe_warnings(summary["warnings"]))
     if settings := SETTINGS.get(summary["method"]):
         options = " ".join(f"--set {name}={json.dumps(value)}" for name, value in settings.items())
         yield f"Parameters that differ from the defaults of {summary['method']}: {options}"

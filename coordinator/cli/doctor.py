@@ -12,13 +12,14 @@ import typer
 from rich.table import Table
 
 from edge_agent import __version__
-from edge_agent.cli.doctor import Step, attempted, walk
-from edge_agent.cli.output import other_version
 from edge_agent.core import capabilities
+from edge_agent.core.checks import Step, try_step
 from edge_agent.core.children import in_child
 from edge_agent.core.config import BrokerConfig
 from edge_agent.core.errors import UsageError
+from edge_agent.core.formats import other_version
 from edge_agent.core.locks import lock_holder
+from edge_agent.wire.broker_steps import walk_to_broker
 from edge_agent.wire.mqtt import MqttTransport, user_of
 from edge_agent.wire.topics import Topics
 from edge_agent.wire.transport import Message, Subscribed
@@ -63,7 +64,7 @@ def doctor(config: Config = None, as_json: Json = False) -> None:
     serving = _serving_version(settings.state) if settings is not None else ""
     if serving:
         advice.append(serving)
-    runs = attempted("runs", lambda: _check_runs(settings, config)) if settings is not None else None
+    runs = try_step("runs", lambda: _check_runs(settings, config)) if settings is not None else None
     steps = list(_steps(settings)) if settings is not None else []
     looked = [("runs", runs)] if runs is not None else []
     looked += [(f"broker {step.name}", step) for step in steps]
@@ -108,23 +109,23 @@ def _steps(config: CoordinatorConfig) -> Iterator[Step]:
         from ..identity.serving import checks
 
         for name, check in checks(config.state, config.federation, config.identity):
-            yield attempted(name, check)
+            yield try_step(name, check)
         return
     if config.broker is None:
         yield Step("embedded", is_ok=True, detail="'headwater serve' starts its own broker")
         return
     tls = config.broker.tls
-    for step in walk(config.broker, tls.ca if tls else None, TIMEOUT_S):
+    for step in walk_to_broker(config.broker, tls.ca if tls else None, TIMEOUT_S):
         yield step
         if not step.is_ok:
             return
     topics = Topics(config.federation)
     transport = MqttTransport(config.broker.model_copy(update={"wait": False}), f"{config.federation}-coordinator")
     try:
-        step = attempted("login", lambda: _login(transport, topics, config.broker))
+        step = try_step("login", lambda: _login(transport, topics, config.broker))
         yield step
         if step.is_ok:
-            yield attempted("topics", lambda: _receive_own_message(transport, topics, config.federation))
+            yield try_step("topics", lambda: _receive_own_message(transport, topics, config.federation))
     finally:
         transport.close()
 

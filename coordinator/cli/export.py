@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from edge_agent.cli import output
+from edge_agent.bundle import figure_rows
 from edge_agent.core.storage import write_tensors
 
 from ..config import DEFAULT_CONFIG, ExportConfig, HostedConfig, load_config
@@ -84,7 +84,9 @@ def export(
     rows = [(name, near_one(value) if name == "int8_cosine" else _cell(value)) for name, value in shown.items()]
     tables = [table(title, ("what", "value"), rows, left=2)]
     if "figures" in result:
-        tables.append(table("variants", ("variant or domain", "figures"), output.variants(result["figures"]), left=2))
+        tables.append(
+            table("variants", ("variant or domain", "figures"), figure_rows.variant_rows(result["figures"]), left=2)
+        )
     present(result, tables, as_json=as_json)
 
 

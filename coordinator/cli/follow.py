@@ -18,9 +18,8 @@ from edge_agent.core.errors import RunFailed, StateError
 from edge_agent.core.locks import folder_lock
 from edge_agent.core.time_and_text import show_time
 
-from ..journal.sqlite import Journal
-from ..journal.store import utc_now
-from ..runs.result_notes import standing
+from ..journal.store import Journal, utc_now
+from ..runs.result_notes import describe_progress
 from ..state.store import StateFolder, read_status
 from ..text import SaidBefore, about_time, counted, listed
 from ..views.candidate import SCOPES
@@ -294,5 +293,5 @@ def behind(journal: Journal, run: str, invocation: Invocation) -> str:
         return ""
     first = ahead[0]
     others = f" and {listed(ahead[1:])}" if len(ahead) > 1 else ""
-    what = f"{first}, which {standing(replay(journal, first))}{others}"
+    what = f"{first}, which {describe_progress(replay(journal, first))}{others}"
     return f"{run} is queued behind {what}; {invocation.command(f'cancel {first}')} takes it out of the queue"

@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from edge_agent.cli.output import value_text
 from edge_agent.core.errors import UsageError
+from edge_agent.core.formats import value_text
 from edge_agent.core.logs import TEXT, LogFormat, log_json
 from edge_agent.core.storage import check_writable
 

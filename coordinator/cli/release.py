@@ -11,7 +11,7 @@ import typer
 from edge_agent.core.errors import UsageError
 
 from ..fleet import release_commands as commands
-from ..fleet.release_commands import chosen, describe_release, device_rows, tiers_without_releases
+from ..fleet.release_commands import describe_release, device_rows, find_release, tiers_without_releases
 from ..journal.store import utc_now
 from ..state.store import StateFolder
 from ..text import listed
@@ -80,7 +80,7 @@ def create(
         note=note,
     )
     with StateFolder(state_path(config, state)).look() as folder:
-        made = commands.create(folder, plan, run, commands.author(), new_channel=new_channel)
+        made = commands.create(folder, plan, run, commands.current_user(), new_channel=new_channel)
         _show(folder, made, as_json=as_json)
 
 
@@ -93,7 +93,7 @@ def promote(number: Number = None, config: Config = None, state: State = None, a
     Example: headwater release promote 3
     """
     with StateFolder(state_path(config, state)).look() as folder:
-        _show(folder, commands.promote(folder, number, commands.author()), as_json=as_json)
+        _show(folder, commands.promote(folder, number, commands.current_user()), as_json=as_json)
 
 
 @app.command()
@@ -107,7 +107,7 @@ def hold(
     Example: headwater release hold 3 --reason "complaints from the porch"
     """
     with StateFolder(state_path(config, state)).look() as folder:
-        _show(folder, commands.hold(folder, number, reason, commands.author()), as_json=as_json)
+        _show(folder, commands.hold(folder, number, reason, commands.current_user()), as_json=as_json)
 
 
 @app.command()
@@ -119,7 +119,7 @@ def resume(number: Number = None, config: Config = None, state: State = None, as
     Example: headwater release resume 3
     """
     with StateFolder(state_path(config, state)).look() as folder:
-        _show(folder, commands.resume(folder, number, commands.author()), as_json=as_json)
+        _show(folder, commands.resume(folder, number, commands.current_user()), as_json=as_json)
 
 
 @app.command()
@@ -134,7 +134,7 @@ def rollback(
     Example: headwater release rollback 3 --reason "wrong calibration"
     """
     with StateFolder(state_path(config, state)).look() as folder:
-        _show(folder, commands.rollback(folder, number, reason, commands.author()), as_json=as_json)
+        _show(folder, commands.rollback(folder, number, reason, commands.current_user()), as_json=as_json)
 
 
 @app.command()
@@ -167,7 +167,7 @@ def pin(
     """
     with StateFolder(state_path(config, state)).look() as folder:
         pinned, before = commands.pin(
-            folder, device, one_of(number, number_option, "RELEASE"), reason, until, commands.author()
+            folder, device, one_of(number, number_option, "RELEASE"), reason, until, commands.current_user()
         )
     ends = f" until {pinned.until}" if pinned.until else ""
     lines = [f"{device} stays with release {pinned.release}{ends}: {pinned.reason}"]
@@ -186,7 +186,7 @@ def unpin(device: DeviceName, config: Config = None, state: State = None, as_jso
     Example: headwater release unpin porch
     """
     with StateFolder(state_path(config, state)).look() as folder:
-        commands.unpin(folder, device, commands.author())
+        commands.unpin(folder, device, commands.current_user())
         present({"device": device}, [f"{device} follows its channel again"], as_json=as_json)
 
 
@@ -211,7 +211,7 @@ def status(
         book = book_of(folder.journal)
         now = utc_now()
     if number is not None:
-        chosen(book, number)
+        find_release(book, number)
     releases = [describe_release(book, release, now) for release in book.releases]
     rows = device_rows(book, now)
     asked_for = [release for release in releases if number in {None, release["release"]}]

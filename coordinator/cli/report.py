@@ -13,7 +13,7 @@ from edge_agent.core.storage import write_atomic
 from ..fleet.release_commands import releases_of_run
 from ..report import write_report
 from ..report.page import accuracy_svg
-from ..runs.result_notes import standing
+from ..runs.result_notes import describe_progress
 from ..state.store import StateFolder
 from ..views.runs import RunRecord, replay
 from .options import Config, Json, RunOption, State, one_of, state_path
@@ -45,7 +45,7 @@ def report(
     folder = StateFolder(state_path(config, state))
     record = None
     releases = list[dict[str, Any]]()
-    if folder.journal.path.exists():
+    if folder.journal.exists:
         with folder.look():
             record = replay(folder.journal, run) if run else _latest(folder)
             releases = [] if record is None else releases_of_run(folder, record.run)
@@ -54,7 +54,9 @@ def report(
     chosen = folder.run(record.run)
     path = write_report(chosen, record, releases)
     if record.status != "finished":
-        console.print(f"{record.run} has not finished ({record.status}): it {standing(record)}", soft_wrap=True)
+        console.print(
+            f"{record.run} has not finished ({record.status}): it {describe_progress(record)}", soft_wrap=True
+        )
     if svg is not None:
         ready_for(svg)
         write_atomic(svg, accuracy_svg(chosen))

@@ -177,7 +177,7 @@ def _follow(settings: CoordinatorConfig, run: Request | str, invocation: Invocat
     """The record of a new run, or of one to resume, at its end; a signal ends the command with `INTERRUPTED`."""
     from ..processes.compute import InlineCompute
     from ..rounds.request import Request
-    from ..runs.result_notes import standing
+    from ..runs.result_notes import describe_progress
     from ..service.app import coordinator
     from ..state.store import StateFolder
     from .follow import behind, follow, is_serving
@@ -210,7 +210,7 @@ def _follow(settings: CoordinatorConfig, run: Request | str, invocation: Invocat
     line = f"{run} continues without this command; {invocation.command('status')} shows its state, {cancels} ends it"
     if not serving:
         resumes = f"{invocation.command(f'run --resume {run}')} or {invocation.command('serve')}"
-        line = f"{run} {standing(record)} and stays in the queue; {resumes} resumes it, {cancels} removes it"
+        line = f"{run} {describe_progress(record)} and stays in the queue; {resumes} resumes it, {cancels} removes it"
     console.print(line, soft_wrap=True)
     raise typer.Exit(INTERRUPTED)
 
@@ -266,7 +266,7 @@ def request_for(
 
 def result_parts(summary: dict[str, Any]) -> Iterator[Table | str]:
     """A run's result for people: a table of the devices, then what else has to be known."""
-    from ..runs.result_notes import lines, metric_lines
+    from ..runs.result_notes import describe_warnings, metric_lines
 
     bundle = summary.get("bundle")
     exported = f"no bundle ({summary.get('bundle_why_not', 'not exported')})"
@@ -282,7 +282,7 @@ def result_parts(summary: dict[str, Any]) -> Iterator[Table | str]:
         if warning["kind"] != "one_class"
         and not (warning["kind"] == "left_out" and explained.issuperset(warning["clients"]))
     ]
-    yield from (f"warning: {line}" for line in lines(_without_known_reasons(warnings, summary)))
+    yield from (f"warning: {line}" for line in describe_warnings(_without_known_reasons(warnings, summary)))
     yield from (f"to try next: {step}" for step in summary.get("next_steps", ()))
     yield from metric_lines(summary)
     yield f"{summary['seconds']:.1f} s, {exported}"
@@ -324,7 +324,7 @@ def agents_table(summary: dict[str, Any]) -> Table:
 def footnotes(summary: dict[str, Any]) -> Iterator[str]:
     """Which models ``acc.local`` is of, then notes on devices and their failures, one line each."""
     from ..report.figures import notes_of
-    from ..runs.result_notes import local_models, spent
+    from ..runs.result_notes import describe_spent, local_models
 
     if models := local_models(summary.get("agents", [])):
         yield f"acc.local, alone and without the federation: {models}"
@@ -341,7 +341,7 @@ def footnotes(summary: dict[str, Any]) -> Iterator[str]:
     if stopped := summary.get("stopped"):
         yield f"ended early: {stopped}"
     if privacy := summary.get("privacy"):
-        yield spent(privacy)
+        yield describe_spent(privacy)
     for agent, one in left_out.items():
         if agent in explained:
             continue

@@ -80,7 +80,7 @@ def serve(
 
     Example: headwater serve --standby --takeover-s 60 --config configs/coordinator.toml
     """
-    from ..runs.result_notes import standing
+    from ..runs.result_notes import describe_progress
     from ..service import app
     from ..service.first_start import Decisions
     from ..service.preflight import check_defaults, check_private, without_lost_weights
@@ -129,7 +129,7 @@ def serve(
             view.start()
         for run in service.state.journal.unfinished():
             drops = Invocation(config, state).command(f"cancel {run}")
-            progress = standing(replay(service.state.journal, run))
+            progress = describe_progress(replay(service.state.journal, run))
             console.print(f"{run} {progress} and is done first; {drops} drops it", soft_wrap=True)
         service.serve(stop)
     console.print("stopped; the next start resumes from here")

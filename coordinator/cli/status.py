@@ -14,14 +14,14 @@ from rich.table import Table
 from rich.text import Text
 
 from edge_agent import __version__
-from edge_agent.cli.output import other_version, value_text
 from edge_agent.core.errors import StateError
+from edge_agent.core.formats import other_version, value_text
 from edge_agent.core.time_and_text import show_time
 
-from ..fleet.release_commands import open_releases, standing_of
+from ..fleet.release_commands import describe_open_release, open_releases
 from ..identity.revoked import revoked_agents
 from ..journal.store import utc_now
-from ..runs.result_notes import SHOWN_CLIENTS, coordinator_metrics, metric_lines, spent
+from ..runs.result_notes import SHOWN_CLIENTS, coordinator_metrics, describe_spent, metric_lines
 from ..state.fleet_rows import Presence, presence_of
 from ..state.retention import usage
 from ..state.store import RunFolder, StateFolder, read_agents, read_status
@@ -285,7 +285,7 @@ def _accuracies(result: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def _lines(result: dict[str, Any]) -> Iterator[Table | str]:
     """Yield the status for people: the coordinator, its folder, the runs, the fleet."""
     yield from _coordinator_lines(result)
-    yield from map(standing_of, result["releases"])
+    yield from map(describe_open_release, result["releases"])
     disk = result["disk"]
     yield (
         f"disk: {counted(disk['blobs'], 'blob')} of {disk['blob_bytes'] / 1e6:.1f} MB, checkpoints of "
@@ -314,7 +314,7 @@ def _coordinator_lines(result: dict[str, Any]) -> Iterator[str]:
     elif advised:
         yield f"advice: {advised}"
     if result["privacy"]:
-        yield spent(result["privacy"])
+        yield describe_spent(result["privacy"])
     if serving:
         yield from _trouble_lines(result)
     yield from _rejection_lines(result)

@@ -11,7 +11,7 @@ import typer
 from edge_agent.core.children import stop_on_signals
 from edge_agent.core.errors import MissingCapability
 
-from ..journal.sqlite import Journal
+from ..journal.store import Journal
 from ..state.store import StateFolder
 from ..text import counted
 from ..views.runs import replay
@@ -63,7 +63,7 @@ class Ended:
     def __init__(self, journal: Journal, run: str | None = None) -> None:
         self._journal = journal
         self._run = run
-        self._version: tuple[int, int] | None = None
+        self._version: object = None
         self._over = set[str]()
         self.known = set[tuple[str, str]]()
         """Trace and id of those that were read."""

@@ -25,8 +25,7 @@ from edge_agent.wire.messages.fields import run_name
 from edge_agent.wire.topics import Topics
 
 from ..journal.entries import RunHeard, RunningFigures, RunRequested
-from ..journal.sqlite import Journal
-from ..journal.store import run_number, utc_now
+from ..journal.store import Journal, run_number, utc_now
 from ..state.command_keys import CommandKeys
 from ..views.candidate import Candidate
 from .link_breaks import LinkBreaks
@@ -64,7 +63,7 @@ class Figures:
     """Held-out samples behind the accuracies."""
 
     @classmethod
-    def of_record(cls, record: Mapping[str, Any]) -> Figures:
+    def from_record(cls, record: Mapping[str, Any]) -> Figures:
         """Return the figures of an agent at the end of a run; ``record``: JSON of `coordinator.runs.results`."""
         accuracies = record.get("acc") or {}
         return cls(
@@ -75,7 +74,7 @@ class Figures:
             support=record.get("support") or None,
         )
 
-    def of_update(self, metrics: Mapping[str, float | None]) -> Figures:
+    def with_update(self, metrics: Mapping[str, float | None]) -> Figures:
         """Return the figures with the accuracies that came with an update."""
         acc: dict[str, float] = {}
         for scope in ("local", "global", "personal"):
@@ -86,7 +85,7 @@ class Figures:
             return self
         return replace(self, acc={**self.acc, **acc})
 
-    def of_report(self, message: up.Report) -> Figures:
+    def with_report(self, message: up.Report) -> Figures:
         """Return the figures with what a report says of the bundle that the agent runs."""
         rss_mb = message.rss_mb or self.rss_mb
         if Candidate.from_report(message) is not None:
@@ -118,7 +117,7 @@ class Figures:
             support=self.support,
         )
 
-    def of_facts(self, facts: Mapping[str, object]) -> Figures:
+    def with_facts(self, facts: Mapping[str, object]) -> Figures:
         """Return the figures with the memory that a hello says; a value that is no size is passed over."""
         rss_mb = facts.get("rss_mb")
         if not isinstance(rss_mb, float | int) or isinstance(rss_mb, bool):
@@ -213,7 +212,7 @@ class Roster:
         member.connection = message.connection
         before = self._members.get(agent)
         figures = self._before.pop(agent, Figures()) if before is None else before.figures
-        member.figures = figures.of_facts(message.facts)
+        member.figures = figures.with_facts(message.facts)
         candidate = self._candidates.pop(agent, None) if before is None else before.candidate
         if candidate is not None and (candidate.bundle_id != member.bundle_id or not member.bundle_id):
             member.candidate = candidate
@@ -233,14 +232,14 @@ class Roster:
         self._members[agent] = member
         self._sorted.clear()
         self._enter_lease(member, member.heard_at)
-        self.is_as(agent, message.condition)
+        self.note_condition(agent, message.condition)
         return member
 
     def trained(self, agent: str, metrics: Mapping[str, float | None]) -> None:
         """Note the accuracies that an agent sent with an update."""
         member = self._members.get(agent)
         if member is not None:
-            member.figures = member.figures.of_update(metrics)
+            member.figures = member.figures.with_update(metrics)
             self._accuracies = None
 
     def accuracies(self) -> dict[str, dict[str, float]]:
@@ -264,7 +263,7 @@ class Roster:
         if member is None:
             return False
         member.samples = message.samples or member.samples
-        member.figures = member.figures.of_report(message)
+        member.figures = member.figures.with_report(message)
         self._accuracies = None
         candidate = Candidate.from_report(message)
         if message.bundle_id:
@@ -292,11 +291,11 @@ class Roster:
         log.log(level, form, agent, times or 0, *fault.values())
         member = self._members.get(agent)
         if member is not None:
-            self.is_as(agent, "stalled" if message.error == fields.DISK_ERROR else "fault")
+            self.note_condition(agent, "stalled" if message.error == fields.DISK_ERROR else "fault")
             member.fault = {**fault, "at": utc_now().isoformat(timespec="seconds")}
         return None if times is None else fault
 
-    def is_as(self, agent: str, condition: fields.ConditionName) -> bool:
+    def note_condition(self, agent: str, condition: fields.ConditionName) -> bool:
         """Note the condition of an agent; False where it has a fault that has not been received here."""
         member = self._members.get(agent)
         if member is None:
@@ -384,7 +383,7 @@ class Roster:
         """Note what is sent to the agent."""
         self._members[agent].heartbeat_s = heartbeat_s
 
-    def asked(self, agent: str) -> None:
+    def note_asked(self, agent: str) -> None:
         """The agent was asked to do a task: it answers, and sends heartbeats as it is configured."""
         member = self._members.get(agent)
         if member is not None:

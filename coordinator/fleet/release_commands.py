@@ -78,7 +78,7 @@ def promote(folder: StateFolder, number: int | None, by: str) -> int:
         UsageError: no such release, or it is not at its canary.
     """
     book = book_of(folder.journal)
-    release = chosen(book, number)
+    release = find_release(book, number)
     if (newer := book.replaced_by(release)) is not None:
         raise UsageError(
             f"release {release.number} cannot be promoted: everybody gets release {newer.number}, which is newer; "
@@ -96,7 +96,7 @@ def hold(folder: StateFolder, number: int | None, reason: str, by: str) -> int:
     Raises:
         UsageError: no such release, or devices do not get it any more.
     """
-    release = chosen(book_of(folder.journal), number)
+    release = find_release(book_of(folder.journal), number)
     if not release.is_open:
         raise UsageError(_is_already(release, "only one that devices still get can be held"))
     if release.rolls_back:
@@ -114,7 +114,7 @@ def resume(folder: StateFolder, number: int | None, by: str) -> int:
     Raises:
         UsageError: no such release, or it is not held.
     """
-    release = chosen(book_of(folder.journal), number)
+    release = find_release(book_of(folder.journal), number)
     if release.stage != "held":
         raise UsageError(_is_already(release, "only one that is held can be resumed"))
     _append(folder, release, ReleaseResumed(release=release.number, by=by))
@@ -133,7 +133,7 @@ def rollback(folder: StateFolder, number: int | None, reason: str, by: str) -> i
     book = book_of(folder.journal)
     if number is None and book.releases and book.releases[-1].rolls_back:
         raise UsageError(_after_rollback(book))
-    release = chosen(book, number)
+    release = find_release(book, number)
     if release.rolled_back_by:
         raise UsageError(_is_already(release, f"by release {release.rolled_back_by}"))
     older, made = rollback_of(book, release, reason or f"rolled back by {by}", by)
@@ -168,7 +168,7 @@ def pin(
         number = Running(book).number(known, book.wanted(known, utc_now()))
         if number is None:
             raise UsageError(f"{device} runs no release that is known here; name one")
-    release = chosen(book, number)
+    release = find_release(book, number)
     fact = DevicePinned(release=release.number, reason=reason, until=until, by=by)
     folder.journal.append(fact, agent=device)
     return fact, book.pin(device, utc_now())
@@ -185,8 +185,8 @@ def unpin(folder: StateFolder, device: str, by: str) -> None:
     folder.journal.append(DeviceUnpinned(by=by), agent=device)
 
 
-def author() -> str:
-    """The user of this process, for ``by``."""
+def current_user() -> str:
+    """Return the name of the user of this process, for ``by``."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):  # a user id without a name, as in containers
@@ -208,11 +208,11 @@ def describe_release(book: Book, release: Release, now: datetime) -> dict[str, A
         "parity_max_abs": made.parity_max_abs,
         "int8_cosine": made.int8_cosine,
     }
-    steps = [*waits_for(book, release, now)]
+    steps = [*list_waits(book, release, now)]
     return {
         "release": release.number,
         "bundle_id": release.bundle_id,
-        **standing(book, release, now),
+        **describe_standing(book, release, now),
         "waits_for": "; ".join(steps),
         "steps": steps,
         "by": release.author or None,
@@ -229,8 +229,8 @@ def describe_release(book: Book, release: Release, now: datetime) -> dict[str, A
     }
 
 
-def standing(book: Book, release: Release, now: datetime) -> dict[str, Any]:
-    """Where a release stands, as JSON; `stage_text` says it to people."""
+def describe_standing(book: Book, release: Release, now: datetime) -> dict[str, Any]:
+    """Return where a release stands, as JSON; `stage_text` says it to people."""
     newer = book.replaced_by(release)
     return {
         "stage": book.stage(release, now),
@@ -240,10 +240,10 @@ def standing(book: Book, release: Release, now: datetime) -> dict[str, Any]:
     }
 
 
-def waits_for(book: Book, release: Release, now: datetime) -> Iterator[str]:
-    """What a release waits for, for whom and until when, what was done, and the next command; nothing where it is over.
+def list_waits(book: Book, release: Release, now: datetime) -> Iterator[str]:
+    """Yield what a release waits for, for whom and until when, what was done, and the next command, one line each.
 
-    One line each.
+    Of a release that is over there is nothing to say.
     """
     if release.rolled_back_by or book.replaced_by(release) is not None:
         return
@@ -340,16 +340,16 @@ def open_releases(folder: StateFolder) -> list[dict[str, Any]]:
         {
             "release": one.number,
             "channel": one.plan.channel,
-            **standing(book, one, now),
+            **describe_standing(book, one, now),
             "bundle_id": one.bundle_id,
-            "waits_for": "; ".join(waits_for(book, one, now)),
+            "waits_for": "; ".join(list_waits(book, one, now)),
         }
         for one in sorted([*book.current(), *held], key=lambda one: one.number)
     ]
 
 
-def standing_of(release: dict[str, Any]) -> str:
-    """One of `open_releases` as a line of text."""
+def describe_open_release(release: dict[str, Any]) -> str:
+    """Return one of `open_releases` as a line of text."""
     waits = f": {release['waits_for']}" if release["waits_for"] else ""
     return f"release {release['release']} ({release['channel']}, {stage_text(release)}){waits}"
 
@@ -373,8 +373,8 @@ def releases_of_run(folder: StateFolder, run: str) -> list[dict[str, Any]]:
 # --- inside ----------------------------------------------------------------------------------------------------------
 
 
-def chosen(book: Book, number: int | None) -> Release:
-    """The release of that number; by default the newest that is no rollback and was not rolled back.
+def find_release(book: Book, number: int | None) -> Release:
+    """Return the release of that number; by default the newest that is no rollback and was not rolled back.
 
     Raises:
         UsageError: there is none.

@@ -127,7 +127,7 @@ class Rollout:
 
         self._blobs: dict[str, Outgoing] = {}
         self._looked_at = float("-inf")
-        self._version = (-1, -1)
+        self._version: object = None
         self._counted_at = clock()  # after a start, devices have time to come back
         self._change_at: datetime | None = None
         self._to_offer: dict[str, bool] = {}

@@ -30,8 +30,7 @@ from edge_agent.wire.messages.up import UpdateManifest
 from edge_agent.wire.tensors import MAX_HEADER_BYTES, check_specs, decode, first_non_finite, inspect
 
 from ..journal.entries import RoundClosed, RoundOpened, UpdateAccepted
-from ..journal.sqlite import Journal
-from ..journal.store import facts_of
+from ..journal.store import Journal, facts_of
 from ..state.store import BlobStore
 from ..views.runs import MAX_REASON_CHARS, Accepted, Rejection, replay
 from .collection import Collection, find_negative_variance

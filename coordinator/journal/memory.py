@@ -13,11 +13,11 @@ from edge_agent.core.errors import StateError, cause
 from edge_agent.core.storage import read_regular_text
 
 from .entries import Fact
-from .store import Entry, make_row, read_row, utc_now, verify_chain
+from .store import Entry, Journal, make_row, read_row, utc_now, verify_chain
 
 
-class MemoryJournal:
-    """A `coordinator.journal.store.JournalStore` whose entries are as durable as its process."""
+class MemoryJournal(Journal):
+    """A `coordinator.journal.store.Journal` whose entries are as durable as its process."""
 
     def __init__(self, *, now: Callable[[], datetime] = utc_now) -> None:
         self._now = now
@@ -28,6 +28,18 @@ class MemoryJournal:
         self._defers = False
         self._highest = 0
         """The highest id that was ever given."""
+
+        self._losses = 0
+
+    @property
+    def location(self) -> str:
+        """What messages name as the journal."""
+        return "the journal in memory"
+
+    @property
+    def losses(self) -> int:
+        """Another number whenever deferred entries were lost."""
+        return self._losses
 
     @classmethod
     def read(cls, path: Path) -> MemoryJournal:
@@ -129,7 +141,7 @@ class MemoryJournal:
         Raises:
             StateError: An entry was changed, removed or inserted; the first one is named.
         """
-        return verify_chain("the journal in memory", self._rows, self._highest)
+        return verify_chain(self.location, self._rows, self._highest)
 
     def copy_to(self, path: Path) -> None:
         """Write all entries that do not wait for `flush`, a row of JSON on each line; `read` reads them.
@@ -148,4 +160,5 @@ class MemoryJournal:
         if self._deferred:
             del self._rows[len(self._rows) - self._deferred :]
             self._highest = self.last_id()
+            self._losses += 1
         self._deferred = 0

@@ -1,8 +1,9 @@
 """The journal of a state folder: one table of entries in SQLite that survives ``kill -9`` and power cuts.
 
-An entry is durable when `Journal.append` returns (WAL, ``synchronous=FULL``), except within `Journal.deferring`, where
-`Journal.flush` makes it so, and where nothing waits for the disk (`store.without_syncs`). Several processes may write:
-appends are serialised by the database. What a run is doing is never stored, only derived: see `coordinator.views`.
+An entry is durable when `SqliteJournal.append` returns (WAL, ``synchronous=FULL``), except within
+`SqliteJournal.deferring`, where `SqliteJournal.flush` makes it so, and where nothing waits for the disk
+(`store.without_syncs`). Several processes may write: appends are serialised by the database. What a run is doing is
+never stored, only derived: see `coordinator.views`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,20 @@ from edge_agent.core.storage import PendingSyncs, is_synced, syncs_into
 
 from .entries import Fact, RunRequested
 from .kinds import CHECKPOINTS, FINAL
-from .store import COLUMNS, WHAT_TO_DO, Entry, Progress, make_row, read_row, run_number, utc_now, verify_chain
+from .store import (
+    COLUMNS,
+    WHAT_TO_DO,
+    Entry,
+    Journal,
+    Progress,
+    identified,
+    make_row,
+    read_row,
+    run_name,
+    run_number,
+    utc_now,
+    verify_chain,
+)
 
 SCHEMA = 1
 BUSY_TIMEOUT_S = 30
@@ -55,15 +69,15 @@ _NEWEST = "SELECT id, hash FROM entries ORDER BY id DESC LIMIT 1"
 _INSERT = f"INSERT INTO entries ({', '.join(COLUMNS)}) VALUES ({', '.join('?' * len(COLUMNS))})"  # noqa: S608 - constants
 
 
-class Journal:
-    """A `coordinator.journal.store.JournalStore` in one file. Use as a context manager, or call `open` and `close`."""
+class SqliteJournal(Journal):
+    """A `coordinator.journal.store.Journal` in one file. Use as a context manager, or call `open` and `close`."""
 
     def __init__(self, path: Path, *, now: Callable[[], datetime] = utc_now) -> None:
         self.path = path
         self._now = now
         self._connection: sqlite3.Connection | None = None
-        self.lock = threading.RLock()
-        """Held while entries are read or written; a view that keeps what it has derived here holds it, too."""
+        self._lock = threading.RLock()
+        """Held while entries are read or written."""
 
         self._opened: os.stat_result | None = None
         self._pending = PendingSyncs()
@@ -85,17 +99,15 @@ class Journal:
         self._appended = 0
         """Entries that were appended here."""
 
-        self.derived: dict[str, tuple[int, object]] = {}
-        """What a view has derived of a run, and the newest entry, whichever run's, when it did; emptied when entries
-        are lost."""
+        self._losses = 0
 
-    def __enter__(self) -> Journal:
+    def __enter__(self) -> SqliteJournal:
         return self.open()
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def open(self, *, create: bool = True, is_begun: bool = False) -> Journal:
+    def open(self, *, create: bool = True, is_begun: bool = False) -> SqliteJournal:
         """This journal, opened; an empty one is created where there is no file and ``create`` allows it.
 
         ``is_begun``: there must be entries, so an empty file is damaged. Without ``create`` a journal at rest can be
@@ -156,6 +168,21 @@ class Journal:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def location(self) -> str:
+        """The path of the file."""
+        return str(self.path)
+
+    @property
+    def exists(self) -> bool:
+        """Whether the file is there."""
+        return self.path.exists()
+
+    @property
+    def losses(self) -> int:
+        """Another number whenever deferred entries were lost, or the journal was closed."""
+        return self._losses
 
     @property
     def is_open(self) -> bool:
@@ -225,7 +252,7 @@ class Journal:
         self._start = None
         self._is_held = lambda: True
         self._successor = None
-        self.derived.clear()
+        self._losses += 1
         if self._connection is not None:
             self._connection.close()
             self._connection = None
@@ -280,7 +307,7 @@ class Journal:
             StateError: they could not be written, at any time since the last call; none of that transaction is.
             OSError: a file could not be written, with the same result.
         """
-        with self.lock:
+        with self._lock:
             try:
                 self._commit_deferred()
             finally:
@@ -290,16 +317,11 @@ class Journal:
                 raise lost
 
     def request_run(self, request: RunRequested) -> str:
-        """The name of a newly requested run; a coordinator on this folder will execute it.
-
-        The entry's ``id`` is the name and a random part, which makes it unique among all state folders.
-        """
-        from edge_agent.wire.messages.fields import new_id  # all messages, which readers do not need
-
+        """Append the request of a run within one transaction, so that no two processes give the same name."""
         with self._transaction(writes=True) as connection:
-            run = f"run-{_newest_run(connection) + 1:04d}"
+            run = run_name(_newest_run(connection) + 1)
             columns = {"run": run, "round": None, "agent": None, "digest": None}
-            self._write(connection, request.changed(id=f"{run}-{new_id()}"), columns)
+            self._write(connection, identified(request, run), columns)
             return run
 
     def entries(
@@ -401,7 +423,7 @@ class Journal:
             StateError: the file is damaged elsewhere.
         """
         connection = self._usable(writes=True)
-        with self.lock:
+        with self._lock:
             try:
                 self._commit_deferred()
                 if _value(connection, _INTEGRITY) == "ok":
@@ -412,10 +434,6 @@ class Journal:
             except sqlite3.Error as error:
                 raise self._failed(error) from error
         return True
-
-    def runs(self) -> list[str]:
-        """Ids of all runs in the order of their requests."""
-        return [entry.run for entry in self.entries(kinds=("run_requested",)) if entry.run is not None]
 
     def checkpoints(self) -> dict[str, str]:
         """Run -> digest of its newest checkpoint, for all runs; cheap, however long the journal is."""
@@ -452,7 +470,7 @@ class Journal:
     @contextlib.contextmanager
     def _transaction(self, *, writes: bool = False) -> Iterator[sqlite3.Connection]:
         connection = self._usable(writes=writes)
-        with self.lock:
+        with self._lock:
             if self._has_deferred and not writes:
                 try:
                     yield connection
@@ -479,7 +497,7 @@ class Journal:
     def _deferred(self) -> Iterator[sqlite3.Connection]:
         """The transaction that `flush` ends."""
         connection = self._usable(writes=True)
-        with self.lock:
+        with self._lock:
             try:
                 if not self._has_deferred:
                     connection.execute("BEGIN IMMEDIATE")
@@ -519,7 +537,7 @@ class Journal:
                 self._connection.rollback()
         self._has_deferred = False
         self._lost = error
-        self.derived.clear()
+        self._losses += 1
 
     def _usable(self, *, writes: bool) -> sqlite3.Connection:
         if self._connection is None:

@@ -16,7 +16,7 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -25,8 +25,8 @@ from typing import Any, Protocol, TypeVar
 
 from edge_agent.core.errors import StateError, UnknownName
 
-from .entries import Fact, UnknownEntry, fact_of
-from .kinds import KINDS
+from .entries import Fact, RunRequested, UnknownEntry, fact_of
+from .kinds import CHECKPOINTS, FINAL, KINDS
 
 WHAT_TO_DO = (
     "Free disk space if it is full; otherwise put back the state folder from a backup ('headwater backup'), "
@@ -164,6 +164,141 @@ class JournalStore(Protocol):
 
     def close(self) -> None:
         """Close the store; deferred entries are lost, as in a crash: `flush` them before."""
+
+
+class Journal(JournalStore, Protocol):
+    """A store as a coordinator uses it: with queries about runs, and with the question whose it is.
+
+    A store that is derived from this class has all of it. The queries read entries; one that finds the answer faster
+    gives its own. The rest is that of a store which this process alone writes: one that several processes write has to
+    give its own `request_run`, and, if one of them may take over from another, its own tenure.
+    """
+
+    # --- queries -------------------------------------------------------------------------------------------------
+
+    def runs(self) -> list[str]:
+        """Return the names of all runs in the order of their requests."""
+        return [entry.run for entry in self.entries(kinds=("run_requested",)) if entry.run is not None]
+
+    def unfinished(self) -> list[str]:
+        """Return the names of the runs that have not ended, in the order of their requests."""
+        ended = {entry.run for entry in self.entries(kinds=tuple(FINAL))}
+        return [run for run in self.runs() if run not in ended]
+
+    def newest_run(self) -> int:
+        """Return the number of the newest run that is known, here or of another coordinator; 0: of none."""
+        requested = self.runs()
+        heard = self.entries(kinds=("coordinator_started", "run_heard"))
+        numbers = [run_number(run) or 0 for run in requested]
+        numbers += [getattr(entry.fact, "newest_run", None) or 0 for entry in heard]
+        return max([len(requested), *numbers])
+
+    def progress(self) -> Progress:
+        """Return how far this journal is."""
+        starts = len(self.entries(kinds=("coordinator_started",)))
+        return Progress(self.last_id() - starts, self.newest_run())
+
+    def first_hash(self) -> str:
+        """Return the hash of the first entry, which no other journal has but copies of this one; empty without one."""
+        first = self.entries(limit=1)
+        return first[0].hash if first else ""
+
+    def checkpoints(self) -> dict[str, str]:
+        """Return the digest of the newest checkpoint of each run that has one."""
+        newest: dict[str, str] = {}
+        for entry in self.entries(kinds=CHECKPOINTS):
+            if entry.run is not None and entry.digest is not None:
+                newest[entry.run] = entry.digest
+        return newest
+
+    def digests(self, kinds: Sequence[str], run: str | None = None) -> set[tuple[str | None, str]]:
+        """Return run and digest of the entries of these kinds that have a digest, of one run if given."""
+        entries = self.entries(run=run, kinds=kinds)
+        return {(entry.run, entry.digest) for entry in entries if entry.digest is not None}
+
+    def request_run(self, request: RunRequested) -> str:
+        """Append the request of a run, and return the run's name; a coordinator of this store will execute it.
+
+        The field ``id`` of the entry is the name and a random part, which makes it unique among all stores.
+        """
+        run = run_name(self.newest_run() + 1)
+        self.append(identified(request, run), run=run)
+        return run
+
+    # --- where it is, and whose ----------------------------------------------------------------------------------
+
+    @property
+    def location(self) -> str:
+        """Where the journal is, for messages."""
+        return "the journal"
+
+    @property
+    def exists(self) -> bool:
+        """Whether there is a journal to open."""
+        return True
+
+    def open(self, *, create: bool = True, is_begun: bool = False) -> Journal:  # noqa: ARG002 - for those that need it
+        """Open the store and return it; see the stores for what may go wrong.
+
+        Args:
+            create: Whether an empty one may be made where there is none.
+            is_begun: Whether there must be entries, so that an empty one is damaged.
+        """
+        return self
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it was opened and not closed since."""
+        return True
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether what was opened is still the journal at its place."""
+        return True
+
+    @property
+    def losses(self) -> int:
+        """Another number whenever deferred entries were lost that could be read here, and with them what they imply."""
+        return 0
+
+    def serve_from(self, start: int, is_held: Callable[[], bool] = lambda: True) -> None:
+        """Write entries only while ``start`` is the newest start of a coordinator, and while ``is_held``."""
+
+    def check_newest(self) -> None:
+        """Return quietly while no other coordinator has started on this journal.
+
+        Raises:
+            DuplicateCoordinator: One has.
+        """
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process may write."""
+        return True
+
+    def check_ours(self) -> None:
+        """Return quietly while `is_ours`.
+
+        Raises:
+            DuplicateCoordinator: Another coordinator has taken over.
+            StateError: The journal was removed or replaced.
+        """
+
+    def repair_indexes(self) -> bool:
+        """Return whether what finds entries did not agree with them, and was made again; call it after `verify`."""
+        return False
+
+
+def run_name(number: int) -> str:
+    """Return the name of a run with this number."""
+    return f"run-{number:04d}"
+
+
+def identified(request: RunRequested, run: str) -> RunRequested:
+    """Return the request with an id that is unique among all stores: the run's name and a random part."""
+    from edge_agent.wire.messages.fields import new_id  # all messages, which readers do not need
+
+    return request.changed(id=f"{run}-{new_id()}")
 
 
 def follow(

@@ -20,7 +20,7 @@ from edge_agent.wire.messages.fields import Purpose
 from edge_agent.wire.tensors import Spec
 
 from ..fleet.collection import Collection
-from ..journal.sqlite import Journal
+from ..journal.store import Journal
 from .assignment import Assignment, JobSpec, make_assignment
 from .context import Run, Steps, Waiting, computed
 from .selection import Selection
@@ -112,7 +112,7 @@ class ActiveRun:
             Agent -> reason, of those that were present and did not answer in time.
         """
         self.start_collecting(collection)
-        self.selection.opened(collection)
+        self.selection.note_opened(collection)
         until = yield from self.ask(collection.cohort, spec)
         late_s = yield from self.selection.collect(collection, until)
         unanswered = self.selection.unanswered(collection, late_s)

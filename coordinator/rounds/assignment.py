@@ -18,7 +18,7 @@ from edge_agent.wire.messages.fields import EXCHANGES, LARGE_TASK_BYTES, Purpose
 from edge_agent.wire.tensors import encode
 
 from .context import REPORT_DEADLINE_S, Run, RunContext, Steps, Waiting, computed
-from .selection import without
+from .selection import drop_left_out
 from .server_side import OwnFunctions
 
 Fail = Callable[[BaseException], None]
@@ -145,7 +145,7 @@ class Assignment:
             "deadline_s": max(1.0, self.until - self.context.roster.heard_s()),
             "work": self.spec.work.get(agent, 1.0),
         }
-        self.context.roster.asked(agent)
+        self.context.roster.note_asked(agent)
         self.context.send(agent, self._jobs[agent].model_copy(update=update))
 
     def extend(self, until: float, work: Mapping[str, float], agents: Sequence[str]) -> Steps:
@@ -167,7 +167,7 @@ class Assignment:
 
     def _prepare(self, agents: Sequence[str]) -> None:
         """Make the jobs of those of these agents that have none, and invite them."""
-        new = tuple(without(agents, {*self._jobs, *self._awaited}))
+        new = tuple(drop_left_out(agents, {*self._jobs, *self._awaited}))
         self._awaited.update(new)
         if self.downlinks is None or not new:
             self._offer(new, {})

@@ -85,7 +85,7 @@ class BufferedRounds(SynchronousRounds):
         # Where agents work on, there is no wait: their updates may come at any time.
         cohort: tuple[str, ...] = ()
         if not self._busy:
-            cohort = yield from self.active.selection.first(number)
+            cohort = yield from self.active.selection.await_cohort(number)
         asked = dict(sorted(self._busy.items()))
         bases = {earlier: self._bases[earlier] for earlier in set(asked.values())}
         bases[number] = self.active.run.checkpoint

@@ -13,8 +13,7 @@ from statistics import median_low
 from types import MappingProxyType
 
 from ..journal.entries import RoundClosed
-from ..journal.sqlite import Journal
-from ..journal.store import facts_of
+from ..journal.store import Journal, facts_of
 
 HISTORY = 10
 """Rounds of an agent that its expected time is taken from."""
@@ -83,10 +82,10 @@ class Pace:
         """Return the pace of the agents after the last closed round of ``run``."""
         pace = cls()
         for fact in facts_of(journal.entries(run, ("round_closed",)), RoundClosed):
-            pace.closed(fact.times, fact.boots)
+            pace.note_closed(fact.times, fact.boots)
         return pace
 
-    def closed(self, times: Times, boots: Mapping[str, str] = MappingProxyType({})) -> None:
+    def note_closed(self, times: Times, boots: Mapping[str, str] = MappingProxyType({})) -> None:
         """Note the times of a closed round. That an agent was late is forgotten once it is known how long it takes.
 
         ``boots``: the start of each agent that was late.
@@ -95,7 +94,7 @@ class Pace:
             times_of_agent = self._times.setdefault(agent, deque(maxlen=HISTORY))
             if late:
                 boot = boots.get(agent, "")
-                self.asked(agent, boot)  # a replay does not know when it was asked
+                self.note_asked(agent, boot)  # a replay does not know when it was asked
                 self._late_boots[agent] = boot
                 times_of_agent.append(_Time(seconds, LATE_FACTOR * seconds / work, work, is_late=True))
             else:
@@ -103,7 +102,7 @@ class Pace:
                 times_of_agent.append(_Time(seconds, seconds / work, work, is_late=False))
             self._expect(agent)
 
-    def asked(self, agent: str, boot: str) -> None:
+    def note_asked(self, agent: str, boot: str) -> None:
         """Note that an agent is asked. If it was restarted since it was late, that is forgotten: it may be repaired."""
         if boot and self._late_boots.get(agent, "") not in {"", boot}:
             self._forget_late(agent)
@@ -237,12 +236,14 @@ def _quantile(times: list[float]) -> float:
     return sorted(times)[math.ceil(QUANTILE * len(times)) - 1]
 
 
-def slowed(times: Times) -> frozenset[str]:
+def find_slowed(times: Times) -> frozenset[str]:
     """Return the agents that were late in a round and will be asked for less work in the next one."""
     return frozenset(agent for agent, (_, work, late) in times.items() if late and work > LEAST_WORK)
 
 
-def times_of(took: Mapping[str, float], late: Mapping[str, float], work: Mapping[str, float]) -> dict[str, list[float]]:
+def make_times(
+    took: Mapping[str, float], late: Mapping[str, float], work: Mapping[str, float]
+) -> dict[str, list[float]]:
     """Return the `Times` of a closed round.
 
     Args:

@@ -17,8 +17,7 @@ from edge_agent.wire.messages.down import Noise
 
 from ..config import CoordinatorConfig
 from ..journal.entries import PrivacyTerms, RoundClosed, RoundOpened
-from ..journal.sqlite import Journal
-from ..journal.store import facts_of
+from ..journal.store import Journal, facts_of
 
 
 @dataclass(frozen=True)

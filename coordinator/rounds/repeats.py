@@ -45,7 +45,7 @@ def count_repeats(before: Mapping[str, int], members: Iterable[str], at_bound: C
     return counts
 
 
-def after_round(before: Mapping[str, int], of_round: Mapping[str, int], members: Iterable[str]) -> dict[str, int]:
+def count_after_round(before: Mapping[str, int], of_round: Mapping[str, int], members: Iterable[str]) -> dict[str, int]:
     """Return the counts of all agents of a run after a round; those that have not delivered keep theirs.
 
     Args:

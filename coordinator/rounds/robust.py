@@ -99,7 +99,7 @@ class Krum:
         # A small round spares fewer than the configuration names, so that each update has a neighbour to be judged by.
         attackers = min(self.attackers, len(updates) - LEAST_UPDATES)
         count = 1 if self.only_best else len(updates) - attackers
-        ranking = closest(distances(gram(updates, received)), attackers)
+        ranking = rank_by_krum(distances(gram(updates, received)), attackers)
         shares = [0.0] * len(updates)
         for index in ranking[:count]:
             shares[index] = 1.0
@@ -272,7 +272,7 @@ def distances(products: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(squares), np.maximum(squares, 0.0), np.inf)
 
 
-def closest(squares: np.ndarray, attackers: int) -> list[int]:
+def rank_by_krum(squares: np.ndarray, attackers: int) -> list[int]:
     """Return the indices of the updates by Krum's score, the best first; ties by index.
 
     Source: Blanchard et al., "Machine Learning with Adversaries: Byzantine Tolerant Gradient Descent", NeurIPS 2017.

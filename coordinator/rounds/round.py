@@ -140,7 +140,7 @@ class Rounds(ABC):
         left_out = selection.spared(opened.round, opened.cohort)
         fact = opened.fact.changed(attempt=opened.attempt, cohort=opened.cohort, left_out=left_out)
         self.active.journal.append(fact, run=self.active.run.id, round=opened.round)
-        selection.exclusions.opened(opened.round, left_out)
+        selection.exclusions.note_opened(opened.round, left_out)
         return replace(opened, fact=opened.fact.changed(left_out=left_out))
 
     def log_opening(self, opened: OpenRound) -> None:

@@ -37,7 +37,7 @@ from .context import MOST_LISTED, Steps, Waiting, computed
 from .figures import Stats
 from .round import Collecting, Rounds, with_updates
 from .secure_sum import SecureSum, check_forms, disputed, keys_objection
-from .selection import without
+from .selection import drop_left_out
 from .server_step import Collected, ServerStep
 from .synchronous import plan_cohort
 
@@ -139,7 +139,7 @@ class SecureSumRounds(Rounds):
             return (yield from plan_cohort(self.active, number))
         context = self.active.run.context
         until = context.roster.heard_s() + context.config.round.deadline_s
-        while missing := tuple(without(bound_to, context.roster.ready)):
+        while missing := tuple(drop_left_out(bound_to, context.roster.ready)):
             if context.roster.heard_s() >= until:
                 raise RunFailed(
                     f"round {number}: the sum of {listed(bound_to)} has begun to be revealed, and cannot be that of "
@@ -159,7 +159,7 @@ class SecureSumRounds(Rounds):
         """
         sums = self._sums
         barred = () if self._bound_to() else self._barred
-        asked = tuple(without(opened.cohort, barred))
+        asked = tuple(drop_left_out(opened.cohort, barred))
         keyed, unanswered = yield from self._exchange("secure_keys", opened, asked, {}, keys_objection)
         self._absent.note(keyed, unanswered)
         sums.take_keys(updates_of(self._blobs, keyed))
@@ -172,11 +172,11 @@ class SecureSumRounds(Rounds):
             raise SumMissed(f"{len(sums.sealed)} of {len(sums.keys)} agents have sent shares, it takes {sums.needed}")
         opened = self.record_opening(opened)
         collection = self._accept_masked_updates(opened)
-        self.active.selection.opened(collection)
+        self.active.selection.note_opened(collection)
         work = opened.fact.work
         spec = JobSpec(opened.round, work=work, session=sums.session, own=sums.for_training)
         deadline = yield from self.active.ask(collection.outstanding, spec)
-        self.active.selection.asked(collection.outstanding)
+        self.active.selection.note_asked(collection.outstanding)
         return Collecting(opened, collection, deadline)
 
     def collect(self, collecting: Collecting, stats: Stats) -> Generator[Waiting, None, Collected]:  # noqa: ARG002 - nobody is waited for

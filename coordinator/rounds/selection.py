@@ -22,12 +22,11 @@ from ..config import CohortConfig, CoordinatorConfig
 from ..fleet.collection import Collection, share_of
 from ..fleet.registry import RETURN_S
 from ..journal.entries import RoundClosed, RoundOpened
-from ..journal.sqlite import Journal
-from ..journal.store import facts_of
+from ..journal.store import Journal, facts_of
 from ..text import counted, listed
 from ..views.runs import OpenRound, Rejection, RunRecord, step
 from .context import RunContext, Waiting
-from .pace import Pace, Times, slowed, times_of
+from .pace import Pace, Times, find_slowed, make_times
 
 log = logging.getLogger(__name__)
 
@@ -114,14 +113,16 @@ class Exclusions:
             for fact in facts_of([entry], RoundClosed):
                 if record.open_round is not None:
                     suspects = fact.aggregation.suspects
-                    exclusions.closed(record.open_round, fact.unanswered, fact.boots, frozenset(fact.excused), suspects)
+                    exclusions.note_closed(
+                        record.open_round, fact.unanswered, fact.boots, frozenset(fact.excused), suspects
+                    )
             record = step(record, entry)
             for opened in facts_of([entry], RoundOpened):
                 if entry.round is not None:
-                    exclusions.opened(entry.round, opened.left_out)
+                    exclusions.note_opened(entry.round, opened.left_out)
         return exclusions
 
-    def opened(self, number: int, left_out: Mapping[str, str]) -> None:
+    def note_opened(self, number: int, left_out: Mapping[str, str]) -> None:
         """Note that round ``number``, or another attempt at it, leaves out exactly these agents."""
         for agent in self._rounds.keys() - left_out.keys():
             rounds, reason = self._rounds[agent]
@@ -130,7 +131,7 @@ class Exclusions:
             rounds, _ = self._rounds.get(agent, (set(), ""))
             self._rounds[agent] = ({*rounds, number}, reason)
 
-    def closed(
+    def note_closed(
         self,
         done: OpenRound,
         unanswered: Mapping[str, str],
@@ -282,7 +283,7 @@ class Exclusions:
         return body
 
 
-def without(agents: Iterable[str], left_out: Container[str]) -> list[str]:
+def drop_left_out(agents: Iterable[str], left_out: Container[str]) -> list[str]:
     """Return the ``agents`` that are not left out, in their order."""
     return [agent for agent in agents if agent not in left_out]
 
@@ -341,7 +342,7 @@ class Selection:
 
     def willing(self) -> list[str]:
         """Train agents that are present and whose own policy has not refused the run's jobs."""
-        return without(self.context.roster.present("train"), self.exclusions.refusing(self.boot))
+        return drop_left_out(self.context.roster.present("train"), self.exclusions.refusing(self.boot))
 
     @property
     def on_trial(self) -> frozenset[str]:
@@ -357,7 +358,7 @@ class Selection:
         is_quorum = collection.has_quorum(self.context.config.round.quorum, self.least(collection))
         return is_quorum and collection.delivered >= self.fewest
 
-    def first(self, number: int) -> Generator[Waiting, None, tuple[str, ...]]:
+    def await_cohort(self, number: int) -> Generator[Waiting, None, tuple[str, ...]]:
         """Wait until enough agents are present; returns the cohort (as the generator's value).
 
         Agents that are left out are asked nevertheless where the others are too few. After a restart of the
@@ -374,16 +375,16 @@ class Selection:
                 break
             yield Waiting(f"round {number}: agents of this run get {RETURN_S:g} s to come back", returning)
         while True:
-            chosen = self.chosen(number)
+            chosen = self.choose_cohort(number)
             if chosen:
                 return chosen
-            yield Waiting(f"round {number} needs {lack(self.willing(), self.context.config)}")
+            yield Waiting(f"round {number} needs {describe_lack(self.willing(), self.context.config)}")
 
-    def chosen(self, number: int) -> tuple[str, ...]:
+    def choose_cohort(self, number: int) -> tuple[str, ...]:
         """Return the cohort of those who are present now; empty while they are too few."""
         present = self.willing()
         # Agents that have failed are asked only where the others are too few: then a trial costs nothing.
-        for available in (without(present, self.left_out(number)), present):
+        for available in (drop_left_out(present, self.left_out(number)), present):
             chosen = choose(available, self.context.config.cohort, seed=self.seed, round_number=number)
             if chosen:
                 return chosen
@@ -391,8 +392,8 @@ class Selection:
 
     def with_idle(self, number: int, busy: Container[str], at_work: int) -> tuple[str, ...]:
         """Idle agents that a buffered round asks beside the ``at_work`` ones of earlier rounds; never waits."""
-        chosen = self.chosen(number)
-        idle = without(chosen, busy)
+        chosen = self.choose_cohort(number)
+        idle = drop_left_out(chosen, busy)
         return self.draw(idle, len(chosen) - at_work, number)
 
     def awaited(self, collection: Collection) -> tuple[str, ...]:
@@ -415,7 +416,7 @@ class Selection:
         awaited = working if are_enough else able
         self._take_back(collection, working)
         if len(awaited) < len(outstanding):
-            self._give_up(collection, without(outstanding, set(awaited)))
+            self._give_up(collection, drop_left_out(outstanding, set(awaited)))
         return awaited
 
     def _take_back(self, collection: Collection, working: Sequence[str]) -> None:
@@ -474,21 +475,21 @@ class Selection:
         lacking = wanted - collection.delivered - sum(agent in awaited for agent in collection.training)
         quorum = max(self.fewest, quorum_of(self.context.config.round.quorum, wanted))
         if lacking > 0 and collection.delivered < quorum:
-            others = without(self.willing(), set(collection.cohort))
-            chosen = self.draw(without(others, self.left_out(collection.round)), lacking, collection.round)
+            others = drop_left_out(self.willing(), set(collection.cohort))
+            chosen = self.draw(drop_left_out(others, self.left_out(collection.round)), lacking, collection.round)
             if chosen:
                 return chosen
         self._unreplaced = state
         return ()
 
-    def asked(self, agents: Iterable[str]) -> None:
+    def note_asked(self, agents: Iterable[str]) -> None:
         """Note that these members of the open round are asked now."""
         now = self.context.roster.heard_s()
         deaf_s = self.context.roster.deaf_s
         for agent in agents:
             self._asked[agent] = (now, self.boot(agent), deaf_s)
 
-    def opened(self, collection: Collection) -> None:
+    def note_opened(self, collection: Collection) -> None:
         """Begin a round that is opened, or resumed: nobody has been asked yet."""
         self._asked.clear()
         self._took.clear()
@@ -496,17 +497,17 @@ class Selection:
         self._limited = ((), 0.0)
         self._seen = len(collection.accepted)
 
-    def slowed(self, times: Times, *, can_shorten: bool) -> list[str]:
+    def find_slowed(self, times: Times, *, can_shorten: bool) -> list[str]:
         """Agents that were late in a round with these times, and will be asked for less work.
 
         Those that have failed before are not among them: they may hang.
         """
-        return sorted(slowed(times) - self.on_trial) if can_shorten and self._is_adaptive else []
+        return sorted(find_slowed(times) - self.on_trial) if can_shorten and self._is_adaptive else []
 
     def work(self, cohort: Sequence[str], *, can_shorten: bool) -> dict[str, float]:
         """Slow agent -> its share of local training; ``can_shorten``: whether the method allows that."""
         for agent in cohort:
-            self.pace.asked(agent, self.boot(agent))
+            self.pace.note_asked(agent, self.boot(agent))
         return self.pace.work(cohort) if can_shorten and self._is_adaptive else {}
 
     def times(self, collection: Collection, work: Mapping[str, float]) -> dict[str, list[float]]:
@@ -523,7 +524,7 @@ class Selection:
                 late[agent] = now - self._asked[agent][0]
         took = {agent: seconds for agent, seconds in self._took.items() if agent not in self._stalled}
         self._stalled.clear()
-        return times_of(took, late, work)
+        return make_times(took, late, work)
 
     def collect(
         self, collection: Collection, deadline: float, wanted: int = 0, work: Mapping[str, float] | None = None
@@ -557,7 +558,7 @@ class Selection:
             limit = self._limit(collection, awaited, deadline, quorum_at, work or {})
             if now >= limit:
                 return None if quorum_at is not None and limit < deadline else now - opened_at
-            offline = without(collection.outstanding, set(awaited))
+            offline = drop_left_out(collection.outstanding, set(awaited))
             got = f"{len(collection.accepted)} of {len(collection.cohort)} updates are here"
             beside = f", without {listed(offline)}" if offline else ""
             about = str(collection)
@@ -591,7 +592,7 @@ class Selection:
             f"{listed(collection.outstanding)}; rejected: {failures(collection) or 'none'}; {remedy}"
         )
 
-    def more(self, collection: Collection) -> Generator[Waiting, None, Addition]:
+    def await_members(self, collection: Collection) -> Generator[Waiting, None, Addition]:
         """Wait until the round has enough members that can deliver; returns the new ones (as the generator's value).
 
         Raises:
@@ -618,15 +619,15 @@ class Selection:
             text = f"{got} (cohort.min_agents) are here{failed}; {missing}"
             yield Waiting(text, collection.outstanding, None, f"round {number}")
 
-    def closed(self, done: OpenRound, fact: RoundClosed, run: str) -> None:
+    def note_closed(self, done: OpenRound, fact: RoundClosed, run: str) -> None:
         """Record the failures and times of a round, and log which agents the next ones leave out.
 
         ``fact``: as journaled.
         """
-        self.pace.closed(fact.times, fact.boots)
+        self.pace.note_closed(fact.times, fact.boots)
         if self.context.excludes_failing:
             suspects = fact.aggregation.suspects
-            left_out = self.exclusions.closed(done, fact.unanswered, fact.boots, fact.excused, suspects)
+            left_out = self.exclusions.note_closed(done, fact.unanswered, fact.boots, fact.excused, suspects)
             for agent, why in left_out.items():
                 log.warning("left_out run=%s agent=%s %s", run, agent, why)
 
@@ -706,7 +707,7 @@ class Selection:
     ) -> float:
         for agent in awaited:
             if agent in self._asked and self.boot(agent) not in {"", self._asked[agent][1]}:
-                self.asked((agent,))  # it was restarted, and was asked again then
+                self.note_asked((agent,))  # it was restarted, and was asked again then
         asked = {agent: self._asked[agent][0] for agent in awaited if agent in self._asked}
         if len(asked) < len(awaited):
             return until
@@ -721,11 +722,11 @@ class Selection:
         """Return the agents to ask in addition, if any; None while the round would still have too few members."""
         again = self._find_restarted(collection)
         awaited = [agent for agent in self.awaited(collection) if agent in self.context.roster.ready]
-        others = without(self.willing(), set(collection.cohort))
+        others = drop_left_out(self.willing(), set(collection.cohort))
         least = max(1, self.context.config.cohort.min_agents)
         coming = len(awaited) + len(again)
         # Agents that this round leaves out are asked only where the others are too few.
-        for new in (without(others, self.left_out(collection.round)), others):
+        for new in (drop_left_out(others, self.left_out(collection.round)), others):
             able = coming + len(new)
             if able and collection.delivered + able >= least:
                 wanted = max(least, len(collection.training))
@@ -755,7 +756,7 @@ def quorum_of(share: float, agents: int) -> int:
     return max(1, share_of(share, agents))
 
 
-def aim(cohort: int, over_selection: float) -> int:
+def aim_of_cohort(cohort: int, over_selection: float) -> int:
     """Return how many updates a round aims for that asks ``cohort`` agents; the inverse of `choose`."""
     return max(1, math.floor(cohort / over_selection + 1e-9))
 
@@ -786,7 +787,7 @@ def choose(available: Sequence[str], config: CohortConfig, *, seed: int, round_n
     return tuple(sorted(ordered[index] for index in chosen))
 
 
-def lack(present: Sequence[str], config: CoordinatorConfig) -> str:
+def describe_lack(present: Sequence[str], config: CoordinatorConfig) -> str:
     """Say how many train agents a round needs and lacks, which are present, and which hosted ones are offline."""
     least = config.cohort.min_agents
     away = [client.id for client in config.hosted if client.id not in present]

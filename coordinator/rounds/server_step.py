@@ -27,7 +27,7 @@ from .aggregation import StoredUpdates, notes
 from .context import MOST_LISTED, Waiting
 from .figures import Stats, round_record
 from .good_state import Explosion, GoodState, after, explosion, reason_of_restoration
-from .repeats import after_round
+from .repeats import count_after_round
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ class ServerStep:
         self.active.run = replace(self.active.run, state=state, checkpoint=digest)
         self.spent = self.active.run.privacy_budget.figures()
         prune_blobs(self.active.run.context.state)
-        self.active.selection.closed(closed, fact, self.active.run.id)
+        self.active.selection.note_closed(closed, fact, self.active.run.id)
         self._note_bounded(closed.round, fact.aggregation)
         self.active.run.context.state.run(self.active.run.id).append_metrics(round_record(closed, fact))
         log.info(
@@ -174,7 +174,7 @@ class ServerStep:
         except TrainingFailed as error:
             raise RunFailed(f"round {number}: {error}") from error
         aggregation = Aggregation(settings=AggregationSettings(**rule.model_dump()), **decided)
-        self._repeats = after_round(self._repeats, aggregation.repeats, updates.accepted)
+        self._repeats = count_after_round(self._repeats, aggregation.repeats, updates.accepted)
         # Agents have trained on the state that this round began with: now it is known whether that one was good.
         is_watched = rule.max_loss is not None and collected.has_losses_of_this_round
         self._good = after(self._good, _losses(collected), number - 1, run.checkpoint) if is_watched else None
@@ -194,7 +194,7 @@ class ServerStep:
         clients = len(collected.collection.accepted)
         figures = stats.figures(run.context, collected.collection)
         times = selection.times(collected.collection, collected.round.fact.work)
-        slow = selection.slowed(times, can_shorten=run.method.one_pass())
+        slow = selection.find_slowed(times, can_shorten=run.method.one_pass())
         fact = RoundClosed(
             clients=clients,
             unanswered=dict(collected.unanswered),

@@ -21,7 +21,7 @@ from .assignment import JobSpec
 from .context import MOST_LISTED, Steps, Waiting
 from .figures import Stats
 from .round import Collecting, Rounds
-from .selection import aim, without
+from .selection import aim_of_cohort, drop_left_out
 from .server_step import Collected
 
 log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class SynchronousRounds(Rounds):
             log.warning("round_missed run=%s round=%d got=%d", *about_missed)
             stopwatch = self.active.run.context.stopwatch
             waits_since = stopwatch()
-            added = yield from selection.more(collection)
+            added = yield from selection.await_members(collection)
             stats.waiting_s += stopwatch() - waits_since
             # The deadline may also have passed in that wait.
             is_overdue = self.active.run.context.roster.heard_s() >= collecting.deadline
@@ -169,11 +169,11 @@ class SynchronousRounds(Rounds):
             deadline = active.run.context.roster.heard_s() + active.run.context.config.round.deadline_s
             yield from assignment.extend(deadline, work, new)
         else:
-            active.selection.opened(collection)
+            active.selection.note_opened(collection)
             yield from self.prepare_earlier_jobs(opened)
-            agents = tuple(without(collection.outstanding, opened.fact.asked))
+            agents = tuple(drop_left_out(collection.outstanding, opened.fact.asked))
             deadline = yield from active.ask(agents, JobSpec(opened.round, joining=opened.joining, work=work))
-        active.selection.asked(new or collection.outstanding)
+        active.selection.note_asked(new or collection.outstanding)
         return Collecting(opened, collection, deadline)
 
 
@@ -181,12 +181,12 @@ def plan_cohort(active: ActiveRun, number: int) -> Generator[Waiting, None, Open
     """Return round ``number`` with a cohort of those who are present, once they are enough."""
     run = active.run
     config = run.context.config
-    cohort = yield from active.selection.first(number)
+    cohort = yield from active.selection.await_cohort(number)
     # Devices without torch join where the method has a task for them in a round.
     joining: list[str] = []
     if config.cohort.tier == "any" and heads.contribution(run.method.name) is not None:
-        joining = without(run.context.roster.present("head"), active.selection.left_out(number))
-    wanted = aim(len(cohort), config.cohort.over_selection)
+        joining = drop_left_out(run.context.roster.present("head"), active.selection.left_out(number))
+    wanted = aim_of_cohort(len(cohort), config.cohort.over_selection)
     work = shares_of_work(active, number, cohort)
     fact = run.privacy_budget.opens(RoundOpened(joining=tuple(joining), wanted=wanted, work=work))
     return OpenRound(number, 1, (*cohort, *joining), fact)

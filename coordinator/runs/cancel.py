@@ -11,7 +11,7 @@ from edge_agent.core.locks import folder_lock
 from ..journal.entries import CancelRequested
 from ..state.store import StateFolder
 from ..views.runs import RunRecord, replay
-from .result_notes import standing
+from .result_notes import describe_progress
 from .results import end_run
 
 
@@ -43,7 +43,9 @@ def cancel_run(folder: StateFolder, run: str, wait: Callable[[], object], looks:
         wait()
     record = replay(folder.journal, run)
     if record.is_over and record.status != "cancelled":
-        raise UsageError(f"{run} is {record.status}: that came before it could be cancelled; it {standing(record)}")
+        raise UsageError(
+            f"{run} is {record.status}: that came before it could be cancelled; it {describe_progress(record)}"
+        )
     return record
 
 

@@ -13,8 +13,7 @@ from typing import Any, TypedDict
 from edge_agent.core.worst_tenth import worst_tenth
 
 from ..journal.entries import ProxyEvaluated, ProxyFailed, RunRequested, WarmStarted
-from ..journal.sqlite import Journal
-from ..journal.store import facts_of
+from ..journal.store import Journal, facts_of
 from ..rounds.good_state import reason_of_restoration
 from ..state.noise import STANDARD_ERRORS, adjusted, standard_error
 from ..text import counted, listed
@@ -65,7 +64,7 @@ class WarnedOfLeftOut(Warned):
     """The message without the reason, which other lines may have."""
 
 
-def warnings_of(
+def find_warnings(
     agents: Sequence[Mapping[str, Any]], losses: Sequence[Mapping[str, float]], num_classes: int
 ) -> list[Warned]:
     """Return all warnings that the figures of a finished run give.
@@ -85,7 +84,7 @@ def warnings_of(
     ]
 
 
-def absent_of(
+def find_absent(
     records: Sequence[Mapping[str, Any]], rounds: int, offline: Callable[[str], bool], failing: Mapping[str, str]
 ) -> Iterator[Warned]:
     """Yield a warning for each agent that took part in a run and was offline at its end, or failed and was left out.
@@ -125,7 +124,7 @@ def absent_of(
             yield left_out
 
 
-def bounded_of(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+def find_bounded(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Agent -> the rounds whose aggregate has its update only in part or not at all, and what was done in the last."""
     bounded: dict[str, dict[str, Any]] = {}
     for record in records:
@@ -213,7 +212,7 @@ def restored_of(records: Iterable[Mapping[str, Any]]) -> Iterator[Warned]:
             yield {"kind": "restored", "clients": [], "message": message}
 
 
-def lines(warnings: Sequence[Mapping[str, Any]], most_clients: int = SHOWN_CLIENTS) -> Iterator[str]:
+def describe_warnings(warnings: Sequence[Mapping[str, Any]], most_clients: int = SHOWN_CLIENTS) -> Iterator[str]:
     """Yield one line for each warning, and one for all clients below their local baseline that have no line.
 
     Args:
@@ -296,7 +295,7 @@ def next_steps(
     return steps
 
 
-def spent(privacy: dict[str, Any]) -> str:
+def describe_spent(privacy: dict[str, Any]) -> str:
     """Return what is spent of the privacy budget, as a line; ``privacy``: JSON of the summary or the status."""
     epsilon = privacy.get("epsilon")
     left = privacy.get("epsilon_left")
@@ -430,7 +429,7 @@ def metric_lines(metrics: Mapping[str, Any]) -> Iterator[str]:
         yield f"acc.proxy could not be computed, first after round {failed['round']}: {failed['reason']}"
 
 
-def standing(record: RunRecord) -> str:
+def describe_progress(record: RunRecord) -> str:
     """Say how many rounds of a run are closed, as the rest of a sentence that begins with its name."""
     rounds = record.request.rounds
     if record.status == "requested":

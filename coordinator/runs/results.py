@@ -25,13 +25,13 @@ from .release import Released, encoder_sha256, export_bundle, release
 from .result_notes import (
     SHOWN_CLIENTS,
     LastUpdates,
-    absent_of,
-    bounded_of,
     coordinator_metrics,
-    lines,
+    describe_warnings,
+    find_absent,
+    find_bounded,
+    find_warnings,
     next_steps,
     restored_of,
-    warnings_of,
 )
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ def restore(state: StateFolder, run: str) -> None:
     later = recorded - closed.keys()
     if later:
         raise StateError(
-            f"{folder.metrics_path} has round {max(later)}, the last closed one in {state.journal.path} is "
+            f"{folder.metrics_path} has round {max(later)}, the last closed one in {state.journal.location} is "
             f"{max(closed, default=0)}: the journal is an older copy, or was copied without journal.db-wal. Put the "
             "newer journal back, or the whole state folder from a backup; to repeat those rounds, remove their lines"
         )
@@ -96,13 +96,13 @@ def finish_run(run: Run, stats: Stats, exclusions: Exclusions, stopped: str) -> 
     losses = [record["loss"] for record in records]
     present = {*run.reports.reports, *(member.id for member in context.roster.members() if member.is_present)}
     warnings = [
-        *absent_of(records, request.rounds, lambda agent: agent not in present, exclusions.failing),
+        *find_absent(records, request.rounds, lambda agent: agent not in present, exclusions.failing),
         *restored_of(records),
-        *warnings_of(agents, losses, request.task.num_classes),
+        *find_warnings(agents, losses, request.task.num_classes),
     ]
     # A simulation has many clients, and its result has all of them.
     shown_clients = 0 if context.is_simulation else SHOWN_CLIENTS
-    for line in lines(warnings, shown_clients):
+    for line in describe_warnings(warnings, shown_clients):
         log.warning("result_warning run=%s: %s", run.id, line)
     # Step 4: summary and report first, the journal last: a kill before that repeats this function, and nobody who sees
     # that the run is finished misses its summary.
@@ -123,7 +123,7 @@ def finish_run(run: Run, stats: Stats, exclusions: Exclusions, stopped: str) -> 
             "encoder_sha256": sha256,
             "agents": agents,
             "left_out": exclusions.body(),
-            "bounded": bounded_of(records),
+            "bounded": find_bounded(records),
             "warnings": warnings,
             "next_steps": next_steps(request.method, agents, losses, warnings),
             "faults": dict(sorted(run.reports.faults.items())),

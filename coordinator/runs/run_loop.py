@@ -23,8 +23,7 @@ from edge_agent.wire.tensors import decode
 from ..config import CoordinatorConfig
 from ..fleet.collection import Collection
 from ..journal.entries import RoundClosed, RoundOpened, RunStarted
-from ..journal.sqlite import Journal
-from ..journal.store import facts_of
+from ..journal.store import Journal, facts_of
 from ..rounds.active_run import ActiveRun, UpdateForms
 from ..rounds.aggregation import refusal
 from ..rounds.assignment import Assignment, JobSpec
@@ -33,7 +32,7 @@ from ..rounds.context import MOST_LISTED, Run, RunHooks, Steps, Waiting
 from ..rounds.figures import Stats
 from ..rounds.pace import Pace
 from ..rounds.round import Rounds
-from ..rounds.selection import Exclusions, Selection, without
+from ..rounds.selection import Exclusions, Selection, drop_left_out
 from ..rounds.server_side import method_of, specs_from_json
 from ..rounds.server_step import ServerStep
 from ..rounds.synchronous import SynchronousRounds
@@ -298,7 +297,7 @@ class RunLoop:
     def _trainers(self, number: int) -> tuple[str, ...]:
         """Return the agents that can be asked about their data after round ``number``."""
         present = self.run.context.roster.present("train")
-        return tuple(without(present, self.selection.left_out(number + 1)))
+        return tuple(drop_left_out(present, self.selection.left_out(number + 1)))
 
     # --- the end ---------------------------------------------------------------------------------------------------
 
@@ -311,12 +310,12 @@ class RunLoop:
             members_of_last = set(opened[-1].cohort) - set(opened[-1].joining)
         present = self.run.context.roster.present("train")
         refusing = self.selection.exclusions.refusing(self.selection.boot)
-        agents = tuple(without(sorted({*members_of_last, *present}), refusing))
+        agents = tuple(drop_left_out(sorted({*members_of_last, *present}), refusing))
         assignment = yield from self._active.assign(self.run, JobSpec(self.run.request.rounds, "personalize"))
         self._active.assignment = assignment
         yield from self._ask_in_turn(assignment, agents)
         # Agents on trial are asked, and waited for only where there are no others.
-        reliable = tuple(without(agents, self.selection.on_trial))
+        reliable = tuple(drop_left_out(agents, self.selection.on_trial))
         yield from self.run.reports.collect(reliable or agents, self.invite)
         self.withdraw()
 

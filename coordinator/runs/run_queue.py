@@ -54,7 +54,7 @@ class Runs:
         self._steps: Steps | None = None
         self._read_at = float("-inf")
         self._cancels_seen = 0
-        self._read: tuple[int, int] | None = None
+        self._read: object = None
         """`Journal.version` before it was read last: whatever is done about an entry appends another one."""
         self._keep_runs = keep_runs
         self._prunes_seen = 0

@@ -612,7 +612,7 @@ class Coordinator:
         self.releases.fault(agent, message)
 
     def _on_heartbeat(self, agent: str, message: up.Heartbeat) -> None:
-        if not self.roster.is_as(agent, message.condition):
+        if not self.roster.note_condition(agent, message.condition):
             self.send(agent, down.Who())  # its fault was sent to an earlier start of this coordinator
         if not message.run:
             self.roster.note_idle(agent)

@@ -32,7 +32,7 @@ from edge_agent.core.storage import (
 )
 
 from ..journal.kinds import FINAL
-from ..journal.sqlite import Journal
+from ..journal.sqlite import SqliteJournal
 from ..journal.store import utc_now
 from .store import TEMPORARY, StateFolder, blobs_needed
 
@@ -174,7 +174,7 @@ _ELSEWHERE = "name a folder elsewhere, on another disk if there is one"
 
 def _continues(target: Path, state: StateFolder) -> bool:
     """Return whether the newest entry of an earlier backup is in the journal of a state folder."""
-    with Journal(target / "journal.db") as journal:
+    with SqliteJournal(target / "journal.db") as journal:
         newest = journal.entries(after=journal.last_id() - 1)
     if not newest:
         return True
@@ -217,7 +217,7 @@ def _pin(state: StateFolder, pinned: StateFolder) -> None:
         # 1. Files of runs before the snapshot: figures of rounds that these files lack are restored from it.
         _link_below(state.path, pinned.path, "runs")
         # 2. The snapshot, and what it needs.
-        state.journal.copy_to(pinned.journal.path)
+        state.journal.copy_to(Path(pinned.journal.location))
         with pinned.look():
             pinned.journal.verify()
             snapshot = pinned.journal.last_id()

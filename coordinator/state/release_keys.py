@@ -39,7 +39,7 @@ from edge_agent.bundle.trust import (
     Roots,
     Scores,
     dump,
-    followed,
+    follow_roots,
     moment,
     needs_newer,
     parse,
@@ -313,7 +313,7 @@ def sign_change(roots: Sequence[Envelope], keys: Sequence[Ed25519PrivateKey]) ->
         UsageError: A key has no say in that change.
         BundleUntrusted: The roots before do not follow from each other.
     """
-    before = followed(roots[:1], roots[1:-1])
+    before = follow_roots(roots[:1], roots[1:-1])
     change = roots[-1]
     old = read(Root, before[-1], "root")
     new = read(Root, change, "root")
@@ -504,7 +504,7 @@ class ReleaseKeys:
             try:
                 if changed[:-1] == roots and (lacks := missing(changed)):
                     raise UsageError(f"root {changed[-1].signed['version']}: {'; '.join(lacks)}")
-                after = followed(roots, changed)
+                after = follow_roots(roots, changed)
             except BundleUntrusted as error:
                 raise UsageError(f"{error}; the change was made from other keys than those here") from error
             self._write(after)

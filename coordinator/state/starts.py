@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from edge_agent.wire.messages.fields import new_id
 
 from ..journal.entries import CoordinatorStarted
-from ..journal.sqlite import Journal
-from ..journal.store import Entry
+from ..journal.store import Entry, Journal
 
 EPOCHS_OF_A_COPY = 1000
 """The epoch at which a copy begins is a multiple of this one: its original counts on by ones."""

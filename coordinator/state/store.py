@@ -28,7 +28,8 @@ from edge_agent.core.storage import read_json, read_regular, sha256_file, sha256
 
 from ..journal.entries import RunRequested, StateKept
 from ..journal.kinds import CHECKPOINTS
-from ..journal.sqlite import Journal
+from ..journal.sqlite import SqliteJournal
+from ..journal.store import Journal
 from ..views.releases import release_blobs
 from ..views.runs import RunRecord, replay
 
@@ -268,7 +269,7 @@ class StateFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.journal = Journal(path / "journal.db")
+        self.journal: Journal = SqliteJournal(path / "journal.db")
         self.blobs = BlobStore(path / "blobs")
         self._lock: HeldLock | None = None
 
@@ -285,7 +286,7 @@ class StateFolder:
         ):
             self.journal.verify()
             if self.journal.repair_indexes():
-                log.warning("journal_repaired path=%s: an index was damaged, and made again", self.journal.path)
+                log.warning("journal_repaired path=%s: an index was damaged, and made again", self.journal.location)
             self.blobs.sweep()
             for folder in (self.path, self.path / "runs", *(self.path / "runs").glob("*")):
                 sweep(folder, older_than_s=_BEGAN_S)
@@ -332,7 +333,7 @@ class StateFolder:
         has_runs = any((self.path / "runs").glob("*"))
         if not has_blobs and not has_runs:
             return False
-        if not self.journal.path.exists():
+        if not self.journal.exists:
             raise StateError(
                 f"{self.path}: there are blobs or runs but no journal.db; put it back from a backup, "
                 "or choose a new state folder (a fresh start is never made silently)"

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from ..journal.sqlite import Journal
-from ..journal.store import PAGE, Entry, JournalStore
+from ..journal.store import PAGE, Entry, Journal, JournalStore
 
 
 class Fold(Protocol):

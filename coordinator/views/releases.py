@@ -39,8 +39,7 @@ from ..journal.entries import (
     ReleaseStage,
 )
 from ..journal.kinds import Kind
-from ..journal.sqlite import Journal
-from ..journal.store import Entry
+from ..journal.store import Entry, Journal
 from .follower import Follower
 
 if TYPE_CHECKING:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from dataclasses import dataclass, field, replace
-from typing import cast
 
 from edge_agent.core.errors import StateError, UnknownName
 from edge_agent.wire.faults import accused_by, names_before_colon
@@ -24,8 +25,7 @@ from ..journal.entries import (
     WarmStarted,
 )
 from ..journal.kinds import FINAL, RunStatus
-from ..journal.sqlite import Journal
-from ..journal.store import WHAT_TO_DO, Entry
+from ..journal.store import WHAT_TO_DO, Entry, Journal
 
 
 @dataclass(frozen=True)
@@ -285,6 +285,35 @@ class RunView:
             self.record = step(self.record, entry)
 
 
+@dataclass
+class _Replayed:
+    """Where the runs of one store stand, as they were derived from its entries so far.
+
+    Attributes:
+        losses: What the store said of its losses then; another number: derive all of it again.
+        runs: The newest entry, whichever run's, when a run was derived last, and what it was then.
+        lock: Held while a run is derived.
+    """
+
+    losses: int
+    runs: dict[str, tuple[int, RunRecord]] = field(default_factory=dict)
+    lock: threading.RLock = field(default_factory=threading.RLock)
+
+
+_REPLAYED: weakref.WeakKeyDictionary[Journal, _Replayed] = weakref.WeakKeyDictionary()
+_CHOOSING = threading.Lock()
+
+
+def _replayed_of(journal: Journal) -> _Replayed:
+    """Return what was derived from a store, which is nothing where entries were lost since."""
+    with _CHOOSING:
+        replayed = _REPLAYED.get(journal)
+        if replayed is None or replayed.losses != journal.losses:
+            replayed = _Replayed(journal.losses)
+            _REPLAYED[journal] = replayed
+        return replayed
+
+
 def replay(journal: Journal, run: str) -> RunRecord:
     """Return where ``run`` stands, derived from its entries; only those since the last call are read.
 
@@ -292,8 +321,9 @@ def replay(journal: Journal, run: str) -> RunRecord:
         UnknownName: no such run.
         StateError: the entries contradict each other.
     """
-    with journal.lock:
-        after, record = cast("tuple[int, RunRecord]", journal.derived.get(run, (0, RunRecord(run))))
+    replayed = _replayed_of(journal)
+    with replayed.lock:
+        after, record = replayed.runs.get(run, (0, RunRecord(run)))
         newest = journal.last_id()  # before the entries: another process may append in between
         entries = journal.entries(run, after=after) if newest > after else []
         if not after and (not entries or entries[0].kind != RunRequested.kind):
@@ -303,5 +333,5 @@ def replay(journal: Journal, run: str) -> RunRecord:
             view.add(entry)
         # The newest entry may be of another run: nothing of this one is between.
         read = max([newest, *(entry.id for entry in entries[-1:])])
-        journal.derived[run] = (read, view.record)
+        replayed.runs[run] = (read, view.record)
         return view.record

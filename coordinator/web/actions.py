@@ -212,7 +212,7 @@ def _done(request: Request, form: Form) -> Any:
     """Do it; a token for a device where that was asked for."""
     site = site_of(request)
     name = form["do"]
-    by = f"{commands.author()}, web view"
+    by = f"{commands.current_user()}, web view"
     reason = form.get("reason", "").strip()[:MOST_REASON]
     if name in {"revoke", "enroll"}:
         if site.enrolment is None:

@@ -167,7 +167,7 @@ class FolderView:
                 with self.lock:
                     self._forget_journal()
             if not journal.is_open:
-                if not journal.path.exists():
+                if not journal.exists:
                     self.trouble = ""
                     return False
                 journal.open(create=False)

@@ -23,9 +23,9 @@ from edge_agent.core.errors import HeadwaterError, StateError, UnknownName, Usag
 from edge_agent.core.storage import read_json, read_regular
 from edge_agent.core.time_and_text import show_time
 
-from ..fleet.release_commands import describe_release, stage_text, standing, waits_for
+from ..fleet.release_commands import describe_release, describe_standing, list_waits, stage_text
 from ..journal.store import Entry
-from ..runs.result_notes import SHOWN_CLIENTS, spent
+from ..runs.result_notes import SHOWN_CLIENTS, describe_spent
 from ..state.fleet_columns import page_columns
 from ..state.fleet_rows import AgentRow, Presence
 from ..state.noise import Compared, classify_mean_gain
@@ -339,7 +339,7 @@ def releases(request: Request) -> Response:
             "undone": release.rolls_back or (release.number if release.rolled_back_by else 0),
             "undone_because": book.undone_because(release),
             "size": book.canary_size(release) if release.plan.canary else 0,
-            "waits": [*waits_for(book, release, now)],
+            "waits": [*list_waits(book, release, now)],
             "runs": running[release.bundle_id],
             "actions": list(_possible(release)) if release.number in can_be_changed else [],
         }
@@ -386,7 +386,7 @@ def bundles(request: Request) -> Response:
 
 def _stage_text(book: Book, release: Release, now: datetime) -> str:
     """Return where a release stands, in the words of 'headwater release status'."""
-    return stage_text(standing(book, release, now))
+    return stage_text(describe_standing(book, release, now))
 
 
 def _stage_kind(book: Book, release: Release, now: datetime) -> str:
@@ -609,7 +609,7 @@ def _warnings(summary: Mapping[str, Any]) -> list[str]:
 
 def _privacy(figures_of_it: object) -> str:
     try:
-        return spent(figures_of_it) if isinstance(figures_of_it, dict) else ""
+        return describe_spent(figures_of_it) if isinstance(figures_of_it, dict) else ""
     except (KeyError, TypeError, ValueError):
         return ""
 

@@ -21,7 +21,7 @@ from .. import heads, methods
 from ..bundle import archive
 from ..bundle import installed as installed_module
 from ..bundle.archive import BundleFile
-from ..bundle.trust import Envelope, Member, TrustStore, followed, parse, roots_in
+from ..bundle.trust import Envelope, Member, TrustStore, follow_roots, parse, roots_in
 from ..bundle.unpacked import Bundle
 from ..core.config import AgentConfig
 from ..core.errors import (
@@ -367,7 +367,7 @@ def admit(config: AgentConfig, opened: BundleFile) -> Envelope | None:
         return None
     if config.bundle.first_use and release is not None:
         oldest, *newer_roots = parse(Member, release, "release").roots
-        newest = followed([oldest], newer_roots)[-1]
+        newest = follow_roots([oldest], newer_roots)[-1]
         archive.verify(opened.path, newest)
         log.warning("trusts_first_use root=%s: once the bundle is installed", newest.signed["version"])
         return newest

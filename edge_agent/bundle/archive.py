@@ -50,7 +50,7 @@ from .trust import (
     Release,
     Root,
     check_signed,
-    followed,
+    follow_roots,
     parse,
     read,
     verified,
@@ -210,7 +210,7 @@ def verify(path: Path, root: Envelope) -> tuple[Release, Root]:
         )
     member = parse(Member, opened.release, str(path))
     try:
-        newest = read(Root, followed([root], member.roots)[-1], "root")
+        newest = read(Root, follow_roots([root], member.roots)[-1], "root")
         return verified(member, files_of(opened.manifest), newest), newest
     except BundleUntrusted as error:
         raise BundleUntrusted(f"{path}: {error}") from error

@@ -298,7 +298,7 @@ def check_signed(envelope: Envelope, by: Root, role: RoleName, what: str) -> Non
         )
 
 
-def followed(trusted: Sequence[Envelope], offered: Iterable[Envelope]) -> list[Envelope]:
+def follow_roots(trusted: Sequence[Envelope], offered: Iterable[Envelope]) -> list[Envelope]:
     """Return the trusted roots and those that follow them among the offered ones, in order of their versions.
 
     Raises:
@@ -587,7 +587,7 @@ class TrustStore:
             )
         chain = [steps[version] for version in skipped if version in steps]
         try:
-            roots = followed(trusted.roots, [*chain, root])
+            roots = follow_roots(trusted.roots, [*chain, root])
         except BundleUntrusted as error:
             raise StateError(f"{error}; {advice}") from error
         self._write_roots(trusted.model_copy(update={"roots": tuple(roots)}))
@@ -601,7 +601,7 @@ class TrustStore:
         trusted = self.known()
         if trusted is None:
             return
-        roots = followed(trusted.roots, offered)
+        roots = follow_roots(trusted.roots, offered)
         if len(roots) > len(trusted.roots):
             self._write_roots(trusted.model_copy(update={"roots": tuple(roots)}))
 
@@ -645,7 +645,7 @@ class TrustStore:
         # 1. The keys: roots that follow from the trusted ones, of which the newest has to have signed the release.
         member = parse(Member, raw, "release")
         self.follow(member.roots)
-        root = read(Root, followed(trusted.roots, member.roots)[-1], "root")
+        root = read(Root, follow_roots(trusted.roots, member.roots)[-1], "root")
         release = verified(member, files, root)
         # 2. The version, before the expiry: an older release is signed again by the coordinator. The encoders of rounds
         # have no order, because those of several runs may arrive in any.

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 from ..agent.health import look_at_disk, problem_of
+from ..bundle import figure_rows
 from ..bundle.trust import TrustStore
+from ..core import formats
 from ..core.config import AgentConfig, check_tls, load, read_file
 from ..core.errors import BrokerAway, ConfigError, HeadwaterError, StateError
 from ..core.limits import limit_threads
@@ -179,7 +181,7 @@ def status(arguments: argparse.Namespace) -> int:
         result.update(condition="fault", fault={**missing.as_json(), "message": "no data are named", "remedy": remedy})
     if config.state.is_dir() and (problem := look_at_disk(config.state)) is not None:
         result.update(condition="stalled", fault=problem)  # which the agent itself could not write down
-    output.result(arguments, result, lambda: output.pairs(_rows(result)))
+    output.result(arguments, result, lambda: formats.pairs(_rows(result)))
     return 0 if result["condition"] in {None, "ok"} else 1
 
 
@@ -259,7 +261,7 @@ _WITHOUT_KEYS = {True: "unsigned bundles are installed: ", False: "no bundle is 
 """What follows where no keys are trusted, by whether unsigned bundles are installed; None: not known."""
 
 _TEXTS: dict[str, Callable[[Any], str]] = {
-    "version": lambda version: output.other_version(version, __version__, "the agent"),
+    "version": lambda version: formats.other_version(version, __version__, "the agent"),
     "commands": lambda it: (
         f"authenticated; refused: {it['refused']} without a proof, {it['replayed']} recorded ones"
         if it["authenticated"]
@@ -341,17 +343,17 @@ def _rows(status: dict[str, Any]) -> Iterator[tuple[str, object]]:
         elif name in _TEXTS:
             yield name, _TEXTS[name](value)
         elif name in {"figures", "lineage"}:
-            yield from output.variants(value) if name == "figures" else output.lineage(value)
+            yield from figure_rows.variant_rows(value) if name == "figures" else figure_rows.lineage_rows(value)
         elif name == "metrics" and isinstance(value, dict):
             yield from _metric_rows(value)
         elif isinstance(value, dict):
-            yield name, ", ".join(f"{key} {output.value_text(inner)}" for key, inner in value.items())
+            yield name, ", ".join(f"{key} {formats.value_text(inner)}" for key, inner in value.items())
         else:
             yield name, ("yes" if value else "no") if isinstance(value, bool) else value
 
 
 def _metric_rows(metrics: dict[str, Any]) -> Iterator[tuple[str, object]]:
-    lines = _wrapped(f"{key} {output.value_text(value)}" for key, value in metrics.items())
+    lines = _wrapped(f"{key} {formats.value_text(value)}" for key, value in metrics.items())
     yield from (("" if number else "metrics", line) for number, line in enumerate(lines))
     if metrics.get("n_skipped"):
         yield "skipped", f"{metrics['n_skipped']} cannot be used, first {metrics.get('skipped_first')}"

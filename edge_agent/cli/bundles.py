@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..bundle import figure_rows
+from ..core import formats
 from ..core.errors import BundleDamaged, BundleUntrusted, UsageError, cause
 from ..core.locks import folder_lock
 from ..core.own_folders import check_own_folder
@@ -90,8 +92,8 @@ def import_bundle(arguments: argparse.Namespace) -> int:
     }
     rows = {**content, "precisions": ", ".join(sorted(bundle.manifest.variants)), "bundle_id": bundle.id[:12]}
     rows |= _by_hand(declined)
-    shown = [*rows.items(), *output.variants(figures)]
-    return output.result(arguments, {**content, "figures": figures}, lambda: output.pairs(shown))
+    shown = [*rows.items(), *figure_rows.variant_rows(figures)]
+    return output.result(arguments, {**content, "figures": figures}, lambda: formats.pairs(shown))
 
 
 def _roots(path: Path) -> tuple[Envelope, ...]:
@@ -144,7 +146,9 @@ def verify(arguments: argparse.Namespace) -> int:
     }
     rows = [(name, value) for name, value in content.items() if name not in {"lineage", "signers"}]
     rows.append(("signed by", ", ".join(map(root.named, signers))))
-    return output.result(arguments, content, lambda: output.pairs([*rows, *output.lineage(content["lineage"])]))
+    return output.result(
+        arguments, content, lambda: formats.pairs([*rows, *figure_rows.lineage_rows(content["lineage"])])
+    )
 
 
 def add_rollback_arguments(parser: argparse.ArgumentParser) -> None:
@@ -187,7 +191,7 @@ def rollback(arguments: argparse.Namespace) -> int:
         "declines": None if declined is None else declined.source.bundle_id,
     }
     rows = {**content, "bundle_id": bundle.id[:12]} | _by_hand(declined)
-    return output.result(arguments, content, lambda: output.pairs(rows.items()))
+    return output.result(arguments, content, lambda: formats.pairs(rows.items()))
 
 
 def _by_hand(declined: RolledBack | None) -> dict[str, str]:
@@ -216,7 +220,7 @@ def _restore_head(arguments: argparse.Namespace, state: Path) -> int:
         head = saved.restore(state / "head", bundle.fingerprints)
     content = {"head": head.head.name, "classes": list(head.class_names), "metrics": dict(head.metrics)}
     rows = {"head": head.head.name, "classes": ", ".join(head.class_names), "fitted on": head.metrics.get("n_train")}
-    return output.result(arguments, content, lambda: output.pairs(rows.items()))
+    return output.result(arguments, content, lambda: formats.pairs(rows.items()))
 
 
 def _self_test(bundle: Bundle) -> dict[str, str]:

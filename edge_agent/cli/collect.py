@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..core import formats
 from ..core.config import AgentConfig, load
 from ..core.errors import HeadwaterError, StateError, UsageError
 from ..core.locks import folder_lock
@@ -204,16 +205,16 @@ def _refitted(
     content = {**content, "refitted": not why, "not_refitted": why or None, "metrics": metrics or None}
     content["acc.personal_before"] = before.get("acc.personal")
     if why:
-        return output.result(arguments, content, lambda: output.pairs([*rows, ("head", f"not fitted here: {why}")]))
+        return output.result(arguments, content, lambda: formats.pairs([*rows, ("head", f"not fitted here: {why}")]))
     count = int(metrics.get("n_test") or 0)
     share = metrics.get("acc.personal")
-    text = output.percent(share)
+    text = formats.percent(share)
     if share is not None:
         low, high = interval(round(share * count), count)
         text += f"  (95 %: {100 * low:.1f} to {100 * high:.1f} %)"
     if before:
         of = f"{before.get('n_test')} held-out samples"
-        text += f"; before {output.percent(before.get('acc.personal'))} of {of}, which were others in part"
+        text += f"; before {formats.percent(before.get('acc.personal'))} of {of}, which were others in part"
     shown = [*rows, ("head", _head_text(metrics, before)), ("acc.personal", text)]
     shown += [("learned from", f"{metrics.get('n_train')} samples to fit, {count} held out")]
     notes = []
@@ -225,7 +226,7 @@ def _refitted(
         content["warnings"] = [*warnings_about(refitted, named(arguments))]
         by_class = ["", *_class_table(refitted)] if len(content["per_class"]) > 1 else []
         notes += [f"warning: {line}" for line in content["warnings"]]
-    return output.result(arguments, content, lambda: [*output.pairs(shown), *by_class, *notes])
+    return output.result(arguments, content, lambda: [*formats.pairs(shown), *by_class, *notes])
 
 
 def _head_text(metrics: dict[str, Any], before: dict[str, Any]) -> str:

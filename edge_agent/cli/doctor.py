@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import secrets
-import socket
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..core.errors import BrokerAway, HeadwaterError, MissingCapability, UsageError, cause
+from ..core import formats
+from ..core.checks import Step, try_step
+from ..core.errors import BrokerAway, HeadwaterError, MissingCapability
+from ..wire.broker_steps import walk_to_broker
 from . import output
 
 if TYPE_CHECKING:
     from ..core.capabilities import Capabilities
-    from ..core.config import AgentConfig, BrokerConfig
-    from ..wire.mqtt import MqttTransport
-
-
-@dataclass(frozen=True)
-class Step:
-    """One thing that was looked at; ``exit_code`` is that of the error, 0 where there was none."""
-
-    name: str
-    is_ok: bool
-    detail: str
-    exit_code: int = 0
+    from ..core.config import AgentConfig
 
 
 _TIERS = {
@@ -72,10 +61,10 @@ def doctor(arguments: argparse.Namespace) -> int:
         ca = ca or (config.broker.tls.ca if config.broker.tls else None)
         steps = list(_way(config, ca, arguments.timeout))
     else:
-        own = [attempted("tier", lambda: _check_tier(device, device.tier))]
+        own = [try_step("tier", lambda: _check_tier(device, device.tier))]
     if arguments.broker is not None:
         broker = parse(BrokerConfig, {"url": arguments.broker}, where="--broker")
-        steps = list(walk(broker, ca, arguments.timeout))
+        steps = list(walk_to_broker(broker, ca, arguments.timeout))
     content = {
         **device.model_dump(mode="json"),
         "tier": device.tier,
@@ -100,7 +89,7 @@ def _way(config: AgentConfig, ca: Path | None, timeout_s: float) -> Iterator[Ste
     from ..identity.certificates import IdentityFolder
 
     holder = lock_holder(config.state) if IdentityFolder(config.state).file.exists() else None
-    yield from walk(config.broker, ca, timeout_s, None if holder is not None else config)
+    yield from walk_to_broker(config.broker, ca, timeout_s, None if holder is not None else config)
     if holder is not None:
         status = read_json(config.state / "status.json") or {}
         reason = status.get("waits_for") or "it has just been started"
@@ -110,7 +99,7 @@ def _way(config: AgentConfig, ca: Path | None, timeout_s: float) -> Iterator[Ste
                 raise BrokerAway(f"{holder} is not welcomed by a coordinator: {reason}")
             return f"{holder} is connected and welcomed; login and topics are not tried beside it"
 
-        yield attempted("agent", agent)
+        yield try_step("agent", agent)
 
 
 def look(config: AgentConfig) -> Iterator[Step]:
@@ -124,21 +113,21 @@ def look(config: AgentConfig) -> Iterator[Step]:
     from ..privacy.policy import check_policy
 
     head = config.head
-    yield attempted("tier", lambda: _check_tier(find(), choose_tier(config)))
-    yield attempted("state", lambda: check_writable(config.state), f"{config.state} can be written")
-    yield attempted("data", lambda: _check_data(config))
-    yield attempted(
+    yield try_step("tier", lambda: _check_tier(find(), choose_tier(config)))
+    yield try_step("state", lambda: check_writable(config.state), f"{config.state} can be written")
+    yield try_step("data", lambda: _check_data(config))
+    yield try_step(
         "privacy",
         lambda: check_policy(config.privacy, own_methods(config.training)) or "'edge-agent privacy' shows what leaves",
     )
-    yield attempted("commands", lambda: _check_key(config))
-    yield attempted("head", lambda: heads.check(head.name, head.params), f"'{head.name}' with its parameters is known")
+    yield try_step("commands", lambda: _check_key(config))
+    yield try_step("head", lambda: heads.check(head.name, head.params), f"'{head.name}' with its parameters is known")
     if IdentityFolder(config.state).file.exists():
-        yield attempted("certificate", lambda: check_identity(config, time.time()))
-        yield attempted("enrolment", lambda: _ask_standing(config))
-        yield attempted("clock", lambda: _compare_clocks(config))
+        yield try_step("certificate", lambda: check_identity(config, time.time()))
+        yield try_step("enrolment", lambda: _ask_standing(config))
+        yield try_step("clock", lambda: _compare_clocks(config))
     elif not config.broker.uses_tls and not is_loopback(config.broker.host):
-        yield attempted("tls", lambda: check_tls(config.broker))
+        yield try_step("tls", lambda: check_tls(config.broker))
     yield from _look_at_running_agent(config)
 
 
@@ -189,7 +178,7 @@ def _look_at_running_agent(config: AgentConfig) -> Iterator[Step]:
             exit_code=getattr(kind, "exit_code", HeadwaterError.exit_code),
         )
         return
-    other = output.other_version(status.get("version"), __version__, "the agent")
+    other = formats.other_version(status.get("version"), __version__, "the agent")
     detail = f"{holder} has no fault; {other}" if other else f"{holder} has no fault"
     yield Step("running agent", is_ok=True, detail=detail)
 
@@ -232,180 +221,14 @@ def _check_tier(device: Capabilities, tier: str) -> str:
     return f"'{tier}' can be done here"
 
 
-def walk(broker: BrokerConfig, ca: Path | None, timeout_s: float, config: AgentConfig | None = None) -> Iterator[Step]:
-    """The steps to the broker, in order, up to and with the first that fails; with ``config`` to a coordinator."""
-    address = broker.host, broker.port
-
-    def name() -> str:
-        result = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
-        return f"{broker.host} is {', '.join(sorted({str(entry[4][0]) for entry in result}))}"
-
-    def tcp() -> str:
-        with socket.create_connection(address, timeout_s):
-            return f"port {broker.port} is open"
-
-    def tls() -> str:
-        import ssl
-
-        from ..core.config import credential
-
-        context = ssl.create_default_context(cafile=str(ca) if ca is not None else None)
-        if broker.tls is not None and broker.tls.cert is not None:  # else the broker reports a refused device
-            key = broker.tls.key
-            context.load_cert_chain(credential(broker.tls.cert), credential(key) if key is not None else None)
-        with (
-            socket.create_connection(address, timeout_s) as plain,
-            context.wrap_socket(plain, server_hostname=broker.host) as secure,
-        ):
-            return f"{secure.version()}, certificate is trusted"
-
-    steps = [name, tcp, tls] if broker.uses_tls else [name, tcp]
-    if config is not None:
-        visit = _Visit(config, timeout_s)
-        steps += [visit.login, visit.topics, visit.coordinator]
-    try:
-        for attempt in steps:
-            step = attempted(attempt.__name__, attempt)
-            yield step
-            if not step.is_ok:
-                return
-    finally:
-        if config is not None:
-            visit.leave()
-
-
-def attempted(name: str, attempt: Callable[[], object], detail: str = "") -> Step:
-    """The result of one step; it has failed where it raises an error of ours or of the system.
-
-    Where it succeeds its detail is ``detail``, or what ``attempt`` returns.
-    """
-    try:
-        result = attempt()
-        return Step(name, is_ok=True, detail=detail or str(result))
-    except HeadwaterError as error:
-        return Step(name, is_ok=False, detail=str(error).removeprefix(f"{name}: "), exit_code=error.exit_code)
-    except OSError as error:  # name, connection and certificate errors are all kinds of OSError
-        return Step(name, is_ok=False, detail=cause(error), exit_code=BrokerAway.exit_code)
-
-
-class _Visit:
-    """A short connection with an agent's user and password, beside that of the agent."""
-
-    def __init__(self, config: AgentConfig, timeout_s: float) -> None:
-        from ..wire.mqtt import user_of
-        from ..wire.topics import Topics
-
-        self._config = config
-        self._timeout_s = timeout_s
-        self._user = user_of(config.broker, config.id)
-        self._topics = Topics(config.federation)
-        self._broker = config.broker.model_copy(update={"user": self._user, "wait": False})
-        self._transport: MqttTransport | None = None
-        self._boot = secrets.token_hex(8)
-
-    def login(self) -> str:
-        """Connect as the agent does.
-
-        Raises:
-            UsageError: the broker does not let this user in.
-            BrokerAway: it does not answer.
-        """
-        self._connect()
-        if self._broker.tls is not None and self._broker.tls.cert is not None:
-            return f"with the certificate in {self._broker.tls.cert}"
-        return "without a user" if self._user is None else f"as user '{self._user}'"
-
-    def _connect(self) -> MqttTransport:
-        from ..wire.mqtt import MqttTransport
-
-        if self._transport is None:
-            self._transport = MqttTransport(self._broker, f"{self._config.id}-doctor")
-            self._transport.subscribe(*self._topics.for_agent(self._config.id))
-            self._transport.start()
-        return self._transport
-
-    def topics(self) -> str:
-        """Listen and speak on the agent's topics.
-
-        Raises:
-            UsageError: the broker's rules do not let this user.
-        """
-        from ..wire.messages import codec, up
-        from ..wire.mqtt import refused_topics
-        from ..wire.transport import Subscribed
-
-        agent = self._config.id
-        wanted = set(self._topics.for_agent(agent))
-        until = time.monotonic() + self._timeout_s
-        while wanted and time.monotonic() < until:
-            event = self._connect().receive(0.1)
-            if isinstance(event, Subscribed):
-                wanted -= set(event.filters)
-        if wanted:
-            raise self._forbidden(f"listen on {', '.join(sorted(wanted))}")
-        self.leave()  # with a certificate all connections have one id, and the second one ends the first
-        beat = codec.encode(up.Heartbeat(boot=self._boot))  # of a start that has said no hello: it changes nothing
-        spoken = {topic(agent): beat for topic in (self._topics.up, self._topics.heartbeat)}
-        rejected = refused_topics(self._broker, agent, spoken, self._timeout_s)
-        if rejected:
-            raise self._forbidden(f"speak on {', '.join(sorted(rejected))} ({next(iter(rejected.values()))})")
-        self._connect()
-        return f"may listen and speak on those of agent '{agent}' in federation '{self._config.federation}'" + (
-            "" if rejected is not None else ", as far as this broker tells"
-        )
-
-    def coordinator(self) -> str:
-        """Hear a coordinator answer: it asks for an introduction when a start that it does not know speaks.
-
-        Raises:
-            BrokerAway: none does.
-        """
-        from ..wire.messages import codec, up
-        from ..wire.transport import Message
-
-        until = time.monotonic() + self._timeout_s
-        beat = codec.encode(up.Heartbeat(boot=self._boot))
-        beat_at = float("-inf")
-        while time.monotonic() < until:
-            if time.monotonic() - beat_at >= 0.5:  # a connection that has just begun does not hear the first answers
-                beat_at = time.monotonic()
-                self._connect().publish(self._topics.heartbeat(self._config.id), beat)
-            event = self._connect().receive(0.1)
-            if isinstance(event, Message) and event.topic == self._topics.down(self._config.id):
-                return f"one of federation '{self._config.federation}' answers"
-        raise BrokerAway(
-            f"none of federation '{self._config.federation}' answered within {self._timeout_s:g} s; start 'headwater "
-            "serve' with the same federation and broker, and see that the broker's topic rules name it"
-        )
-
-    def leave(self) -> None:
-        """Disconnect."""
-        if self._transport is not None:
-            self._transport.close()
-        self._transport = None
-
-    def _forbidden(self, what: str) -> UsageError:
-        agent = self._config.id
-        federation = self._config.federation
-        if self._user not in {None, agent}:
-            remedy = f"an agent logs in with its id, and this one's is '{agent}': change id or broker.user"
-        else:
-            remedy = (
-                f"its topic rules lack federation '{federation}' or this agent: 'headwater password {agent} --acl FILE "
-                f"--federation {federation}' adds them, then reload the broker"
-            )
-        who = "a login without user" if self._user is None else f"user '{self._user}'"
-        return UsageError(f"the broker does not let {who} {what}; {remedy}")
-
-
 def _lines(device: Capabilities, config: AgentConfig | None, own: list[Step], steps: list[Step]) -> list[str]:
-    lines = output.pairs(
+    lines = formats.pairs(
         [
             ("python", f"{device.python}, {'64' if device.is_64bit else '32'} bit"),
             ("system", f"{device.system}, {device.machine}"),
             ("board", device.board),
             ("processor", f"{device.cores} cores"),
-            ("memory", f"{output.size(device.memory_bytes)}, {output.size(device.available_bytes)} available"),
+            ("memory", f"{formats.size(device.memory_bytes)}, {formats.size(device.available_bytes)} available"),
             ("accelerators", ", ".join(device.accelerators) or "none found"),
             ("packages", ", ".join(f"{name} {version}" for name, version in device.packages.items())),
             ("suggested tier", _TIERS[device.tier]),

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ..core import formats
 from ..core.config import AgentConfig, DataConfig, load
 from ..core.errors import BrokerAway, StateError, UsageError
 from ..core.locks import lock_holder
@@ -107,7 +108,7 @@ def enroll(arguments: argparse.Namespace) -> int:
         "state": str(state),
         "config": str(arguments.config),
     }
-    output.result(arguments, result, lambda: [*output.pairs(result.items()), *_tier_note(arguments.config), *written])
+    output.result(arguments, result, lambda: [*formats.pairs(result.items()), *_tier_note(arguments.config), *written])
     return 0
 
 

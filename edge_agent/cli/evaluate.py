@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..core import formats
 from ..core.errors import DataError
 from . import output
 from .arguments import (
@@ -144,10 +145,10 @@ def _evaluate_saved(arguments: argparse.Namespace, bundle: Bundle) -> int:
     rows += [
         *accuracy_rows(scores, count),
         *same_sitting_rows(sitting),
-        ("calibration error", few if error is None else output.percent(error)),
+        ("calibration error", few if error is None else formats.percent(error)),
     ]
-    rows += [("called unknown", "–  (the head has no rule for that)" if rule is None else output.percent(alarms))]
-    return output.result(arguments, content, lambda: [*output.pairs(rows), *notes])
+    rows += [("called unknown", "–  (the head has no rule for that)" if rule is None else formats.percent(alarms))]
+    return output.result(arguments, content, lambda: [*formats.pairs(rows), *notes])
 
 
 def _compare(arguments: argparse.Namespace, bundle: Bundle, parts: tuple[Samples, Samples]) -> int:
@@ -181,7 +182,7 @@ def _compare(arguments: argparse.Namespace, bundle: Bundle, parts: tuple[Samples
         if _CURVE_FITS * result.seconds <= _CURVE_BUDGET_S:
             points = curve(features, result.head.name)
             content["curve"] = {**asdict(points), "advice": points.advice}
-            rows = [(p.samples, output.percent(p.mean), output.percent(p.spread)) for p in points.points]
+            rows = [(p.samples, formats.percent(p.mean), formats.percent(p.spread)) for p in points.points]
             header = (f"samples to fit {result.head.name}", "accuracy in cross-validation", "spread")
             lines += ["", *(output.table(header, rows) if rows else ()), points.advice]
             lines += folds_note(result.same_sitting, points.same_sitting)
@@ -291,7 +292,7 @@ def _costs(result: Result) -> tuple[str, ...]:
     ends = intervals_of(result.scores, result.n_test)["acc.personal"]
     return (
         result.head.name,
-        output.percent(result.scores.personal),
+        formats.percent(result.scores.personal),
         "–" if ends is None else f"{100 * ends[0]:.1f} to {100 * ends[1]:.1f} %",
         result.exactness,
         f"{result.seconds:.2f} s",

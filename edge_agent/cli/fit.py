@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..core import formats
 from ..core.errors import UnknownName, UsageError
 from ..core.storage import check_writable
 from . import output
@@ -146,7 +147,7 @@ def fit(arguments: argparse.Namespace) -> int:
         details += ["", *_trials(result.choice), *folds_note(result.same_sitting, result.choice.same_sitting)]
     if notes:
         details += ["", *notes]
-    return output.result(arguments, content, lambda: [*output.pairs(rows), *details])
+    return output.result(arguments, content, lambda: [*formats.pairs(rows), *details])
 
 
 def _trials(choice: HeadChoice) -> list[str]:
@@ -156,7 +157,7 @@ def _trials(choice: HeadChoice) -> list[str]:
         (
             trial.name,
             "taken" if trial.name == choice.name else "dropped" if trial.dropped else "",
-            output.percent(trial.accuracy),
+            formats.percent(trial.accuracy),
             "–" if trial.spread is None or len(trial.right) < 2 else f"±{100 * trial.spread:.1f} %",
             f"{trial.loss(len(trial.right)):.3f}" if trial.right else "–",
             len(trial.right),
@@ -183,16 +184,16 @@ def _confidence_rows(
     if samples >= LEAST_FOR_CALIBRATION:
         calibration = "not calibrated: no temperature lowers the error in cross-validation"
     if known is not None:
-        before = output.percent(known.error_before)
-        after = output.percent(known.error_after)
+        before = formats.percent(known.error_before)
+        after = formats.percent(known.error_after)
         calibration = f"temperature {known.temperature:.2f}, expected calibration error {before} before, {after} after"
     unknown = "not asked for"
     if rule is not None:
-        reached = f"{output.percent(false_alarms)} of the held-out samples; misses are not measured"
-        unknown = f"distance above {rule.threshold:.3f}; false alarms {output.percent(rule.rate)} asked for, {reached}"
+        reached = f"{formats.percent(false_alarms)} of the held-out samples; misses are not measured"
+        unknown = f"distance above {rule.threshold:.3f}; false alarms {formats.percent(rule.rate)} asked for, {reached}"
     elif rate:
         unknown = (
-            f"not estimable: {samples} samples, {least_for(rate)} are needed for {output.percent(rate)} false alarms"
+            f"not estimable: {samples} samples, {least_for(rate)} are needed for {formats.percent(rate)} false alarms"
         )
     return [("calibration", calibration), ("unknown inputs", unknown)]
 

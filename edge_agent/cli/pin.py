@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 
+from ..core import formats
 from ..core.errors import UsageError
 from ..core.time_and_text import moment_of
 from ..wire.messages.fields import printable
@@ -57,7 +58,7 @@ def pin(arguments: argparse.Namespace) -> int:
         ended = f"until {replaced.until}" if replaced.until else "without end"
         rows.append(("replaces", f"the pin of bundle {replaced.bundle_id[:12]}, {ended}: {replaced.reason}"))
     rows.append(("next", f"releases are declined; 'edge-agent unpin{named(arguments)}' ends that"))
-    return output.result(arguments, content, lambda: output.pairs(rows))
+    return output.result(arguments, content, lambda: formats.pairs(rows))
 
 
 def add_unpin_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,4 +83,4 @@ def unpin(arguments: argparse.Namespace) -> int:
         ("unpinned", f"bundle {pin.bundle_id[:12]}"),
         ("next", "a running agent takes what is released from its next heartbeat on"),
     ]
-    return output.result(arguments, {"unpinned": pin.bundle_id}, lambda: output.pairs(rows))
+    return output.result(arguments, {"unpinned": pin.bundle_id}, lambda: formats.pairs(rows))

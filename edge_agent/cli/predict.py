@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..core import formats
 from ..core.errors import UsageError
 from . import output
 from .arguments import add_bundle, add_strict, bundle_of, encoder_of, head_folder, own_head
@@ -82,7 +83,7 @@ def predict(arguments: argparse.Namespace) -> int:
         content |= {"unknown": count, "drift": drift}
         notes += [output.drift(count, len(names), rule.rate)] if drift else []
     shown = [
-        (row["input"], f"unknown ({row['class']}?)" if row["unknown"] else row["class"], output.percent(share))
+        (row["input"], f"unknown ({row['class']}?)" if row["unknown"] else row["class"], formats.percent(share))
         for row, share in zip(rows, shares.max(axis=1).tolist(), strict=True)
     ]
     return output.result(arguments, content, lambda: [*output.table(("input", "class", "probability"), shown), *notes])
@@ -101,7 +102,7 @@ def _predict_numeric(arguments: argparse.Namespace, bundle: Bundle) -> int:
     if not saved.head.predicts_targets:
         for row in rows:
             row["anomaly"] = None if threshold is None else row["score"] > threshold
-    shown = [[output.number(cell) if isinstance(cell, float) else cell for cell in row.values()] for row in rows]
+    shown = [[formats.number(cell) if isinstance(cell, float) else cell for cell in row.values()] for row in rows]
     header = ("input", key) if saved.head.predicts_targets else ("input", key, "anomaly")
     content = {"predictions": rows, "threshold": threshold, "skipped": list(samples.skipped)}
     notes = output.skipped(samples.skipped)

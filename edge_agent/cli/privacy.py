@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import methods
+from ..core import formats
 from ..core.config import AgentConfig, PrivacyConfig, load, own_methods
 from ..core.errors import PrivacyRefused, UnknownName
 from ..core.registry import PinnedFile, own_name
@@ -151,11 +152,11 @@ def lines(content: dict[str, Any]) -> Iterator[str]:
     """The list as text."""
     yield "[privacy] of this device"
     policy = {**content["policy"], "methods": _names(content["policy"]["methods"])}
-    yield from (f"  {line}" for line in output.pairs(policy.items()))
+    yield from (f"  {line}" for line in formats.pairs(policy.items()))
     yield from (f"  note: {note}" for note in filter(None, [content["note"]]))
     if content["spent"] is not None:
         yield "spent by its updates so far"
-        yield from (f"  {line}" for line in output.pairs(content["spent"].items()))
+        yield from (f"  {line}" for line in formats.pairs(content["spent"].items()))
     yield ""
     yield from _listed("what leaves in messages", content["fields"])
     if (method := content["method"]) is not None:

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from ..core import formats
 from . import output
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def accuracy_rows(scores: Scores, count: int) -> Iterator[tuple[str, str]]:
     """The accuracies with their intervals, and what ``acc.local`` is of."""
     intervals = intervals_of(scores, count)
     for name, share in scores.accuracies().items():
-        text = output.percent(share)
+        text = formats.percent(share)
         if (ends := intervals[name]) is not None:
             text += f"  (95 %: {100 * ends[0]:.1f} to {100 * ends[1]:.1f} %)"
         yield name, f"{text}  {scores.local_model}" if name == "acc.local" and scores.local_model else text
@@ -49,7 +50,7 @@ def detail_tables(result: Result) -> list[str]:
         ]
     if result.worst:
         rows = [
-            (worst.sample, worst.label, worst.answer, output.percent(worst.probability), _KINDS[worst.held_out])
+            (worst.sample, worst.label, worst.answer, formats.percent(worst.probability), _KINDS[worst.held_out])
             for worst in result.worst
         ]
         header = ("worst samples", "class", "answer", "probability of its class", "answered by")
@@ -82,7 +83,7 @@ def same_sitting_rows(share: float | None) -> list[tuple[str, str]]:
     """A row about samples whose recording is learned from, too; none where that is not so."""
     if not share:
         return []
-    of_these = f"{output.percent(share)} of the held-out samples are of recordings that it learns from"
+    of_these = f"{formats.percent(share)} of the held-out samples are of recordings that it learns from"
     return [("same sitting", f"{of_these}; expect less of new ones")]
 
 
@@ -91,9 +92,9 @@ def folds_note(held_out: float | None, folds: float | None) -> list[str]:
     if folds is None or folds == (held_out or 0.0):
         return []
     if folds > (held_out or 0.0):
-        share = f"same sitting in cross-validation: {output.percent(folds)} of what it tests is of recordings that it "
+        share = f"same sitting in cross-validation: {formats.percent(folds)} of what it tests is of recordings that it "
         return [share + "learns from; acc.personal says more about new ones"]
-    of = "whole recordings" if not folds else f"whole recordings where it can ({output.percent(folds)} same sitting)"
+    of = "whole recordings" if not folds else f"whole recordings where it can ({formats.percent(folds)} same sitting)"
     return [f"cross-validation holds out {of}: its accuracies say more about new recordings than acc.personal does"]
 
 
@@ -119,7 +120,7 @@ def numeric_result(
     rows = [("head", f"{head.name}, {saved.precision} features"), ("samples", samples)]
     shares = () if head.predicts_targets else ("false_alarms", "detected")
     rows += [
-        (name, output.percent(score) if name in shares else output.number(score)) for name, score in scores.items()
+        (name, formats.percent(score) if name in shares else formats.number(score)) for name, score in scores.items()
     ]
     notes = output.skipped(skipped)
     personal = scores.get("rmse.personal")
@@ -129,8 +130,8 @@ def numeric_result(
     if not head.predicts_targets and head.threshold is None:
         notes.append(
             f"note: no threshold: fewer than {least_for(head.params.false_alarms)} normal samples, which "
-            f"{output.percent(head.params.false_alarms)} false alarms need"
+            f"{formats.percent(head.params.false_alarms)} false alarms need"
         )
     return output.result(
-        arguments, {**content, "skipped": len(skipped)}, lambda: [*output.pairs([*rows, *more]), *notes]
+        arguments, {**content, "skipped": len(skipped)}, lambda: [*formats.pairs([*rows, *more]), *notes]
     )

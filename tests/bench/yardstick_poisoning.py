@@ -29,7 +29,7 @@ from coordinator.journal.entries import RoundOpened
 from coordinator.rounds.aggregation import aggregate
 from coordinator.rounds.bounds import norms_of
 from coordinator.rounds.directions import Comparison
-from coordinator.rounds.repeats import after_round
+from coordinator.rounds.repeats import count_after_round
 from coordinator.rounds.selection import Exclusions
 from coordinator.views.runs import Accepted, OpenRound
 from edge_agent import methods
@@ -748,7 +748,7 @@ class Federation:
                 break
             once = functools.partial(list, accepted)
             state, decisions = aggregate(self.method, base, once, config, begin, repeats)
-            repeats = after_round(repeats, decisions.repeats, [update.client for update in accepted])
+            repeats = count_after_round(repeats, decisions.repeats, [update.client for update in accepted])
             names = [name for name, array in sorted(self.trainer.fresh.items()) if is_learned(name, array)]
             previous = change_of(state, base, names)
             way = change_of(state, begin, names)
@@ -768,7 +768,7 @@ class Federation:
                 {one.client: Accepted("", one.weight, {}) for one in accepted},
                 rejected,
             )
-            exclusions.closed(opened, {}, {}, (), suspects)
+            exclusions.note_closed(opened, {}, {}, (), suspects)
         result.accuracy, result.backdoor = self.trainer.scores(self.method, state, attackers, rounds)
         return result
 

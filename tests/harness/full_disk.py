@@ -18,7 +18,7 @@ from unittest import mock
 
 from federation_harness import Killed
 
-from coordinator.journal.sqlite import Journal
+from coordinator.journal.sqlite import SqliteJournal
 
 
 class FullDisk:
@@ -51,7 +51,7 @@ class FullDisk:
     def mounted(self) -> Iterator[FullDisk]:
         """Inside, writes below the folder are of this disk."""
         real_open = io.open
-        real_write = Journal._write
+        real_write = SqliteJournal._write
 
         def opened(file: Any, mode: str = "r", *arguments: Any, **options: Any) -> Any:
             if isinstance(file, int) or not set(mode) & set("wax+"):
@@ -62,7 +62,7 @@ class FullDisk:
             raw = _Raw(file, mode.replace("b", ""), lambda: self.write("write", file))
             return io.BufferedRandom(raw) if "+" in mode else io.BufferedWriter(raw)
 
-        def journaled(journal: Journal, *arguments: Any) -> Any:
+        def journaled(journal: SqliteJournal, *arguments: Any) -> Any:
             try:
                 self.write("journal", journal.path)
             except OSError as error:
@@ -71,7 +71,7 @@ class FullDisk:
 
         with contextlib.ExitStack() as stack:
             stack.enter_context(mock.patch.object(io, "open", opened))
-            stack.enter_context(mock.patch.object(Journal, "_write", journaled))
+            stack.enter_context(mock.patch.object(SqliteJournal, "_write", journaled))
             for name, counted in self._calls().items():
                 stack.enter_context(mock.patch.object(os, name, counted))
             yield self
@@ -144,14 +144,14 @@ class DyingProcess(FullDisk):
     @contextlib.contextmanager
     def mounted(self) -> Iterator[FullDisk]:
         """As of a disk, with points before deferred entries are written."""
-        real = Journal.flush
+        real = SqliteJournal.flush
 
-        def flush(journal: Journal) -> None:
+        def flush(journal: SqliteJournal) -> None:
             if journal.has_deferred:
                 self.write("flush", journal.path)
             real(journal)
 
-        with super().mounted(), mock.patch.object(Journal, "flush", flush):
+        with super().mounted(), mock.patch.object(SqliteJournal, "flush", flush):
             yield self
 
     def _calls(self) -> dict[str, Callable[..., Any]]:

@@ -127,6 +127,32 @@ def test_floors_of_ours_are_loaded_downwards_only(sources):
     assert wrong == []
 
 
+def test_the_device_command_line_is_imported_by_itself_alone(sources):
+    """What both command lines use lies in `edge_agent.core`, `bundle` or `wire`."""
+    wrong = [
+        f"{source.name}:{imported.line} imports {imported.name}"
+        for source in sources
+        for imported in source.imports
+        if re.fullmatch(r"edge_agent\.cli(\..+)?", imported.name)
+        and not re.fullmatch(r"edge_agent\.(cli(\..+)?|__main__)", source.name)
+    ]
+    assert wrong == []
+
+
+OPENING = {"coordinator.state.store", "coordinator.state.backup", "coordinator.service.standby"}
+"""Who opens the file of a journal, and so knows that it is one of SQLite; all others know the contract."""
+
+
+def test_which_database_the_journal_is_in_is_known_where_it_is_opened_alone(sources):
+    knowing = {
+        source.name
+        for source in sources
+        for imported in source.imports
+        if imported.name.startswith("coordinator.journal.sqlite")
+    }
+    assert knowing == OPENING
+
+
 def test_nobody_imports_an_upper_package_even_when_called(sources):
     above = {"edge_agent": {"export", "coordinator"}, "export": {"coordinator"}, "coordinator": set()}
     wrong = [

@@ -25,7 +25,7 @@ from edge_agent.personal.encoder import Encoder
 from edge_agent.personal.personalize import global_probabilities
 from edge_agent.wire.tensors import decode
 
-from ...journal.sqlite import Journal
+from ...journal.store import Journal
 from ...rounds.request import Request
 from ...runs.release import pooled_before
 from ...state.store import StateFolder, states_of

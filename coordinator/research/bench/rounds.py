@@ -15,8 +15,7 @@ from edge_agent.core.task import ImageInput, Task
 
 from ...broker import EmbeddedBroker, MosquittoBroker, SupervisedBroker, find_mosquitto
 from ...journal.entries import RunFailed
-from ...journal.sqlite import Journal
-from ...journal.store import facts_of
+from ...journal.store import Journal, facts_of
 from ...rounds.request import Request
 from ...state.store import StateFolder, read_status
 from .measuring import RoundPlan, Row, Usage, forget_peak, module, quantile, usage, wait_for

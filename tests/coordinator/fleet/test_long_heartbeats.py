@@ -58,8 +58,8 @@ def test_an_agent_with_a_task_has_the_configured_lease_from_then_on():
     for agent in roster.present():
         roster.new_heartbeat_s(agent)
     clock.now = 100.0
-    roster.asked("m00007")
-    roster.asked("m00008")
+    roster.note_asked("m00007")
+    roster.note_asked("m00008")
     clock.now = 120.0
     roster.heard("m00008", "b1")
     roster.note_idle("m00008")

@@ -9,7 +9,7 @@ import pytest
 
 from coordinator.fleet.rollout import COUNT_S, MOST_CHANGES, MOST_SIGNATURES, UNABLE_AGAIN_S, Rollout
 from coordinator.journal.entries import DevicePinned, DeviceUnpinned, ReleaseHeld, fact_of
-from coordinator.journal.sqlite import Journal
+from coordinator.journal.sqlite import SqliteJournal
 from coordinator.state import release_keys
 from coordinator.state.store import StateFolder
 from coordinator.views.releases import Device
@@ -28,7 +28,7 @@ class Fleet:
         self.sent = []
         offers = SimpleNamespace(offer=lambda *_: None)
         roster = SimpleNamespace(present=lambda _tier: (), get=lambda _agent: None)
-        self.state.journal = Journal(folder / "journal.db", now=self.wall)
+        self.state.journal = SqliteJournal(folder / "journal.db", now=self.wall)
         self.rollout = Rollout(self.state, roster, offers, self.send, lambda: self.now[0], self.wall)
 
     def wall(self):

@@ -15,7 +15,7 @@ from federation_harness import Federation, vanish
 
 from coordinator.fleet.registry import RunIds
 from coordinator.journal.entries import fact_of
-from coordinator.journal.sqlite import Journal
+from coordinator.journal.sqlite import SqliteJournal
 from coordinator.rounds.request import Request
 from coordinator.service.coordinator import Coordinator
 from coordinator.service.surroundings import Runtime, StartOptions
@@ -226,7 +226,7 @@ def test_a_state_folder_put_back_from_a_backup_gets_its_agents_back(tmp_path, ca
 
 
 def test_the_federation_id_is_made_once_and_the_epoch_counts_the_starts(tmp_path):
-    with Journal(tmp_path / "journal.db") as journal:
+    with SqliteJournal(tmp_path / "journal.db") as journal:
         made = iter("ab")
         starts = [record_start(journal, version="1", boot="b", make_id=lambda: next(made) * 32) for _ in range(3)]
         assert [(start.federation, start.epoch) for start in starts] == [("a" * 32, 1), ("a" * 32, 2), ("a" * 32, 3)]
@@ -235,7 +235,7 @@ def test_the_federation_id_is_made_once_and_the_epoch_counts_the_starts(tmp_path
 def test_a_run_id_is_known_to_its_own_journal_alone(tmp_path):
     ids = []
     for name in ("one", "two"):
-        with Journal(tmp_path / name / "journal.db") as journal:
+        with SqliteJournal(tmp_path / name / "journal.db") as journal:
             assert journal.request_run(fact_of("run_requested", {})) == "run-0001"
             known = RunIds(journal)
             ids.append(known.of("run-0001"))
@@ -374,7 +374,7 @@ def test_a_copy_that_starts_beside_a_coordinator_that_serves_never_ends_it(parte
     fed = parted
     copy = tmp_path / "copy"
     if kind == "started often":
-        with Journal(copy / "journal.db") as journal:
+        with SqliteJournal(copy / "journal.db") as journal:
             for _ in range(5):
                 record_start(journal, version="x", boot="drill")
     if kind == "backup":
@@ -481,7 +481,7 @@ def test_a_backup_that_is_served_gives_no_run_the_name_of_one_that_an_agent_has_
 
 def test_starts_of_versions_that_wrote_no_takeover_are_read_as_they_were_meant(tmp_path):
     """The first epoch of a copy said that it replaces its original."""
-    with Journal(tmp_path / "journal.db") as journal:
+    with SqliteJournal(tmp_path / "journal.db") as journal:
         for epoch in (1, 2, 1000, 1001):
             journal.append(fact_of("coordinator_started", {"federation": "f" * 32, "epoch": epoch}))
         start = record_start(journal, version="x", boot="b")

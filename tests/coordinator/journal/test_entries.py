@@ -29,7 +29,7 @@ from coordinator.journal.entries import (
     fact_of,
 )
 from coordinator.journal.kinds import KINDS
-from coordinator.journal.sqlite import Journal
+from coordinator.journal.sqlite import SqliteJournal
 from coordinator.journal.store import hash_of
 from coordinator.rounds.request import Request
 from coordinator.views.releases import Book, Plan
@@ -45,7 +45,7 @@ EXPECTED = [json.loads(line) for line in (FIXTURES / "every_kind.jsonl").read_te
 def older(tmp_path):
     """A journal of an earlier version, which has every kind of entry with every set of fields that it wrote."""
     shutil.copy(FIXTURES / "every_kind.sqlite", tmp_path / "journal.db")
-    with Journal(tmp_path / "journal.db") as journal:
+    with SqliteJournal(tmp_path / "journal.db") as journal:
         yield journal
 
 
@@ -80,7 +80,7 @@ def test_facts_are_written_with_the_bytes_of_earlier_versions(older, tmp_path):
     with sqlite3.connect(older.path) as connection:
         connection.row_factory = sqlite3.Row
         rows = [dict(row) for row in connection.execute("SELECT * FROM entries ORDER BY id")]
-    with Journal(tmp_path / "again.db") as again:
+    with SqliteJournal(tmp_path / "again.db") as again:
         for entry, row in zip(older.entries(), rows, strict=True):
             columns = {name: row[name] for name in ("run", "round", "agent", "digest")}
             again.append(entry.fact, **columns)
@@ -229,13 +229,13 @@ def test_a_file_that_was_cut_is_named_or_read(tmp_path, share):
     path.write_bytes(content[: int(share * len(content))])
     if share == 0:  # an empty file is a new journal, unless there must be entries
         with pytest.raises(StateError, match="all of its entries are lost"):
-            Journal(path).open(create=False, is_begun=True)
+            SqliteJournal(path).open(create=False, is_begun=True)
         return
     if share == 1:
-        with Journal(path).open(create=False) as journal:
+        with SqliteJournal(path).open(create=False) as journal:
             assert journal.verify() == len(EXPECTED)
         return
-    with pytest.raises(StateError, match=re.escape(str(path))), Journal(path).open(create=False) as journal:
+    with pytest.raises(StateError, match=re.escape(str(path))), SqliteJournal(path).open(create=False) as journal:
         journal.verify()
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from coordinator.journal.entries import RunRequested, UpdateAccepted, UpdateRefused, fact_of
 from coordinator.journal.kinds import KINDS
-from coordinator.journal.sqlite import Journal
+from coordinator.journal.sqlite import SqliteJournal
 from coordinator.journal.store import Entry
 from coordinator.views.runs import Accepted, Rejection, RunRecord, replay, step
 from edge_agent.core.errors import StateError, UnknownName
@@ -28,7 +28,7 @@ NOON = datetime(2026, 3, 1, 12, tzinfo=timezone.utc)
 
 @pytest.fixture
 def journal(tmp_path):
-    with Journal(tmp_path / "journal.db", now=lambda: NOON) as opened:
+    with SqliteJournal(tmp_path / "journal.db", now=lambda: NOON) as opened:
         yield opened
 
 
@@ -158,7 +158,7 @@ def test_swapped_entries_are_found(journal):
 
 
 def filled(path, entries=400):
-    with Journal(path) as journal:
+    with SqliteJournal(path) as journal:
         for number in range(entries):
             journal.append(
                 fact_of("update_refused", {"reason": "x" * 40}),
@@ -175,7 +175,7 @@ def test_truncated_file_is_an_error_and_never_a_fresh_start(tmp_path):
     size = path.stat().st_size
     with path.open("r+b") as file:
         file.truncate(size // 2)
-    with pytest.raises(StateError, match="backup"), Journal(path) as journal:
+    with pytest.raises(StateError, match="backup"), SqliteJournal(path) as journal:
         journal.verify()
     assert path.stat().st_size == size // 2, "the evidence was left alone"
 
@@ -187,7 +187,7 @@ def test_file_that_is_no_database_is_an_error_and_is_left_alone(tmp_path, conten
     path = tmp_path / "journal.db"
     path.write_bytes(content)
     with pytest.raises(StateError, match="cannot be read or written"):
-        Journal(path).open()
+        SqliteJournal(path).open()
     assert path.read_bytes() == content
 
 
@@ -196,7 +196,7 @@ def test_flipped_bytes_never_pass_for_another_history(tmp_path):
     path = tmp_path / "journal.db"
     filled(path)
     sound = path.read_bytes()
-    with Journal(path) as journal:
+    with SqliteJournal(path) as journal:
         history = journal.entries()
     found = 0
     for position in range(24, len(sound), len(sound) // 40):
@@ -204,7 +204,7 @@ def test_flipped_bytes_never_pass_for_another_history(tmp_path):
         damaged[position] ^= 0x41
         path.write_bytes(damaged)
         try:
-            with Journal(path) as journal:
+            with SqliteJournal(path) as journal:
                 journal.verify()
                 assert journal.entries() == history
         except StateError:
@@ -214,21 +214,21 @@ def test_flipped_bytes_never_pass_for_another_history(tmp_path):
 
 def test_journal_of_a_newer_version_is_refused(tmp_path):
     path = tmp_path / "journal.db"
-    Journal(path).open().close()
+    SqliteJournal(path).open().close()
     change(path, "PRAGMA user_version = 7")
     with pytest.raises(StateError, match=r"version 7, this program writes version 1"):
-        Journal(path).open()
+        SqliteJournal(path).open()
 
 
 def test_missing_journal_is_only_made_where_that_is_allowed(tmp_path):
     with pytest.raises(StateError, match="no journal here"):
-        Journal(tmp_path / "journal.db").open(create=False)
+        SqliteJournal(tmp_path / "journal.db").open(create=False)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_closed_journal_says_so(tmp_path):
     with pytest.raises(StateError, match="not open"):
-        Journal(tmp_path / "journal.db").entries()
+        SqliteJournal(tmp_path / "journal.db").entries()
 
 
 def test_replay_follows_a_run_through_its_life(journal):
@@ -385,8 +385,8 @@ APPEND_FORTY = """
 import sys
 from pathlib import Path
 from coordinator.journal.entries import UpdateAccepted
-from coordinator.journal.sqlite import Journal
-with Journal(Path(sys.argv[1])) as journal:
+from coordinator.journal.sqlite import SqliteJournal
+with SqliteJournal(Path(sys.argv[1])) as journal:
     for _ in range(40):
         journal.append(UpdateAccepted(), run="run-0001", round=1, agent=sys.argv[2], digest="aa" * 32)
 """
@@ -394,11 +394,11 @@ with Journal(Path(sys.argv[1])) as journal:
 
 def test_two_processes_write_one_unbroken_chain(tmp_path):
     path = tmp_path / "journal.db"
-    Journal(path).open().close()
+    SqliteJournal(path).open().close()
     names = ("service", "command")
     writers = [subprocess.Popen([sys.executable, "-c", APPEND_FORTY, str(path), name]) for name in names]
     assert [writer.wait(60) for writer in writers] == [0, 0]
-    with Journal(path) as journal:
+    with SqliteJournal(path) as journal:
         assert journal.verify() == 80
         assert sorted({entry.agent for entry in journal.entries()}) == ["command", "service"]
 
@@ -407,29 +407,32 @@ def test_what_append_returned_survives_a_kill(tmp_path):
     """The child says a number only after append returned, then is killed: every said number is in the journal."""
     path = tmp_path / "journal.db"
     program = (
-        "import sys; from pathlib import Path; from coordinator.journal.sqlite import Journal\n"
+        "import sys; from pathlib import Path; from coordinator.journal.sqlite import SqliteJournal\n"
         "from coordinator.journal.entries import CoordinatorStarted\n"
-        "with Journal(Path(sys.argv[1])) as journal:\n"
+        "with SqliteJournal(Path(sys.argv[1])) as journal:\n"
         "    while True: print(journal.append(CoordinatorStarted()).id, flush=True)\n"
     )
     with subprocess.Popen([sys.executable, "-c", program, str(path)], stdout=subprocess.PIPE, text=True) as child:
         said = [int(child.stdout.readline()) for _ in range(25)]
         os.kill(child.pid, signal.SIGKILL)
-    with Journal(path) as journal:
+    with SqliteJournal(path) as journal:
         assert journal.verify() >= said[-1] == 25
 
 
 @pytest.mark.parametrize("is_simulated, level", [(False, 2), (True, 0)])
 def test_a_journal_waits_for_the_disk_except_where_nothing_does(tmp_path, is_simulated, level):
     """SQLite's own word for it: 2 is FULL, 0 is OFF."""
-    with without_syncs() if is_simulated else contextlib.nullcontext(), Journal(tmp_path / "j.sqlite3") as journal:
+    with (
+        without_syncs() if is_simulated else contextlib.nullcontext(),
+        SqliteJournal(tmp_path / "j.sqlite3") as journal,
+    ):
         assert journal._connection.execute("PRAGMA synchronous").fetchone()[0] == level
 
 
 @pytest.mark.parametrize("is_read_only", [False, True], ids=["full", "read-only"])
 def test_a_journal_at_rest_is_read_on_a_disk_that_takes_nothing(small_disk, is_read_only):
     path = small_disk / "journal.db"
-    with Journal(path) as journal:
+    with SqliteJournal(path) as journal:
         written = [journal.append(fact_of("device_retired", {}), agent=f"d{number}") for number in range(50)]
     if is_read_only:
         subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
@@ -438,14 +441,14 @@ def test_a_journal_at_rest_is_read_on_a_disk_that_takes_nothing(small_disk, is_r
             with contextlib.suppress(OSError), (small_disk / f"fill-{size}").open("wb", buffering=0) as fill:
                 while True:
                     fill.write(bytes(size))
-    with contextlib.closing(Journal(path).open(create=False)) as journal:
+    with contextlib.closing(SqliteJournal(path).open(create=False)) as journal:
         assert journal.entries() == written
         assert journal.version() == journal.version()
         with pytest.raises(StateError, match="Free disk space if it is full"):
             journal.append(fact_of("device_retired", {}), agent="late")
     if not is_read_only:
         with pytest.raises(StateError, match="Free disk space if it is full"):
-            Journal(path).open()  # to serve
+            SqliteJournal(path).open()  # to serve
         (small_disk / f"fill-{1 << 16}").unlink()
-        with Journal(path) as journal:
+        with SqliteJournal(path) as journal:
             assert journal.append(fact_of("device_retired", {}), agent="late").id == len(written) + 1

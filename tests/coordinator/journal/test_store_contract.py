@@ -8,22 +8,36 @@ from datetime import datetime, timezone
 
 import pytest
 
-from coordinator.journal.entries import DeviceReported, RoundClosed, RunRequested, UnknownEntry, UpdateAccepted
+from coordinator.journal.entries import (
+    CoordinatorStarted,
+    DeviceReported,
+    RoundClosed,
+    RunFinished,
+    RunHeard,
+    RunRequested,
+    RunStarted,
+    UnknownEntry,
+    UpdateAccepted,
+)
 from coordinator.journal.memory import MemoryJournal
-from coordinator.journal.sqlite import Journal
-from coordinator.journal.store import JournalStore, follow, make_row, read_row, verify_chain
+from coordinator.journal.sqlite import SqliteJournal
+from coordinator.journal.store import Journal, JournalStore, Progress, follow, make_row, read_row, verify_chain
+from coordinator.views.runs import replay
 from edge_agent.core.errors import StateError, UnknownName
 
 AT = datetime(2030, 1, 1, tzinfo=timezone.utc)
 
 
-class LinesJournal:
+class LinesJournal(Journal):
     """A store in one file, a row of JSON on each line: as little as keeps the promises of one process."""
 
     def __init__(self, path):
         self.path = path
         self.waiting = []
         self.defers = False
+        self.lost = 0
+
+    losses = property(lambda self: self.lost)
 
     def rows(self):
         text = self.path.read_text() if self.path.exists() else ""
@@ -89,6 +103,7 @@ class LinesJournal:
 
     def close(self):
         self.waiting = []
+        self.lost += 1
 
 
 @pytest.fixture(params=["sqlite", "memory", "lines"])
@@ -99,7 +114,7 @@ def kind_of_store(request):
 @pytest.fixture
 def store(kind_of_store, tmp_path):
     made = {
-        "sqlite": lambda: Journal(tmp_path / "journal.db").open(),
+        "sqlite": lambda: SqliteJournal(tmp_path / "journal.db").open(),
         "memory": MemoryJournal,
         "lines": lambda: LinesJournal(tmp_path / "journal.jsonl"),
     }[kind_of_store]()
@@ -110,7 +125,7 @@ def store(kind_of_store, tmp_path):
 def reopened(kind_of_store, path):
     """The store that `copy_to` has written."""
     if kind_of_store == "sqlite":
-        return Journal(path).open(create=False)
+        return SqliteJournal(path).open(create=False)
     return MemoryJournal.read(path) if kind_of_store == "memory" else LinesJournal(path)
 
 
@@ -136,7 +151,7 @@ def test_an_entry_has_the_next_number_and_says_what_was_written(store):
 
 
 def test_the_chain_of_all_stores_is_the_same(tmp_path):
-    stores = [Journal(tmp_path / "journal.db", now=lambda: AT).open(), MemoryJournal(now=lambda: AT)]
+    stores = [SqliteJournal(tmp_path / "journal.db", now=lambda: AT).open(), MemoryJournal(now=lambda: AT)]
     stores.append(LinesJournal(tmp_path / "journal.jsonl"))
     for store in stores:
         store.append(RunRequested(method="fedavg"), run="run-0001")
@@ -227,7 +242,7 @@ def test_what_was_deferred_is_lost_when_the_store_is_closed(kind_of_store, tmp_p
     if kind_of_store == "memory":
         store = MemoryJournal()
     else:
-        store = Journal(tmp_path / "j").open() if kind_of_store == "sqlite" else LinesJournal(tmp_path / "j")
+        store = SqliteJournal(tmp_path / "j").open() if kind_of_store == "sqlite" else LinesJournal(tmp_path / "j")
     store.append(UpdateAccepted(), agent="a")
     with store.deferring():
         store.append(UpdateAccepted(), agent="b")
@@ -238,3 +253,87 @@ def test_what_was_deferred_is_lost_when_the_store_is_closed(kind_of_store, tmp_p
     assert store.append(UpdateAccepted(), agent="c").id == 2
     assert store.verify() == 2
     store.close()
+
+
+# --- the queries of a coordinator, which every store derived from the contract has ---
+
+
+def requested(store, *methods):
+    return [store.request_run(RunRequested(method=method, rounds=2)) for method in methods]
+
+
+@pytest.fixture
+def used(store):
+    """A store with three runs: the first has ended, the second is in its second round, the third waits."""
+    store.append(CoordinatorStarted(boot="b" * 16, epoch=1, newest_run=0))
+    first, second, _ = requested(store, "fedavg", "fedper", "fedavg")
+    for run, rounds in ((first, 2), (second, 1)):
+        store.append(RunStarted(), run=run, digest=f"{run[-1]}0" * 32)
+        for number in range(1, rounds + 1):
+            store.append(RoundClosed(clients=2, bases={}), run=run, round=number, digest=f"{run[-1]}{number}" * 32)
+    store.append(RunFinished(), run=first)
+    return store
+
+
+def test_runs_are_named_in_the_order_of_their_requests(used):
+    assert used.runs() == ["run-0001", "run-0002", "run-0003"]
+    assert used.unfinished() == ["run-0002", "run-0003"]
+    ids = [entry.fact.id for entry in used.entries(kinds=("run_requested",))]
+    assert [one.rpartition("-")[0] for one in ids] == used.runs()
+    assert len(set(ids)) == 3
+
+
+def test_a_run_that_was_heard_of_elsewhere_keeps_its_number(store):
+    requested(store, "fedavg")
+    store.append(RunHeard(newest_run=41))
+    assert store.newest_run() == 41
+    assert requested(store, "fedavg") == ["run-0042"]
+
+
+def test_a_start_is_no_progress(used):
+    before = used.progress()
+    assert before == Progress(used.last_id() - 1, 3)
+    used.append(CoordinatorStarted(boot="c" * 16, epoch=2, newest_run=3))
+    assert used.progress() == before
+
+
+def test_the_newest_checkpoint_of_each_run_is_found(used):
+    assert used.checkpoints() == {"run-0001": "12" * 32, "run-0002": "21" * 32}
+
+
+def test_digests_are_found_by_kind_and_run(used):
+    assert used.digests(("round_closed",)) == {
+        ("run-0001", "11" * 32),
+        ("run-0001", "12" * 32),
+        ("run-0002", "21" * 32),
+    }
+    assert used.digests(("run_started", "round_closed"), "run-0002") == {
+        ("run-0002", "20" * 32),
+        ("run-0002", "21" * 32),
+    }
+
+
+def test_the_first_hash_names_the_journal(store):
+    assert store.first_hash() == ""
+    first = store.append(RunRequested(method="fedavg"), run="run-0001")
+    store.append(RunRequested(method="fedavg"), run="run-0002")
+    assert store.first_hash() == first.hash
+
+
+@pytest.mark.parametrize(
+    "query", ["runs", "unfinished", "newest_run", "progress", "first_hash", "checkpoints", "digests"]
+)
+def test_what_a_store_answers_faster_is_what_the_contract_reads_from_entries(used, query):
+    arguments = [("run_started", "round_closed")] if query == "digests" else []
+    assert getattr(used, query)(*arguments) == getattr(Journal, query)(used, *arguments)
+
+
+def test_where_a_run_stands_is_derived_again_when_entries_were_lost(store):
+    [run] = requested(store, "fedavg")
+    assert replay(store, run).status == "requested"
+    with store.deferring():
+        store.append(RunStarted(), run=run, digest="10" * 32)
+    assert replay(store, run).status == "running"
+    store.close()
+    store.open()
+    assert replay(store, run).status == "requested"

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from coordinator.cli import command_tree
 from coordinator.journal.entries import fact_of
-from coordinator.journal.sqlite import Journal
+from coordinator.journal.sqlite import SqliteJournal
 from coordinator.research.bench import device, device_child, measuring, rounds, simulate, workloads
 from coordinator.research.bench.measuring import SimulationSize, caveat, machine, quantile, rounded, size_bytes
 from edge_agent import data, methods, models
@@ -141,7 +141,7 @@ def test_rounds_are_timed_from_the_end_of_one_to_the_end_of_the_next(tmp_path):
     """Opened at 0; closed at 0.5, 0.7 and 1.5 s: rounds of 0.5, 0.2 and 0.8 s, whatever is journalled between."""
     times = iter([0.0, 0.0, 0.1, 0.5, 0.5, 0.7, 0.7, 1.5])
     start = datetime(2026, 1, 1, tzinfo=timezone.utc)
-    with Journal(tmp_path / "journal.db", now=lambda: start + timedelta(seconds=next(times))) as journal:
+    with SqliteJournal(tmp_path / "journal.db", now=lambda: start + timedelta(seconds=next(times))) as journal:
         run = journal.request_run(fact_of("run_requested", {}))
         for number in (1, 2, 3):
             journal.append(fact_of("round_opened", {"attempt": 1, "cohort": ["a"]}), run=run, round=number)
@@ -152,7 +152,7 @@ def test_rounds_are_timed_from_the_end_of_one_to_the_end_of_the_next(tmp_path):
 
 
 def test_a_failed_run_gives_its_reason_and_no_figures(tmp_path):
-    with Journal(tmp_path / "journal.db") as journal:
+    with SqliteJournal(tmp_path / "journal.db") as journal:
         run = journal.request_run(fact_of("run_requested", {}))
         journal.append(fact_of("run_failed", {"reason": "no quorum"}), run=run)
         with pytest.raises(MeasuringFailed, match="no quorum"):

@@ -19,7 +19,7 @@ from federation_duties import TinyDuties, quick_params
 from federation_harness import Federation
 
 from coordinator.cli.audit import audit as audit_command
-from coordinator.journal.sqlite import Journal
+from coordinator.journal.sqlite import SqliteJournal
 from coordinator.journal.store import hash_of
 from coordinator.rounds import aggregation
 from coordinator.runs import audit as audits
@@ -134,7 +134,7 @@ def test_a_run_under_way_and_one_that_was_killed_are_ok(tmp_path):
 
 
 READS = [
-    *((Journal, name) for name in ("verify", "entries")),
+    *((SqliteJournal, name) for name in ("verify", "entries")),
     *((BlobStore, name) for name in ("__contains__", "check", "read")),
     *((audits, name) for name in ("replay", "_read_receipts", "blobs_needed")),
     (aggregation, "mapped"),

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 from federation_harness import Federation
 
-from coordinator.journal.sqlite import Journal
+from coordinator.journal.sqlite import SqliteJournal
 from coordinator.rounds import context
 from coordinator.rounds.context import LOOK_AGAIN_S, Reports
 from coordinator.runs import results, run_loop
@@ -55,7 +55,7 @@ def test_agents_with_slow_links_delay_the_next_ones_by_seconds(tmp_path, monkeyp
 def test_results_of_many_agents_reach_the_disk_in_few_parts(tmp_path, monkeypatch):
     monkeypatch.setattr(results, "RECORDED_AT_ONCE", 3)
     written = []
-    append = Journal.append
+    append = SqliteJournal.append
 
     def noting(journal, fact, **columns):
         if fact.kind == "release_reported":
@@ -63,7 +63,7 @@ def test_results_of_many_agents_reach_the_disk_in_few_parts(tmp_path, monkeypatc
         return append(journal, fact, **columns)
 
     with Federation(tmp_path, agents=AGENTS) as fed:
-        monkeypatch.setattr(Journal, "append", noting)
+        monkeypatch.setattr(SqliteJournal, "append", noting)
         fed.request(rounds=1)
         fed.finish()
         agents = [record["id"] for record in fed.coordinator.state.run(fed.run).metrics() if record["kind"] == "agent"]

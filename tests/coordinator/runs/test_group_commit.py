@@ -13,7 +13,7 @@ from federation_duties import WIDE_TASK
 from federation_harness import Federation, Killed
 
 from coordinator.journal.entries import UpdateAccepted, fact_of
-from coordinator.journal.sqlite import Journal
+from coordinator.journal.sqlite import SqliteJournal
 from coordinator.views.runs import Rejection, replay
 from edge_agent.core import storage as storage_module
 from edge_agent.core.errors import StateError
@@ -249,7 +249,7 @@ def test_a_full_disk_at_the_commit_leaves_the_uploads_of_others_to_be_resumed(tm
 
 @pytest.fixture
 def journal(tmp_path):
-    with Journal(tmp_path / "journal.db") as opened:
+    with SqliteJournal(tmp_path / "journal.db") as opened:
         opened.request_run(fact_of("run_requested", {}))
         yield opened
 

@@ -8,7 +8,7 @@ import pytest
 
 from coordinator.report import render
 from coordinator.report.figures import read_run
-from coordinator.runs.result_notes import absent_of, lines, local_models, next_steps, warnings_of
+from coordinator.runs.result_notes import describe_warnings, find_absent, find_warnings, local_models, next_steps
 from coordinator.state.noise import standard_error
 
 
@@ -17,7 +17,7 @@ def client(name, personal, local=None, support=100, **fields):
 
 
 def kinds(agents, losses=(), classes=10):
-    return [(one["kind"], one["clients"]) for one in warnings_of(agents, losses, classes)]
+    return [(one["kind"], one["clients"]) for one in find_warnings(agents, losses, classes)]
 
 
 def test_standard_error_by_hand():
@@ -29,7 +29,7 @@ def test_a_client_that_is_better_off_alone():
     """The device compared both models on each of its held-out samples, so its word counts, and not the distance."""
     alone = client("c", 0.78, 0.90, local_model="window statistics + lr", better_alone=True)
     assert kinds([client("a", 0.9, 0.8), client("b", 0.7, 0.9, better_alone=False), alone]) == [("below_local", ["c"])]
-    (message,) = lines(warnings_of([alone], [], 10))
+    (message,) = describe_warnings(find_warnings([alone], [], 10))
     assert message == (
         "client 'c' is better off alone: acc.local 0.900 (window statistics + lr) is above acc.personal 0.780 by more "
         "than noise (McNemar's test on 100 held-out samples)"
@@ -49,7 +49,7 @@ def test_agents_that_are_absent_at_the_end():
         return {"round": number, "agents": agents, "missing": missing, "rejected": told}
 
     records = [closed(1, ["a", "b"], rejected=["c"]), closed(2, ["a"], missing=["b"], rejected=["c"]), closed(3, ["a"])]
-    found = list(absent_of(records, 3, lambda agent: agent == "b", {"c": "NaN"}))
+    found = list(find_absent(records, 3, lambda agent: agent == "b", {"c": "NaN"}))
     assert [(one["kind"], one["clients"]) for one in found] == [("offline", ["b"]), ("left_out", ["c"])]
     assert "last heard in round 2 of 3; its last update is of round 1" in found[0]["message"]
     assert found[1]["message"].endswith("last asked in round 2 of 3; it delivered no update: NaN")
@@ -68,20 +68,20 @@ def test_a_loss_that_explodes():
     """Ten classes: guessing costs log 10 = 2.30, so nothing below 4.61 has exploded, nor twice a large first value."""
     losses = [{"a": 0.5, "b": 0.5, "c": 200.0}, {"a": 4.5, "c": 390.0}, {"b": 4.7}]
     assert kinds([], losses) == [("exploding_loss", ["b"])]
-    assert "at 'b' it rose from 0.5 to 4.7" in next(lines(warnings_of([], losses, 10)))
+    assert "at 'b' it rose from 0.5 to 4.7" in next(describe_warnings(find_warnings([], losses, 10)))
 
 
 def test_clients_of_one_class():
-    found = warnings_of([client("a", 1.0, 1.0, one_class=True), client("b", 0.9, 0.9, one_class=False)], [], 10)
+    found = find_warnings([client("a", 1.0, 1.0, one_class=True), client("b", 0.9, 0.9, one_class=False)], [], 10)
     assert [(one["kind"], one["clients"]) for one in found] == [("one_class", ["a"])]
 
 
 def test_many_clients_below_take_few_lines():
-    found = warnings_of(
+    found = find_warnings(
         [client(f"c{number:02d}", 0.1, 0.9, local_model="x", better_alone=True) for number in range(25)], [], 10
     )
     assert len(found) == 25
-    shown = list(lines(found))
+    shown = list(describe_warnings(found))
     assert len(shown) == 11
     assert shown[-1] == "15 more clients below acc.local by more than noise; the result names all of them"
 
@@ -101,14 +101,14 @@ def alone(*names):
 def test_a_simulation_names_all_clients_that_are_better_off_alone_in_one_line():
     one_class = {"kind": "one_class", "clients": ["z"], "message": "z has one class"}
     names = [f"c{number}" for number in range(12)]
-    told = list(lines([*alone(*names), one_class], 0))
+    told = list(describe_warnings([*alone(*names), one_class], 0))
     assert told[0] == "z has one class"
     assert told[1].startswith(
         "12 clients are better off alone: acc.local is above acc.personal by more than noise (c0, "
     )
     assert len(told) == 2
-    assert list(lines(alone("c0"), 0)) == ["c0 is better off alone"], "one has a line with its figures"
-    assert len(list(lines(alone(*names)))) == 11, "a federation: ten lines, and one on the others"
+    assert list(describe_warnings(alone("c0"), 0)) == ["c0 is better off alone"], "one has a line with its figures"
+    assert len(list(describe_warnings(alone(*names)))) == 11, "a federation: ten lines, and one on the others"
 
 
 def test_next_steps_are_those_that_the_figures_speak_for():

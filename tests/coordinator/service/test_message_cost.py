@@ -14,7 +14,7 @@ from federation_harness import Clock, Federation
 from coordinator.fleet.downloads import SLOW_SAMPLES
 from coordinator.fleet.registry import Roster
 from coordinator.journal.entries import fact_of
-from coordinator.journal.sqlite import Journal
+from coordinator.journal.sqlite import SqliteJournal
 from coordinator.rounds.request import Request
 from coordinator.service import coordinator as service
 from coordinator.state.store import StateFolder
@@ -263,8 +263,8 @@ def test_a_coordinator_at_rest_reads_its_journal_only_when_it_has_changed(tmp_pa
         fed.finish()
         fed.wait(1)
         reads = []
-        plain = Journal.entries
-        monkeypatch.setattr(Journal, "entries", lambda *a, **k: reads.append(k or a) or plain(*a, **k))
+        plain = SqliteJournal.entries
+        monkeypatch.setattr(SqliteJournal, "entries", lambda *a, **k: reads.append(k or a) or plain(*a, **k))
         fed.wait(20)
         assert reads == []
         with StateFolder(fed.config.state).look() as other:  # as 'headwater run --no-wait' in another process

@@ -11,7 +11,7 @@ from federation_duties import WIDE_TASK
 from federation_harness import Federation, undisturbed_hash, vanish
 
 from coordinator.journal.entries import fact_of
-from coordinator.journal.sqlite import Journal
+from coordinator.journal.sqlite import SqliteJournal
 from coordinator.service.coordinator import Coordinator
 from coordinator.service.standby import QUIET_S, TAKEOVER_S, Standby, wait_for_folder
 from coordinator.service.surroundings import Runtime, StartOptions
@@ -391,7 +391,7 @@ def test_one_that_wakes_removes_no_blob_of_its_successor(tmp_path, monkeypatch):
         def suspended(state):
             needed = real(state)
             first.journal._is_held = lambda: True
-            with Journal(first.journal.path) as journal:
+            with SqliteJournal(first.journal.path) as journal:
                 record_start(journal, version="x", boot="b")
                 made.append(state.blobs.put(b"a checkpoint of the successor"))
             return needed - {checkpoint}

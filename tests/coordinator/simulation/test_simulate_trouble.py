@@ -15,7 +15,7 @@ from simulation_harness import learned, run, small_plan, write_images
 from coordinator.cli.simulate import reading
 from coordinator.fleet import uploads
 from coordinator.journal.entries import fact_of
-from coordinator.journal.sqlite import Journal
+from coordinator.journal.sqlite import SqliteJournal
 from coordinator.research.reproduce import outcome
 from coordinator.rounds.server_step import ServerStep
 from coordinator.simulation import results
@@ -227,7 +227,7 @@ def test_a_simulation_whose_journal_was_lost_does_not_begin_again_over_what_clie
     stopped_after(plan, folder, 4)
     for path in folder.glob("journal.db*"):
         path.unlink()
-    with Journal(folder / "journal.db") as journal:  # what is left when all was in a log that a power cut took
+    with SqliteJournal(folder / "journal.db") as journal:  # what is left when all was in a log that a power cut took
         if started:
             record_start(journal, version="0.1.0", boot="later")
     with pytest.raises(StateError, match=words):

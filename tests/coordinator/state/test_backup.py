@@ -18,7 +18,7 @@ from federation_harness import Federation
 from coordinator.cli import backup as cli_backup
 from coordinator.cli.backup import backup
 from coordinator.journal.entries import fact_of
-from coordinator.journal.sqlite import Journal
+from coordinator.journal.sqlite import SqliteJournal
 from coordinator.runs.audit import audit
 from coordinator.state import backup as backups
 from coordinator.state.backup import MARKER, back_up
@@ -147,7 +147,7 @@ def test_a_blob_that_goes_between_snapshot_and_copy_is_of_no_later_snapshot(tmp_
     with slow_fleet(tmp_path) as fed:
         fed.request(rounds=3)
         fed.until(lambda: fed.entries("update_accepted"))
-        real = Journal.copy_to
+        real = SqliteJournal.copy_to
         taken = []
 
         def copy_to(journal, path):
@@ -157,7 +157,7 @@ def test_a_blob_that_goes_between_snapshot_and_copy_is_of_no_later_snapshot(tmp_
                 number = fed.record.round
                 fed.until(lambda: fed.record.round > number)
 
-        monkeypatch.setattr(Journal, "copy_to", copy_to)
+        monkeypatch.setattr(SqliteJournal, "copy_to", copy_to)
         with StateFolder(fed.config.state).look() as state:
             back_up(state, tmp_path / "backup")
         assert len(taken) == 2

@@ -11,7 +11,7 @@ from federation_harness import Federation
 
 from coordinator.cli.prune import prune, removed_by
 from coordinator.journal.entries import fact_of
-from coordinator.journal.sqlite import Journal
+from coordinator.journal.sqlite import SqliteJournal
 from coordinator.state.retention import prunable, prune_runs, runs_beyond, usage
 from coordinator.state.store import StateFolder, prune_blobs, states_of
 from coordinator.views.runs import replay
@@ -159,7 +159,7 @@ def test_kept_updates_stay_until_their_run_is_pruned(tmp_path):
 
 def test_no_update_is_parsed_to_know_which_blobs_stay(tmp_path, monkeypatch):
     """At the end of each round: with all updates kept, a long run would take longer with each of them."""
-    real = Journal.entries
+    real = SqliteJournal.entries
     read = []
 
     def entries(journal, *arguments, **options):
@@ -195,7 +195,7 @@ def test_no_update_is_parsed_to_know_which_blobs_stay(tmp_path, monkeypatch):
         state.blobs.folder.mkdir(exist_ok=True)
         for number in range(3000):
             (state.blobs.folder / blob(number)).touch()
-        monkeypatch.setattr(Journal, "entries", entries)
+        monkeypatch.setattr(SqliteJournal, "entries", entries)
         prune_blobs(state)
         assert {entry.kind for entry in read} <= {"run_requested"}
         updates = [1000 + 10 * number + agent for number in range(1, 6) for agent in (0, 1)]
@@ -235,7 +235,7 @@ def test_a_kill_in_the_middle_of_pruning_leaves_a_folder_that_the_next_round_cle
 
 def test_a_full_disk_while_pruning_is_told_and_tried_again(tmp_path, monkeypatch):
     with Federation(tmp_path, agents=1, retention={"runs": 1}) as fed:
-        real = Journal.append
+        real = SqliteJournal.append
 
         def append(journal, fact, **columns):
             if fact.kind == "run_pruned":
@@ -243,7 +243,7 @@ def test_a_full_disk_while_pruning_is_told_and_tried_again(tmp_path, monkeypatch
             return real(journal, fact, **columns)
 
         with monkeypatch.context() as patch:
-            patch.setattr(Journal, "append", append)
+            patch.setattr(SqliteJournal, "append", append)
             found = ended(fed, 3)
             fed.wait(5)
             assert "disk is full" in fed.coordinator.status()["storage"]

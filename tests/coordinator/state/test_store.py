@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.journal.entries import fact_of
-from coordinator.journal.sqlite import Journal
+from coordinator.journal.sqlite import SqliteJournal
 from coordinator.state.store import BlobStore, RunFolder, StateFolder
 from edge_agent.core.errors import StateError, UsageError
 
@@ -249,7 +249,7 @@ def test_an_empty_journal_beside_blobs_or_runs_is_damage_and_no_beginning(tmp_pa
         connection.execute("PRAGMA journal_mode = WAL")
         connection.close()
     if content == "no rows":
-        with Journal(tmp_path / "journal.db"):
+        with SqliteJournal(tmp_path / "journal.db"):
             pass
     for use in (lambda: StateFolder(tmp_path).open("me"), lambda: StateFolder(tmp_path).look(create=True)):
         with pytest.raises(StateError, match="the journal is empty, all of its entries are lost"), use():

@@ -6,7 +6,7 @@ import pytest
 
 from coordinator.journal.entries import fact_of
 from coordinator.journal.memory import MemoryJournal
-from coordinator.journal.sqlite import Journal
+from coordinator.journal.sqlite import SqliteJournal
 from coordinator.views.follower import Follower, reopen
 from edge_agent.core.errors import StateError
 
@@ -66,13 +66,13 @@ def test_no_entry_is_given_twice_however_it_is_read(journal):
 
 def test_a_journal_is_opened_again_where_another_file_has_taken_its_place(tmp_path):
     path = tmp_path / "journal.db"
-    journal = Journal(path)
+    journal = SqliteJournal(path)
     with pytest.raises(StateError, match="no journal here"):
         reopen(journal)
-    Journal(path).open().close()
+    SqliteJournal(path).open().close()
     assert reopen(journal)
     assert not reopen(journal), "it is open and in place"
     path.rename(tmp_path / "older.db")
-    Journal(path).open().close()
+    SqliteJournal(path).open().close()
     assert reopen(journal)
     journal.close()

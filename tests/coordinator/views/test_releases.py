@@ -9,7 +9,7 @@ import pytest
 
 from coordinator.fleet.rollout import COUNT_S, Rollout
 from coordinator.journal.entries import fact_of
-from coordinator.journal.sqlite import Journal
+from coordinator.journal.sqlite import SqliteJournal
 from coordinator.journal.store import utc_now
 from coordinator.views.follower import Follower
 from coordinator.views.releases import Book, Plan, amount, book_of, release_blobs, releases_in_use, rollback_of
@@ -22,7 +22,7 @@ DEVICES = tuple(f"d{number:02}" for number in range(10))
 
 @pytest.fixture
 def journal(tmp_path):
-    with Journal(tmp_path / "journal.db") as opened:
+    with SqliteJournal(tmp_path / "journal.db") as opened:
         yield opened
 
 

@@ -19,7 +19,7 @@ from coordinator.journal.entries import (
     fact_of,
 )
 from coordinator.journal.memory import MemoryJournal
-from coordinator.journal.sqlite import Journal
+from coordinator.journal.sqlite import SqliteJournal
 from coordinator.views.runs import RunRecord, RunView, replay
 from edge_agent.core.errors import StateError
 
@@ -72,7 +72,7 @@ def test_a_run_is_followed_through_its_life_from_any_store():
 
 
 def test_a_replay_that_reads_what_is_new_agrees_with_one_that_reads_all(tmp_path):
-    with Journal(tmp_path / "journal.db") as journal:
+    with SqliteJournal(tmp_path / "journal.db") as journal:
         for fact, columns in LIFE:
             journal.append(fact, run=RUN, **columns)
             journal.append(RunRequested(), run="run-0002")
@@ -80,7 +80,7 @@ def test_a_replay_that_reads_what_is_new_agrees_with_one_that_reads_all(tmp_path
 
 
 def test_what_was_derived_from_entries_that_are_lost_is_forgotten(tmp_path):
-    journal = Journal(tmp_path / "journal.db").open()
+    journal = SqliteJournal(tmp_path / "journal.db").open()
     journal.append(RunRequested(), run=RUN)
     with journal.deferring():
         journal.append(RunStarted(), run=RUN, digest="0" * 64)

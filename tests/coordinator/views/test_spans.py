@@ -16,7 +16,7 @@ from coordinator.cli import main
 from coordinator.cli import traces as cli_traces
 from coordinator.cli.traces import Ended, sender
 from coordinator.journal.entries import fact_of
-from coordinator.journal.sqlite import Journal
+from coordinator.journal.sqlite import SqliteJournal
 from coordinator.views.spans import spans_of
 from edge_agent.core.installation import install_command
 
@@ -27,7 +27,7 @@ BEGIN = datetime(2030, 1, 1, tzinfo=timezone.utc)
 def journaled(tmp_path):
     """A run of two rounds whose entries were written at these seconds."""
     now = [BEGIN]
-    with Journal(tmp_path / "journal.db", now=lambda: now[0]) as journal:
+    with SqliteJournal(tmp_path / "journal.db", now=lambda: now[0]) as journal:
         run = journal.request_run(fact_of("run_requested", {"method": "fedavg", "rounds": 3}))
 
         def at(seconds, kind, body=None, **more):

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.applications import Starlette
 
 from coordinator.journal.entries import fact_of
-from coordinator.journal.sqlite import Journal
+from coordinator.journal.sqlite import SqliteJournal
 from coordinator.state import store
 from coordinator.state.store import StateFolder
 from coordinator.views.counts import Counts, reason_label
@@ -81,7 +81,7 @@ def test_a_federation_that_was_counted_by_hand(tmp_path):
 
 
 def test_rejected_late_and_failed_are_told_apart(tmp_path):
-    with Journal(tmp_path / "journal.db", now=lambda: NOW) as journal:
+    with SqliteJournal(tmp_path / "journal.db", now=lambda: NOW) as journal:
         run = journal.request_run(fact_of("run_requested", {}))
         journal.append(fact_of("run_started", {}), run=run)
         journal.append(fact_of("round_opened", {"cohort": ["a", "b", "c"]}), run=run, round=1)
@@ -197,7 +197,7 @@ def test_updates_of_a_closed_round_are_read_once_and_in_pieces(tmp_path, monkeyp
     """Seven agents, three entries in a transaction; accuracies 0.1 to 0.7, and then one of 0.9."""
     monkeypatch.setattr(metrics, "ENTRIES_AT_ONCE", 3)
     asked = []
-    entries = Journal.entries
+    entries = SqliteJournal.entries
 
     def noted(journal, *args, **kwargs):
         found = entries(journal, *args, **kwargs)
@@ -215,11 +215,11 @@ def test_updates_of_a_closed_round_are_read_once_and_in_pieces(tmp_path, monkeyp
             journal.append(fact_of("update_accepted", body), run=run, round=number, agent=f"a{agent}")
         journal.append(fact_of("round_closed", {"clients": len(accuracies)}), run=run, round=number, digest="0" * 64)
 
-    with Journal(tmp_path / "journal.db", now=lambda: NOW) as journal:
+    with SqliteJournal(tmp_path / "journal.db", now=lambda: NOW) as journal:
         run = journal.request_run(fact_of("run_requested", {}))
         close(1, *(n / 10 for n in range(1, 8)))
         reader = Reader(tmp_path, lambda: NOW)
-        monkeypatch.setattr(Journal, "entries", noted)
+        monkeypatch.setattr(SqliteJournal, "entries", noted)
         assert mean() == pytest.approx(0.4)
         updates = [found for kinds, found in asked if "update_accepted" in kinds]
         assert updates == [3, 3, 1, 0]

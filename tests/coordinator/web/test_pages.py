@@ -13,7 +13,7 @@ from web_site import agent_status, round_line
 
 from coordinator.cli import main
 from coordinator.journal.entries import fact_of
-from coordinator.journal.sqlite import Journal
+from coordinator.journal.sqlite import SqliteJournal
 from coordinator.views.releases import AUTOMATIC
 from coordinator.web import pages
 from coordinator.web.folder_view import FolderView
@@ -355,7 +355,7 @@ def test_files_are_read_without_the_lock_of_the_pages(populated, monkeypatch):
 
             monkeypatch.setattr(owner, name, checked)
 
-        free(Journal, "_selected")
+        free(SqliteJournal, "_selected")
         free(pages, "read_json")
         free(pages, "_manifest")
         populated.journal.append(fact_of("bundle_exported", {"bundle_id": "a" * 64}), run="run-0001", digest="0" * 64)

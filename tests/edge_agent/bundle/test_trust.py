@@ -472,7 +472,7 @@ def test_changes_of_keys_are_followed_as_tuf_follows_them():
                 home = Federation(root_keys=before[0], root_threshold=before[1])
                 home.rotate(*signers, root_keys=after[0], root_threshold=after[1])
                 first, second = home.roots
-                ours = accepts(lambda f=first, s=second: trust.followed([f], [s]), BundleUntrusted)
+                ours = accepts(lambda f=first, s=second: trust.follow_roots([f], [s]), BundleUntrusted)
                 raw = [json.dumps(one.model_dump(mode="json")).encode() for one in (first, second)]
                 theirs = TrustedMetadataSet(raw[0], *envelope_type())
                 assert ours == accepts(lambda t=theirs, r=raw: t.update_root(r[1]), RepositoryError)

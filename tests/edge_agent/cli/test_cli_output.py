@@ -7,8 +7,8 @@ import pytest
 from coordinator.cli.output import text
 from edge_agent.agent.health import problem_of
 from edge_agent.cli import output
-from edge_agent.cli.output import value_text
 from edge_agent.core.errors import UsageError
+from edge_agent.core.formats import value_text
 
 
 @pytest.mark.parametrize(

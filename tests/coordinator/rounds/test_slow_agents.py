@@ -190,7 +190,7 @@ def paced(**times):
     """Agent -> its times, each (seconds, work, late)."""
     pace = Pace()
     for number in range(max(map(len, times.values()))):
-        pace.closed({agent: past[number] for agent, past in times.items() if number < len(past)})
+        pace.note_closed({agent: past[number] for agent, past in times.items() if number < len(past)})
     return pace
 
 
@@ -200,7 +200,7 @@ def test_the_expected_time_is_an_upper_quantile_of_the_last_ten_for_all_of_the_w
     assert pace.expected_s("a", 0.25) == 1.5
     assert pace.expected_s("b") == 1, "two of ten are above the quantile"
     assert pace.expected_s("c") == 1, "one of five is"
-    pace.closed({"b": (90, 1, 0)})
+    pace.note_closed({"b": (90, 1, 0)})
     assert pace.expected_s("b") == 1, "the first one is forgotten"
     assert pace.expected_s("d") is None
 
@@ -208,7 +208,7 @@ def test_the_expected_time_is_an_upper_quantile_of_the_last_ten_for_all_of_the_w
 def test_a_late_agent_is_taken_to_need_four_times_as_long_until_its_time_is_known():
     pace = paced(a=[(1, 1, 0), (20, 1, 1)])
     assert pace.expected_s("a") == 80
-    pace.closed({"a": (2, 0.1, 0)})
+    pace.note_closed({"a": (2, 0.1, 0)})
     assert pace.expected_s("a") == 20
 
 

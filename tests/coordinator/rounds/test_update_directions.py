@@ -11,7 +11,7 @@ from coordinator.journal.entries import Aggregation, RoundClosed
 from coordinator.rounds.aggregation import aggregate, notes
 from coordinator.rounds.bounds import find_bounds
 from coordinator.rounds.directions import Comparison, Direction, outliers
-from coordinator.rounds.repeats import after_round
+from coordinator.rounds.repeats import count_after_round
 from coordinator.rounds.robust import CENTRE, centered_clipping_shares
 from edge_agent import methods
 from edge_agent.methods import Update
@@ -60,7 +60,7 @@ def test_who_was_at_the_bound_again_and_again_adds_an_eighth_of_the_sum_and_is_n
     for _ in range(4):
         updates = [sent("a", [1, 0]), sent("b", [1, 0]), sent("c", [1, 0]), sent("d", [1, 0], 27)]
         _, decisions = aggregate(FEDAVG, START, lambda updates=updates: updates, AggregationConfig(), START, repeats)
-        repeats = after_round(repeats, decisions.repeats, "abcd")
+        repeats = count_after_round(repeats, decisions.repeats, "abcd")
         counted.append(decisions.capped["d"][1])
     assert counted == pytest.approx([15, 15, 30 / 7, 30 / 7])
     assert repeats == {"d": 4}
@@ -71,7 +71,7 @@ def test_who_was_at_the_bound_again_and_again_adds_an_eighth_of_the_sum_and_is_n
 
 
 def test_an_agent_that_takes_no_part_keeps_its_count_and_an_earlier_journal_has_none():
-    assert after_round({"a": 3, "b": 2}, {"b": 3}, ["b", "c"]) == {"a": 3, "b": 3}
+    assert count_after_round({"a": 3, "b": 2}, {"b": 3}, ["b", "c"]) == {"a": 3, "b": 3}
     assert RoundClosed().repeats == {}
     assert bounds_of([sent("a", [1, 0])], repeats={"a": 2}).repeats == {"a": 2}
     at_bound = [*(sent(name, [1, 0]) for name in "abc"), sent("d", [1, 0], 49)]

@@ -19,10 +19,10 @@ from coordinator.rounds.aggregation import Decisions, aggregate, notes, refusal
 from coordinator.rounds.bounds import norms_of
 from coordinator.rounds.robust import (
     by_coordinate,
-    closest,
     distances,
     geometric_median_shares,
     gram,
+    rank_by_krum,
 )
 from edge_agent import methods
 from edge_agent.methods import Update
@@ -399,7 +399,7 @@ def test_krum_and_multi_krum_are_those_of_byzfl(byzfl, count, attackers):
         vectors = random_vectors(count, 31, seed)
         theirs = byzfl.Krum(f=attackers + 1)(vectors)
         np.testing.assert_allclose(round_of(vectors, rule="krum", attackers=attackers)[0], theirs, rtol=1e-5)
-        order = closest(distances(vectors.astype(np.float64) @ vectors.T.astype(np.float64)), attackers - 1)
+        order = rank_by_krum(distances(vectors.astype(np.float64) @ vectors.T.astype(np.float64)), attackers - 1)
         theirs = byzfl.MultiKrum(f=attackers)(vectors)
         np.testing.assert_allclose(vectors[order[: count - attackers]].mean(axis=0), theirs, rtol=1e-4, atol=1e-6)
 

@@ -301,24 +301,24 @@ def test_pauses_double_up_to_sixteen_rounds_and_one_update_settles_everything():
     number = 1
     pauses = []
     for _ in range(7):
-        book.closed(closed(number, rejected=["m"]), {}, {})
+        book.note_closed(closed(number, rejected=["m"]), {}, {})
         again = next(n for n in range(number + 1, number + 100) if not book.left_out(n))
         pauses.append(again - number - 1)
         number = again
     assert pauses == [1, 2, 4, 8, 16, 16, 16]
     assert book.on_trial == {"m"}
-    book.closed(closed(number, delivered=["m"]), {}, {})
+    book.note_closed(closed(number, delivered=["m"]), {}, {})
     assert book.on_trial == frozenset()
-    book.closed(closed(number + 1, rejected=["m"]), {}, {})
+    book.note_closed(closed(number + 1, rejected=["m"]), {}, {})
     assert (book.left_out(number + 2), book.left_out(number + 3)) == ({"m": "not finite"}, {})
 
 
 def test_one_missed_round_is_nothing_and_the_second_in_a_row_is_a_failure():
     book = Exclusions()
-    book.closed(closed(1, missing=["m"]), {}, {})
+    book.note_closed(closed(1, missing=["m"]), {}, {})
     assert book.left_out(2) == {}
-    book.closed(closed(2, delivered=["m"]), {}, {})
-    book.closed(closed(3, missing=["m"]), {}, {})
+    book.note_closed(closed(2, delivered=["m"]), {}, {})
+    book.note_closed(closed(3, missing=["m"]), {}, {})
     assert book.left_out(4) == {}
-    book.closed(closed(4, missing=["m"]), {}, {})
+    book.note_closed(closed(4, missing=["m"]), {}, {})
     assert book.left_out(5) == {"m": "no update in 2 rounds in a row"}

@@ -15,7 +15,7 @@ from scipy import stats
 
 from coordinator.cli.run import footnotes
 from coordinator.config import CoordinatorConfig, DifferentialPrivacyConfig
-from coordinator.runs.result_notes import spent
+from coordinator.runs.result_notes import describe_spent
 from coordinator.service.preflight import checked_method
 from edge_agent.core.config import PrivacyConfig, parse
 from edge_agent.core.errors import ConfigError, UsageError
@@ -161,10 +161,10 @@ def test_rounds_without_noise_are_counted_beside_epsilon(tmp_path):
         ledger = read_json(fed.folder / "a0" / LEDGER_FILE)
     assert (privacy["epsilon"], privacy["rounds_without_noise"]) == (round(epsilon_of(cost(4.0), 1e-5), 4), 2)
     assert (ledger["updates"], ledger["without_noise"]) == (1, 2)
-    assert spent({**privacy, "epsilon": None}).startswith(
+    assert describe_spent({**privacy, "epsilon": None}).startswith(
         "differential privacy: more spent than any epsilon bounds, no"
     )
-    assert spent(privacy).endswith("(delta 1e-05); 2 rounds without noise, which epsilon does not cover")
+    assert describe_spent(privacy).endswith("(delta 1e-05); 2 rounds without noise, which epsilon does not cover")
 
 
 def test_a_round_of_more_updates_than_the_least_has_more_noise_and_costs_less(tmp_path):

@@ -14,6 +14,7 @@ from federation_harness import Federation, undisturbed_hash
 
 from coordinator.cli.status import status as status_command
 from coordinator.journal.entries import fact_of
+from coordinator.journal.sqlite import SqliteJournal
 from coordinator.service import status
 from coordinator.state import store
 from coordinator.state.store import StateFolder
@@ -159,7 +160,6 @@ def test_a_summary_that_cannot_be_written_holds_the_end_up(tmp_path, monkeypatch
 
 def test_a_journal_that_cannot_be_written_ends_neither_process_nor_run(tmp_path, monkeypatch, undisturbed):
     """Every append fails for a minute: a round cannot be opened, an update not noted, a cancellation not done."""
-    from coordinator.journal.sqlite import Journal
     from edge_agent.core.errors import StateError
 
     def refuse(*_arguments, **_columns):
@@ -169,7 +169,7 @@ def test_a_journal_that_cannot_be_written_ends_neither_process_nor_run(tmp_path,
         fed.request(rounds=3)
         fed.until(lambda: fed.entries("round_closed", round=1))
         with monkeypatch.context() as patch:
-            patch.setattr(Journal, "append", refuse)
+            patch.setattr(SqliteJournal, "append", refuse)
             fed.wait(60)
             assert status_file(fed)["storage"].startswith("journal.db: the journal cannot be read")
         fed.finish()

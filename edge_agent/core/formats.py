@@ -1,0 +1,49 @@
+"""Numbers, shares, sizes and rows as people read them: on terminals of both programs, in logs and on pages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def value_text(value: object) -> str:
+    """Return a value as a cell: a dash for what is not known, three decimals for floats, three digits of small ones."""
+    if value is None or value == "":
+        return "–"
+    if not isinstance(value, float):
+        return str(value)
+    if 0 < abs(value) < 0.0005:
+        return f"{value:.3g}"
+    return f"{value:.3f}"
+
+
+def percent(share: float | None) -> str:
+    """Return a share 0..1 as a percentage with one decimal; a dash for None."""
+    return "–" if share is None else f"{100 * share:.1f} %"
+
+
+def number(value: float | None) -> str:
+    """Return a number with four significant digits; a dash for None."""
+    return "–" if value is None else f"{value:.4g}"
+
+
+def size(number: int | None) -> str:
+    """Return bytes as MiB or GiB; a dash for None."""
+    if number is None:
+        return "–"
+    if number < 1 << 30:
+        return f"{number / (1 << 20):.0f} MiB"
+    return f"{number / (1 << 30):.1f} GiB"
+
+
+def pairs(rows: Iterable[tuple[str, object]]) -> list[str]:
+    """Return lines ``name  value`` with the values in one column."""
+    cells = [(name, value_text(value)) for name, value in rows]
+    width = max((len(name) for name, _ in cells), default=0)
+    return [f"{name:<{width}}  {text}" for name, text in cells]
+
+
+def other_version(serving: object, own: str, what: str) -> str:
+    """Return a note that ``what`` runs another version than this command; empty where it does not."""
+    if not isinstance(serving, str) or serving == own:
+        return ""
+    return f"version {serving} runs, this command is of version {own}: restart {what} to change it"

@@ -1,0 +1,178 @@
+"""The way to a broker, tried step by step: its name, port, certificate, login, topics, and a coordinator behind it."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..core.checks import Step, try_step
+from ..core.errors import BrokerAway, UsageError
+
+if TYPE_CHECKING:
+    from ..core.config import AgentConfig, BrokerConfig
+    from .mqtt import MqttTransport
+
+
+def walk_to_broker(
+    broker: BrokerConfig, ca: Path | None, timeout_s: float, config: AgentConfig | None = None
+) -> Iterator[Step]:
+    """Try the steps to a broker in order, up to and with the first that fails, and yield each.
+
+    Args:
+        broker: The broker's address, and how to log in.
+        ca: File of trusted authorities; None: those of the system.
+        timeout_s: Seconds that a step may take.
+        config: An agent's configuration, whose login, topics and coordinator are then tried, too.
+    """
+    address = broker.host, broker.port
+
+    def name() -> str:
+        result = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
+        return f"{broker.host} is {', '.join(sorted({str(entry[4][0]) for entry in result}))}"
+
+    def tcp() -> str:
+        with socket.create_connection(address, timeout_s):
+            return f"port {broker.port} is open"
+
+    def tls() -> str:
+        import ssl
+
+        from ..core.config import credential
+
+        context = ssl.create_default_context(cafile=str(ca) if ca is not None else None)
+        if broker.tls is not None and broker.tls.cert is not None:  # else the broker reports a refused device
+            key = broker.tls.key
+            context.load_cert_chain(credential(broker.tls.cert), credential(key) if key is not None else None)
+        with (
+            socket.create_connection(address, timeout_s) as plain,
+            context.wrap_socket(plain, server_hostname=broker.host) as secure,
+        ):
+            return f"{secure.version()}, certificate is trusted"
+
+    steps = [name, tcp, tls] if broker.uses_tls else [name, tcp]
+    if config is not None:
+        visit = _Visit(config, timeout_s)
+        steps += [visit.login, visit.topics, visit.coordinator]
+    try:
+        for attempt in steps:
+            step = try_step(attempt.__name__, attempt)
+            yield step
+            if not step.is_ok:
+                return
+    finally:
+        if config is not None:
+            visit.leave()
+
+
+class _Visit:
+    """A short connection with an agent's user and password, beside the connection of the agent itself."""
+
+    def __init__(self, config: AgentConfig, timeout_s: float) -> None:
+        from .mqtt import user_of
+        from .topics import Topics
+
+        self._config = config
+        self._timeout_s = timeout_s
+        self._user = user_of(config.broker, config.id)
+        self._topics = Topics(config.federation)
+        self._broker = config.broker.model_copy(update={"user": self._user, "wait": False})
+        self._transport: MqttTransport | None = None
+        self._boot = secrets.token_hex(8)
+
+    def login(self) -> str:
+        """Connect as the agent does.
+
+        Raises:
+            UsageError: the broker does not let this user in.
+            BrokerAway: it does not answer.
+        """
+        self._connect()
+        if self._broker.tls is not None and self._broker.tls.cert is not None:
+            return f"with the certificate in {self._broker.tls.cert}"
+        return "without a user" if self._user is None else f"as user '{self._user}'"
+
+    def _connect(self) -> MqttTransport:
+        from .mqtt import MqttTransport
+
+        if self._transport is None:
+            self._transport = MqttTransport(self._broker, f"{self._config.id}-doctor")
+            self._transport.subscribe(*self._topics.for_agent(self._config.id))
+            self._transport.start()
+        return self._transport
+
+    def topics(self) -> str:
+        """Listen and speak on the agent's topics.
+
+        Raises:
+            UsageError: the broker's rules do not let this user.
+        """
+        from .messages import codec, up
+        from .mqtt import refused_topics
+        from .transport import Subscribed
+
+        agent = self._config.id
+        wanted = set(self._topics.for_agent(agent))
+        until = time.monotonic() + self._timeout_s
+        while wanted and time.monotonic() < until:
+            event = self._connect().receive(0.1)
+            if isinstance(event, Subscribed):
+                wanted -= set(event.filters)
+        if wanted:
+            raise self._forbidden(f"listen on {', '.join(sorted(wanted))}")
+        self.leave()  # with a certificate all connections have one id, and the second one ends the first
+        beat = codec.encode(up.Heartbeat(boot=self._boot))  # of a start that has said no hello: it changes nothing
+        spoken = {topic(agent): beat for topic in (self._topics.up, self._topics.heartbeat)}
+        rejected = refused_topics(self._broker, agent, spoken, self._timeout_s)
+        if rejected:
+            raise self._forbidden(f"speak on {', '.join(sorted(rejected))} ({next(iter(rejected.values()))})")
+        self._connect()
+        return f"may listen and speak on those of agent '{agent}' in federation '{self._config.federation}'" + (
+            "" if rejected is not None else ", as far as this broker tells"
+        )
+
+    def coordinator(self) -> str:
+        """Hear a coordinator answer: it asks for an introduction when a start that it does not know speaks.
+
+        Raises:
+            BrokerAway: none does.
+        """
+        from .messages import codec, up
+        from .transport import Message
+
+        until = time.monotonic() + self._timeout_s
+        beat = codec.encode(up.Heartbeat(boot=self._boot))
+        beat_at = float("-inf")
+        while time.monotonic() < until:
+            if time.monotonic() - beat_at >= 0.5:  # a connection that has just begun does not hear the first answers
+                beat_at = time.monotonic()
+                self._connect().publish(self._topics.heartbeat(self._config.id), beat)
+            event = self._connect().receive(0.1)
+            if isinstance(event, Message) and event.topic == self._topics.down(self._config.id):
+                return f"one of federation '{self._config.federation}' answers"
+        raise BrokerAway(
+            f"none of federation '{self._config.federation}' answered within {self._timeout_s:g} s; start 'headwater "
+            "serve' with the same federation and broker, and see that the broker's topic rules name it"
+        )
+
+    def leave(self) -> None:
+        """Disconnect."""
+        if self._transport is not None:
+            self._transport.close()
+        self._transport = None
+
+    def _forbidden(self, what: str) -> UsageError:
+        agent = self._config.id
+        federation = self._config.federation
+        if self._user not in {None, agent}:
+            remedy = f"an agent logs in with its id, and this one's is '{agent}': change id or broker.user"
+        else:
+            remedy = (
+                f"its topic rules lack federation '{federation}' or this agent: 'headwater password {agent} --acl FILE "
+                f"--federation {federation}' adds them, then reload the broker"
+            )
+        who = "a login without user" if self._user is None else f"user '{self._user}'"
+        return UsageError(f"the broker does not let {who} {what}; {remedy}")
