@@ -36,6 +36,7 @@ from ..core.errors import (
     cause,
 )
 from ..core.own_folders import make_folder
+from ..core.storage import read_json
 from ..core.task import Task, Tensors
 from ..data import Samples, from_files
 from ..data.collected import Collection, labelled
@@ -457,6 +458,23 @@ def _beside(config: AgentConfig, refitted: Refitted, before: Pair, test: Samples
 def collection_of(config: AgentConfig) -> Collection:
     """Return the samples that were labelled on this device."""
     return Collection(samples_folder(config))
+
+
+def why_not_from_added(config: AgentConfig) -> str:
+    """Return why the head of a state folder must not be fitted from the added samples alone; empty: it may.
+
+    A head that was fitted on the samples of the agent's data source, too, would forget them.
+
+    Raises:
+        StateError: The head's card is damaged.
+    """
+    card = read_json(config.state / "head" / saved.CARD) or {}
+    metrics = card.get("metrics") or {}
+    learned = sum(int(metrics.get(name) or 0) for name in ("n_train", "n_test"))
+    if learned == int(metrics.get("n_collected") or 0):
+        return ""
+    have = len(collection_of(config).index().samples)
+    return f"it was fitted on {learned} samples of the agent's data source, and {have} are here"
 
 
 def collect(

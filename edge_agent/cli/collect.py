@@ -305,15 +305,13 @@ def _metrics_of(config: AgentConfig) -> dict[str, Any]:
 
 
 def _why_not_here(arguments: argparse.Namespace, config: AgentConfig) -> str:
-    """Why the head is not to be fitted from the added samples alone; empty where it may."""
-    from ..agent.head_tier import collection_of
+    """Return why the head is not to be fitted from the added samples alone; empty where it may."""
+    from ..agent.head_tier import why_not_from_added
 
-    metrics = _metrics_of(config)
-    learned = sum(int(metrics.get(name) or 0) for name in ("n_train", "n_test"))
-    if arguments.state is None or learned == int(metrics.get("n_collected") or 0):
+    if arguments.state is None:
         return ""
-    have = len(collection_of(config).index().samples)
-    return f"it was fitted on {learned} samples of the agent's data source, and {have} are here; give --config"
+    reason = why_not_from_added(config)
+    return f"{reason}; give --config" if reason else ""
 
 
 def _states(config: AgentConfig, collection: Collection, manifest: Manifest) -> dict[str, Any]:

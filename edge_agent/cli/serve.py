@@ -9,8 +9,8 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..core import formats
 from ..core.errors import UsageError
-from . import output
 from .arguments import bundle_of, cache_of, head_folder, own_head
 from .where import check_exists, config_of_folder, state_of
 
@@ -69,20 +69,20 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="file of the token, made where there is none (default: serve/token in the state folder)",
     )
-    told = parser.add_argument_group("whom answers are told (MQTT, found by Home Assistant)")
-    told.add_argument("--mqtt", metavar="URL", help="broker, such as mqtt://homeassistant.local or mqtts://host:8883")
-    told.add_argument("--mqtt-user", metavar="NAME", help="user at the broker")
-    told.add_argument("--mqtt-password-file", type=Path, metavar="FILE", help="file whose first line is the password")
-    told.add_argument("--mqtt-ca", type=Path, metavar="FILE", help="certificates that an mqtts broker may show")
-    told.add_argument("--name", metavar="NAME", help="what the device is called there (default: this machine's name)")
-    told.add_argument(
+    mqtt = parser.add_argument_group("whom answers are told (MQTT, found by Home Assistant)")
+    mqtt.add_argument("--mqtt", metavar="URL", help="broker, such as mqtt://homeassistant.local or mqtts://host:8883")
+    mqtt.add_argument("--mqtt-user", metavar="NAME", help="user at the broker")
+    mqtt.add_argument("--mqtt-password-file", type=Path, metavar="FILE", help="file whose first line is the password")
+    mqtt.add_argument("--mqtt-ca", type=Path, metavar="FILE", help="certificates that an mqtts broker may show")
+    mqtt.add_argument("--name", metavar="NAME", help="what the device is called there (default: this machine's name)")
+    mqtt.add_argument(
         "--discovery-prefix", default="homeassistant", metavar="TOPIC", help="Home Assistant's (default: homeassistant)"
     )
-    told.add_argument(
+    mqtt.add_argument(
         "--expire", type=int, default=300, metavar="S", help="without answers for so long: unavailable (default: 300)"
     )
-    told.add_argument("--share-image", action="store_true", help="publish the last image, too; it leaves the device")
-    told.add_argument(
+    mqtt.add_argument("--share-image", action="store_true", help="publish the last image, too; it leaves the device")
+    mqtt.add_argument(
         "--vote", type=int, default=1, metavar="N", help="equal answers in a row that change the state (default: 1)"
     )
 
@@ -143,8 +143,8 @@ def _pair_source(arguments: argparse.Namespace) -> PairSource:
 
 def _device(arguments: argparse.Namespace, source: PairSource) -> Device:
     """Return the device whose samples may be corrected; without a state folder, why there is none."""
+    from ..agent.head_tier import why_not_from_added
     from ..core.config import AgentConfig, load
-    from ..serving.corrections import why_not_from_added
     from ..serving.pair_source import StatePair
     from ..serving.service import Device
 
@@ -157,7 +157,7 @@ def _device(arguments: argparse.Namespace, source: PairSource) -> Device:
     config = config_of_folder(state)
     why_not = why_not_from_added(config)
     if why_not:
-        return Device(config, f"{why_not} (edge-agent serve --config FILE)")
+        return Device(config, f"the head cannot be fitted here: {why_not}; start with the agent's file (--config)")
     return Device(config)
 
 
@@ -168,7 +168,7 @@ def _http_settings(arguments: argparse.Namespace) -> HttpSettings:
         UsageError: The port is impossible.
         StateError: The token cannot be read or made.
     """
-    from ..serving.http.access import own_token
+    from ..serving.http_api.access import own_token
     from ..serving.inputs import sound_options
     from ..serving.service import HttpSettings
 
@@ -247,4 +247,4 @@ def _show(arguments: argparse.Namespace, settings: HttpSettings, service: Servic
     if isinstance(settings.address, Path):
         how = f"curl --unix-socket {settings.address} --data-binary @FILE http://localhost/classify"
     rows = [("answers", answers), ("page", page), ("try", how)]
-    print("\n".join(output.pairs(rows)), flush=True)
+    print("\n".join(formats.pairs(rows)), flush=True)

@@ -29,6 +29,8 @@ HeadwaterError                  exit 1   something failed
 ├── PrivacyRefused              exit 1   a job asks for more than the device's [privacy] lets out
 │   └── SumRefused              exit 1   a secure sum would reveal more than the sum, or cannot be shown not to
 │       └── SharesWrong         exit 1   shares of other devices do not open
+├── Busy                        exit 1   more inputs wait to be answered than may; trying again later helps
+├── NotReady                    exit 1   there is no model yet that could answer
 ├── RunFailed                   exit 1   a run cannot go on, or has ended without a result
 ├── SumMissed                   exit 1   an attempt at a secure sum gave none; the round begins again
 ├── MeasuringFailed             exit 1   what a benchmark measures has ended, or does not answer
@@ -234,6 +236,18 @@ class SharesWrong(SumRefused):
     def __init__(self, message: str, clients: Iterable[str]) -> None:
         super().__init__(message)
         self.clients = tuple(clients)
+
+
+class Busy(HeadwaterError):
+    """More inputs wait to be answered than may; ``retry_s`` is the number of seconds after which to try again."""
+
+    def __init__(self, waiting: int, retry_s: int) -> None:
+        self.retry_s = retry_s
+        super().__init__(f"{waiting} inputs are waiting, which is the most; try again in {retry_s} s")
+
+
+class NotReady(HeadwaterError):
+    """There is no model yet that could answer an input."""
 
 
 class RunFailed(HeadwaterError):

@@ -81,7 +81,7 @@ registry = Registry(
     __name__,
     f"{__name__}.sets",
     entry_points="headwater.data",
-    besides=("expansion", "partition", "preprocess", "sets"),
+    besides=("expansion", "partition", "pictures", "preprocess", "sets"),
     families={"tables": ("csv",)},  # a module cannot be called csv, as one of the standard library is
 )
 

@@ -17,16 +17,14 @@ import numpy as np
 
 from ..agent.head_tier import collection_of
 from ..core.config import AgentConfig
-from ..core.errors import DataError, HeadwaterError, UsageError, cause
-from ..core.storage import read_json
+from ..core.errors import DataError, HeadwaterError, StateError, UsageError, cause
 from ..core.task import ImageInput
 from ..data import Samples
 from ..data.collected import labelled
-from ..heads.saved import CARD
 from .history import Entry, History
 from .inputs import Decoder
 from .pair import Pair
-from .refit import InUse, Refit, refit_beside
+from .refit import Refit, refit_beside
 
 log = logging.getLogger(__name__)
 
@@ -148,35 +146,15 @@ class Corrections:
         """Fit once, and return what came of it."""
         try:
             refit = self._refit(config)
-        except InUse:
-            return FitStatus(FitState.AGENT_FITS)
         except HeadwaterError as error:
+            if isinstance(error, StateError) and error.holder:
+                return FitStatus(FitState.AGENT_FITS)
             log.warning("not_refitted reason=%s", error)
             return FitStatus(FitState.FAILED, reason=str(error))
         except OSError as error:
             log.warning("not_refitted reason=%s", cause(error))
             return FitStatus(FitState.FAILED, reason=cause(error))
         return FitStatus(FitState.FITTED, refit)
-
-
-def why_not_from_added(config: AgentConfig) -> str:
-    """Return why the head of a state folder must not be fitted from the added samples alone; empty: it may.
-
-    A head that was fitted on the samples of the agent's data source, too, would forget them.
-
-    Raises:
-        StateError: The head's card is damaged.
-    """
-    card = read_json(config.state / "head" / CARD) or {}
-    metrics = card.get("metrics") or {}
-    learned = sum(int(metrics.get(name) or 0) for name in ("n_train", "n_test"))
-    if learned == int(metrics.get("n_collected") or 0):
-        return ""
-    have = len(collection_of(config).index().samples)
-    return (
-        f"the head was fitted on {learned} samples of the agent's data source, and {have} were added here; start with "
-        "the agent's file"
-    )
 
 
 def _sample_of(entry: Entry, pair: Pair) -> Samples:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import io
 import threading
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,7 @@ from xml.sax.saxutils import escape
 import numpy as np
 
 from ..core.task import ImageInput
-from ..data.preprocess import has_pillow
+from ..data.pictures import image_type, png_of, smaller_image
 from .answer import Answer
 from .pair import Pair
 from .predictor import Observation
@@ -113,7 +112,7 @@ def picture_of(entry: Entry, pair: Pair) -> tuple[bytes, str]:
     if isinstance(pair.input, ImageInput):
         if entry.content_type.startswith("image/"):
             return entry.raw, entry.content_type
-        return _png(entry.inputs[0], pair.input), "image/png"
+        return png_of(_pixels_of(entry.inputs[0], pair.input)), "image/png"
     return _lines(entry.inputs[0]).encode(), "image/svg+xml"
 
 
@@ -121,40 +120,19 @@ def _kept_form(observation: Observation) -> tuple[bytes, str]:
     """Return the bytes of an input that are kept, and their media type; of a large image those of a smaller one."""
     raw = observation.raw
     kind = image_type(raw)
+    if len(raw) <= _LARGEST_RAW:
+        return raw, kind or observation.content_type
     if not kind:
-        return (raw, observation.content_type) if len(raw) <= _LARGEST_RAW else (b"", "")
-    if len(raw) <= _LARGEST_RAW or not has_pillow():
-        return raw, kind
-    from PIL import Image, ImageOps
-
-    with Image.open(io.BytesIO(raw)) as image:
-        image.draft("RGB", (_SMALLER_SIDE, _SMALLER_SIDE))
-        upright = ImageOps.exif_transpose(image).convert("RGB")
-    upright.thumbnail((_SMALLER_SIDE, _SMALLER_SIDE))
-    buffer = io.BytesIO()
-    upright.save(buffer, "JPEG", quality=90)
-    return buffer.getvalue(), "image/jpeg"
+        return b"", ""
+    smaller = smaller_image(raw, _SMALLER_SIDE)
+    return smaller, image_type(smaller)
 
 
-def image_type(raw: bytes) -> str:
-    """Return the media type of an encoded image that browsers show, from its first bytes; empty for anything else."""
-    for start, kind in ((b"\xff\xd8\xff", "jpeg"), (b"\x89PNG\r\n\x1a\n", "png"), (b"GIF8", "gif"), (b"BM", "bmp")):
-        if raw.startswith(start):
-            return f"image/{kind}"
-    is_webp = raw.startswith(b"RIFF") and raw[8:12] == b"WEBP"
-    return "image/webp" if is_webp else ""
-
-
-def _png(inputs: np.ndarray, spec: ImageInput) -> bytes:
-    """Return a prepared image (channels, height, width) as a PNG file."""
-    from PIL import Image
-
+def _pixels_of(inputs: np.ndarray, spec: ImageInput) -> np.ndarray:
+    """Return a prepared image (channels, height, width) as pixels (height, width, channels) uint8."""
     channels = (-1, 1, 1)
-    pixels = inputs * np.reshape(spec.std, channels) + np.reshape(spec.mean, channels)
-    whole = np.clip(np.round(pixels * 255), 0, 255).astype(np.uint8).transpose(1, 2, 0)
-    buffer = io.BytesIO()
-    Image.fromarray(whole[:, :, 0] if spec.channels == 1 else whole).save(buffer, "PNG")
-    return buffer.getvalue()
+    shares = inputs * np.reshape(spec.std, channels) + np.reshape(spec.mean, channels)
+    return np.asarray(np.clip(np.round(shares * 255), 0, 255).astype(np.uint8).transpose(1, 2, 0))
 
 
 def _lines(window: np.ndarray) -> str:

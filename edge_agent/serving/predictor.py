@@ -17,7 +17,7 @@ from typing import Protocol
 
 import numpy as np
 
-from ..core.errors import HeadwaterError
+from ..core.errors import Busy, NotReady
 from .answer import Answer, Stages
 from .pair import Answered, Pair
 
@@ -25,18 +25,6 @@ log = logging.getLogger(__name__)
 
 WAITING = 8
 """Inputs that wait while one is answered; more are turned away, because their answers would come too late."""
-
-
-class Busy(HeadwaterError):
-    """More inputs wait than may; try again later."""
-
-    def __init__(self, waiting: int, retry_s: int) -> None:
-        self.retry_s = retry_s
-        super().__init__(f"{waiting} inputs are waiting, which is the most; try again in {retry_s} s")
-
-
-class NotReady(HeadwaterError):
-    """There is no pair that could answer yet."""
 
 
 @dataclass(frozen=True)

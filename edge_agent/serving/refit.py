@@ -19,10 +19,6 @@ SILENT_S = 1800.0
 """Without its end for so long a fit hangs; nothing is said meanwhile."""
 
 
-class InUse(StateError):
-    """Another program holds the state folder; if it is the agent of the device, it fits the head itself."""
-
-
 @dataclass(frozen=True)
 class Refit:
     """What came of a fit.
@@ -53,7 +49,7 @@ def refit_beside(config: AgentConfig) -> Refit:
     """Fit the head of a state folder again, in a child process, and put it in use.
 
     Raises:
-        InUse: Another program holds the state folder.
+        StateError: Another program holds the state folder; if it is the agent of the device, it fits the head itself.
         HeadwaterError: The samples do not suffice, or the process failed; the head in use stays.
         OSError: No process can be started.
     """
@@ -64,7 +60,7 @@ def refit_beside(config: AgentConfig) -> Refit:
     except ChildFailed as error:
         raise HeadwaterError(f"the head could not be fitted: {error}; the one before answers on") from error
     if answer["holder"]:
-        raise InUse(answer["error"], holder=answer["holder"])
+        raise StateError(answer["error"], holder=answer["holder"])
     if answer["error"]:
         raise HeadwaterError(answer["error"])
     return Refit(**answer["refit"])

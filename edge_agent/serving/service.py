@@ -15,14 +15,14 @@ from ..data.wav import WavOptions
 from ..wire.mqtt import MqttTransport
 from .corrections import Corrections
 from .history import History
-from .http.access import Guard
-from .http.classify import ClassifyRoutes
-from .http.health import HealthRoutes
-from .http.messages import Route, Routes
-from .http.metrics import Metrics
-from .http.open_inference import OpenInferenceRoutes
-from .http.page import PageRoutes
-from .http.server import HttpLimits, HttpServer
+from .http_api.access import Guard
+from .http_api.classify import ClassifyRoutes
+from .http_api.health import HealthRoutes
+from .http_api.messages import Route, Routes
+from .http_api.metrics import Metrics
+from .http_api.open_inference import OpenInferenceRoutes
+from .http_api.page import PageRoutes
+from .http_api.server import HttpLimits, HttpServer
 from .mqtt.discovery import Described
 from .mqtt.publisher import Publisher, will_of
 from .mqtt.topics import AnswerTopics
@@ -39,7 +39,7 @@ class HttpSettings:
 
     Attributes:
         address: Host and port (0: any that is free), or the path of a Unix socket.
-        token: The secret of `edge_agent.serving.http.access`.
+        token: The secret of `edge_agent.serving.http_api.access`.
         host_names: Names besides addresses and ``localhost`` by which the server may be called.
         limits: What clients may take.
         tls: The certificate and key of the server; None: without TLS.

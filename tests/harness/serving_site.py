@@ -17,7 +17,7 @@ from edge_agent.bundle import installed
 from edge_agent.bundle.unpacked import Bundle
 from edge_agent.heads import saved
 from edge_agent.personal.personalizer import Personalizer
-from edge_agent.serving.http.server import HttpLimits
+from edge_agent.serving.http_api.server import HttpLimits
 from edge_agent.serving.pair_source import NamedPair, PairSource
 from edge_agent.serving.service import HttpSettings, Service
 

@@ -22,6 +22,14 @@ CHILD_FILES = "a temporary folder of this process alone, made by `tempfile`"
 STATE_FILE = "a file of a fixed name in the program's own folder"
 
 REMOVALS = {
+    # --- sockets and copies of serving
+    ("edge_agent.serving.http_api.server", "HttpServer._remove_own_socket", ".unlink"): (
+        "the socket that this server made, by its inode"
+    ),
+    ("edge_agent.serving.http_api.server", "_remove_old_socket", ".unlink"): (
+        "a socket that nobody listens at any more, at the path where one is to be"
+    ),
+    ("edge_agent.serving.inputs", "_as_file", "tempfile.NamedTemporaryFile"): "a file of its own, made for one input",
     # --- folders with what is in them: by `own_folders.remove_folder` alone, which looks at their mark
     ("edge_agent.core.own_folders", "remove_folder", "os.rmdir"): (
         "the folder that was opened, marked and emptied; no link"

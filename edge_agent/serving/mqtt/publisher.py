@@ -18,10 +18,10 @@ from datetime import datetime, timezone
 from typing import Any
 
 from ...core.errors import MessageError
+from ...data.pictures import image_type
 from ...heads.saved import SavedNumeric
 from ...wire.transport import Connected, Disconnected, Message, Transport, Will, WillOf
 from ..answer import ClassAnswer
-from ..history import image_type
 from ..pair import Pair
 from ..predictor import Observation
 from ..vote import State

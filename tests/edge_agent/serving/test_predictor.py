@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 from serving_site import fit_squares, png, square
 
-from edge_agent.core.errors import DataError
+from edge_agent.core.errors import Busy, DataError, NotReady
 from edge_agent.serving.inputs import Decoder
 from edge_agent.serving.pair import Pair
-from edge_agent.serving.predictor import Busy, NotReady, Predictor
+from edge_agent.serving.predictor import Predictor
 
 WAIT_S = 30
 
@@ -87,7 +86,7 @@ def test_one_decodes_at_a_time_and_too_many_are_turned_away(pair):
     assert inside.acquire(timeout=WAIT_S)
     # The first one decodes. The two others take the places of those who wait, sooner or later.
     while predictor.waiting < 2:
-        time.sleep(0.001)
+        threading.Event().wait(0.001)
     with pytest.raises(Busy, match="2 inputs are waiting") as refused:
         predictor.answer(decode, "test")
     assert refused.value.retry_s >= 1

@@ -171,9 +171,9 @@ def test_what_does_not_fit_says_why(site, change, says):
 @pytest.mark.parametrize(
     "body, headers, says",
     [
-        (b"{", {}, "the body is no JSON"),
+        (b"{", {}, "the body is invalid JSON"),
         (b"[]", {}, "request"),
-        (b"[" * 100_000, {}, "the body is no JSON"),
+        (b"[" * 100_000, {}, "the body is invalid JSON"),
         (b"{}", {}, "inputs: is missing"),
         (b"{}", {"Inference-Header-Content-Length": "99"}, "expected a number of at most 2"),
         (b"{}", {"Inference-Header-Content-Length": "-1"}, "expected a number"),

@@ -13,9 +13,9 @@ import pytest
 from serving_site import TOKEN, png, settings_for_tests, square
 
 from edge_agent.core.errors import UsageError
-from edge_agent.serving.http.access import Guard, host_name, own_token
-from edge_agent.serving.http.messages import Access, Route, error_response, json_response
-from edge_agent.serving.http.server import BodyBudget, HttpLimits, HttpServer
+from edge_agent.serving.http_api.access import Guard, host_name, own_token
+from edge_agent.serving.http_api.messages import Access, Route, error_response, json_response
+from edge_agent.serving.http_api.server import BodyBudget, HttpLimits, HttpServer
 from edge_agent.serving.service import HttpSettings, Service
 
 RED = png(square("red"))

@@ -110,6 +110,7 @@ class HttpServer:
                 "(--port, --host, --unix)"
             ) from error
         self._socket_path = address if isinstance(address, Path) else None
+        self._socket_inode = None if self._socket_path is None else self._socket_path.stat().st_ino
         self._thread = threading.Thread(target=self._server.serve_until_ended, name="http", daemon=True)
 
     @property
@@ -129,7 +130,13 @@ class HttpServer:
             self._thread.join()
         self._server.server_close()
         if self._socket_path is not None:
-            self._socket_path.unlink(missing_ok=True)
+            self._remove_own_socket(self._socket_path)
+
+    def _remove_own_socket(self, path: Path) -> None:
+        """Remove the socket that was made here; what somebody has put in its place since stays."""
+        with contextlib.suppress(FileNotFoundError):
+            if path.stat().st_ino == self._socket_inode:
+                path.unlink()
 
 
 def _remove_old_socket(path: Path) -> None:
@@ -337,11 +344,11 @@ class _Connection(BaseHTTPRequestHandler):
         site = self.server.site
         target = urlsplit(self.path)
         headers = {name.lower(): value for name, value in self.headers.items()}
-        found = site.find(self.command, target.path)
-        if isinstance(found, Response):
-            self._refuse(found)
+        match = site.find(self.command, target.path)
+        if isinstance(match, Response):
+            self._refuse(match)
             return
-        route, names = found
+        route, names = match
         refusal = site.guard.refuse(route.access, headers)
         if refusal is not None:
             self._refuse(refusal)

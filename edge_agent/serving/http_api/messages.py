@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
-from ...core.errors import DataError, HeadwaterError, MissingCapability, UsageError
-from ..predictor import Busy, NotReady
+from ...core.errors import Busy, DataError, HeadwaterError, MissingCapability, NotReady, UsageError
 
 
 class Access(enum.Enum):
@@ -84,8 +83,8 @@ class Route:
 
     def match(self, path: str) -> dict[str, str] | None:
         """Return what the braces of the pattern stand for in a path; None where the path is another one."""
-        found = re.fullmatch(re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]+)", self.pattern), path)
-        return None if found is None else found.groupdict()
+        match = re.fullmatch(re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]+)", self.pattern), path)
+        return None if match is None else match.groupdict()
 
 
 class Routes(Protocol):

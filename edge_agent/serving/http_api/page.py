@@ -13,6 +13,7 @@ from pydantic import Field, ValidationError
 
 from ...core.config import mistakes_of
 from ...core.errors import DataError
+from ...core.storage import read_regular_text
 from ...core.task import Frozen, ImageInput, parse_json
 from ...version import __version__
 from ..corrections import Corrections
@@ -55,7 +56,7 @@ class PageRoutes:
         self._history = history
         self._corrections = corrections
         self._parts = parts
-        html = _PAGE.read_text(encoding="utf-8")
+        html = read_regular_text(_PAGE)
         self._page = html.encode()
         self._policy = content_policy(html)
 
@@ -113,7 +114,7 @@ class PageRoutes:
         except ValidationError as error:
             raise DataError("; ".join(mistakes_of(error, Correction))) from error
         except (ValueError, RecursionError) as error:
-            raise DataError(f"the body is no JSON: {error}") from error
+            raise DataError(f"the body is invalid JSON: {error}") from error
         added = self._corrections.correct(correction.number, correction.label.strip(), self._predictor.pair)
         return json_response({**added, "fit": self._corrections.status.as_json()})
 

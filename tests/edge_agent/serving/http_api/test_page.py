@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -13,15 +12,17 @@ from browser import VIEWS, browser, seen
 from PIL import Image
 from serving_site import COLOURS, TOKEN, Site, fill_state, png, square
 
+from edge_agent.agent.head_tier import refit, why_not_from_added
 from edge_agent.cli.where import config_of_folder
 from edge_agent.core.errors import StateError
 from edge_agent.data import from_files
 from edge_agent.data.collected import Collection, labelled
-from edge_agent.serving.corrections import Corrections, FitState, why_not_from_added
-from edge_agent.serving.history import History, image_type
-from edge_agent.serving.http.page import content_policy
+from edge_agent.data.pictures import image_type
+from edge_agent.serving.corrections import Corrections, FitState
+from edge_agent.serving.history import History
+from edge_agent.serving.http_api.page import content_policy
 from edge_agent.serving.pair_source import StatePair
-from edge_agent.serving.refit import InUse, Refit
+from edge_agent.serving.refit import Refit
 from edge_agent.serving.service import Device
 
 AUTHORISED = {"Authorization": f"Bearer {TOKEN}"}
@@ -45,8 +46,6 @@ def add_squares(state, folder, bundle, count=8):
 @pytest.fixture
 def state(bundle_path, tmp_path):
     """A device whose head was fitted on samples that were added to it."""
-    from edge_agent.agent.head_tier import refit
-
     folder = tmp_path / "state"
     bundle = fill_state(folder, bundle_path, tmp_path / "cache")
     add_squares(folder, tmp_path / "photos", bundle)
@@ -66,7 +65,7 @@ def correct(site, number, label, headers=AUTHORISED):
 def wait_for(is_reached, still_goes_on=lambda: True):
     while not is_reached():
         assert still_goes_on()
-        time.sleep(0.01)
+        threading.Event().wait(0.01)
 
 
 # --- history ---
@@ -227,7 +226,7 @@ def test_a_sample_of_the_page_is_the_sample_of_the_file(device, state, tmp_path)
 @pytest.mark.parametrize(
     "body, status, says",
     [
-        (b"{", 400, "the body is no JSON"),
+        (b"{", 400, "the body is invalid JSON"),
         (b"{}", 400, "number: is missing"),
         (b'{"number": 1, "label": ""}', 400, "label"),
         (b'{"number": 7, "label": "red"}', 400, "answer 7 is not kept any more"),
@@ -285,7 +284,7 @@ def test_corrections_while_a_fit_runs_are_one_more_fit(device, state):
 @pytest.mark.parametrize(
     "error, state_after",
     [
-        (InUse("it is in use", holder="edge-agent x"), FitState.AGENT_FITS),
+        (StateError("it is in use", holder="edge-agent x"), FitState.AGENT_FITS),
         (StateError("no bundle"), FitState.FAILED),
         (OSError(28, "No space left on device"), FitState.FAILED),
     ],

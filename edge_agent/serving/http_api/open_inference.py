@@ -297,7 +297,7 @@ def _parse(request: Request) -> tuple[InferRequest, bytes]:
     except ValidationError as error:
         raise DataError(f"request: {'; '.join(mistakes_of(error, InferRequest)[:5])}") from error
     except (ValueError, RecursionError) as error:
-        raise DataError(f"the body is no JSON: {error}") from error
+        raise DataError(f"the body is invalid JSON: {error}") from error
     return parsed, request.body[end:]
 
 
