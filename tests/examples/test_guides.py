@@ -190,8 +190,8 @@ def background(tmp_path, environment):
 
 def free_ports() -> dict[str, str]:
     """The ports of the pages, each with a free one to use in its place."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
-    found = dict(zip(("8883", "8884"), (str(one.getsockname()[1]) for one in sockets), strict=True))
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
+    found = dict(zip(("8883", "8884", "8480"), (str(one.getsockname()[1]) for one in sockets), strict=True))
     for one in sockets:
         one.close()
     return found

@@ -287,6 +287,7 @@ def test_mistakes_are_clear_and_change_nothing(place, capsys, words, code, said)
 
 _WITH_LITTLE_ROOM = """
 import resource, sys
+sys.dont_write_bytecode = True  # it would be cut off at the limit, for all that import it later
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), int(sys.argv[1])))
 from edge_agent.cli import main
 sys.exit(main(sys.argv[2:]))
