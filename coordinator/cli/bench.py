@@ -26,7 +26,9 @@ Repeats = Annotated[int, typer.Option("--repeats", min=1, max=1000, help="Measur
 @app.command("round")
 @from_model(RoundPlan, bounds=True)
 def round_(given: Given, folder: Folder = None, as_json: Json = False) -> None:
-    """Seconds of whole rounds: broker, coordinator and agents as processes, everything synced to disk as in service.
+    """Time whole rounds.
+
+    Broker, coordinator and agents are processes, and everything is synced to disk as in service.
 
     Example: headwater bench round --agents 4 --payload 45MB --rounds 5 --json
     """
@@ -54,7 +56,9 @@ def round_(given: Given, folder: Folder = None, as_json: Json = False) -> None:
 @app.command("fleet")
 @from_model(FleetPlan, bounds=True)
 def fleet(given: Given, folder: Folder = None, as_json: Json = False) -> None:
-    """CPU of the coordinator for each message, its memory, and bytes published, with many agents in one process.
+    """Measure a coordinator of many agents.
+
+    CPU for each message, memory and bytes published, with all agents in one process.
 
     Example: headwater bench fleet --agents 1000 --payload 0.5MB --json
     """
@@ -71,7 +75,9 @@ def fleet(given: Given, folder: Folder = None, as_json: Json = False) -> None:
 
 @app.command("device")
 def device(repeats: Repeats = 5, folder: Folder = None, as_json: Json = False) -> None:
-    """Memory and CPU of a device without torch: idle, with an encoder, and fitting heads. The first time takes longer.
+    """Measure a device without torch.
+
+    Memory and CPU: idle, with an encoder, and fitting heads. The first time takes longer.
 
     Example: headwater bench device --json
     """
@@ -87,7 +93,9 @@ def device(repeats: Repeats = 5, folder: Folder = None, as_json: Json = False) -
 @app.command("simulate")
 @from_model(SimulationSize, bounds=True)
 def simulate(given: Given, folder: Folder = None, as_json: Json = False) -> None:
-    """Simulated rounds of a small CNN, without and with evaluation in turns: seconds, CPU and memory.
+    """Measure simulated rounds.
+
+    Seconds, CPU and memory of rounds of a small CNN, without and with evaluation in turns.
 
     With --engine stacked a CPU takes many minutes; --clients 4 --rounds 1 is quick.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from datetime import datetime
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.table import Table
 
@@ -28,9 +28,13 @@ NO_AGENTS = (
     "no agents have been heard; 'edge-agent run' starts one, 'edge-agent doctor --config FILE' says what keeps it away"
 )
 
-SortKey = Literal[
-    "name", "state", "tier", "last-seen", "version", "bundle", "acc.local", "acc.global", "acc.personal", "memory"
-]
+SORT_KEYS = tuple(column.option for column in COLUMNS if column.option)
+"""What a table of agents can be sorted by: the columns with a name on the command line."""
+
+if TYPE_CHECKING:
+    SortKey = str
+else:  # a type of these names, of which the help lists the values
+    SortKey = Literal.__getitem__(SORT_KEYS)
 
 
 def rows_of(folder: StateFolder) -> list[Row]:

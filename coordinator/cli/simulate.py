@@ -17,7 +17,7 @@ from edge_agent.core.registry import absolute
 from edge_agent.core.storage import check_writable, read_toml
 
 from ..api import finish
-from ..simulation.plan import HOW_NOT_WHAT, Plan
+from ..simulation.plan import HOW_NOT_WHAT, Plan, is_saved_partition
 from ..state.store import StateFolder
 from ..text import about_time, counted, encoder_named
 from ..views.runs import replay
@@ -67,7 +67,7 @@ def simulate(
     given |= {name: absolute(given[name]) for name in ("method", "encoder") if name in given}
     if "data" in given:
         given["data"] = tuple(map(absolute, given["data"]))
-    if given.get("partition", "").endswith(".json"):
+    if is_saved_partition(given.get("partition")):
         given["partition"] = str(Path(given["partition"]).expanduser().absolute())
     plan, folder = _resumed(given, config, out) if resume else _planned(given, config, out)
     try:
@@ -117,9 +117,11 @@ def _planned(given: dict[str, Any], config: Path | None, out: Path | None) -> tu
             value = raw.get(name)
             if not isinstance(value, str) or not value:
                 continue
+            # The name of a rule of partitions is no path, that of a saved partition is one.
+            is_rule = name == "partition" and not is_saved_partition(value)
             if name in {"method", "encoder"}:
                 raw[name] = absolute(value, folder)
-            elif name != "partition" or value.endswith(".json"):
+            elif not is_rule:
                 raw[name] = str(folder / Path(value).expanduser())
         if "data" in given:
             raw["folder"] = str(Path.cwd())

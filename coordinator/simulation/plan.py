@@ -32,6 +32,11 @@ _OPTIONS_OF = {
 """Option -> rules that use it; with any other rule it is an error."""
 
 
+def is_saved_partition(partition: str | None) -> bool:
+    """Return whether ``partition`` names the file of a saved partition and not a rule."""
+    return partition is not None and partition.endswith(".json")
+
+
 EngineName = Literal["serial", "pool", "ray", "stacked"]
 
 HOW_NOT_WHAT = ("engine", "workers", "address", "stacked_always")
@@ -211,7 +216,7 @@ class Plan(Frozen):
     @property
     def saved_partition(self) -> Path | None:
         """The file that holds the partition; None where a rule makes it."""
-        if self.partition.endswith(".json"):
+        if is_saved_partition(self.partition):
             return self.folder / Path(self.partition).expanduser()
         return None
 
