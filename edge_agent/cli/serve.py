@@ -54,6 +54,26 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--cache", type=Path, metavar="DIR", help="folder of unpacked bundles (default: headwater in ~/.cache)"
     )
+    inputs = parser.add_argument_group("what is answered besides requests")
+    inputs.add_argument(
+        "--camera",
+        action="append",
+        default=[],
+        metavar="CAMERA",
+        help="auto, rpicam (ribbon cable of a Raspberry Pi), the number of a USB camera, /dev/videoN, an address of "
+        "pictures (http://host/picture.jpg) or of a stream (rtsp://host/stream); again for another one",
+    )
+    inputs.add_argument(
+        "--watch",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="DIR",
+        help="new files in this folder, which stay there",
+    )
+    inputs.add_argument(
+        "--every", type=float, default=1.0, metavar="S", help="seconds between two pictures of a camera (default: 1)"
+    )
     where = parser.add_argument_group("where and for whom")
     where.add_argument(
         "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine alone)"
@@ -93,6 +113,9 @@ def serve(arguments: argparse.Namespace) -> int:
     POST /classify takes the raw bytes of an image, a .npy array, a CSV table or a sound, and answers with the class,
     its probability, and whether the input is unlike all training samples. GET / is a page, /v2 speaks the Open
     Inference Protocol, /metrics is for Prometheus, /live and /ready are for supervisors.
+
+    With --camera and --watch it answers pictures by itself, which the page shows, too. A camera that is unplugged, or
+    that gives the same picture again and again, is told on the page and asked again.
 
     By default this machine alone may ask. With another --host every request needs the token that is printed at the
     start; what changes the device's samples always needs it. With --state or --config, another head or bundle takes
@@ -186,7 +209,7 @@ def _http_settings(arguments: argparse.Namespace) -> HttpSettings:
 
 
 def _ways(arguments: argparse.Namespace) -> Ways:
-    """Return to whom answers are told.
+    """Return where inputs come from besides requests, and to whom answers are told.
 
     Raises:
         UsageError: A number is impossible, or a name is none that topics may hold.
@@ -196,11 +219,15 @@ def _ways(arguments: argparse.Namespace) -> Ways:
     from ..serving.mqtt.discovery import Described
     from ..serving.mqtt.topics import AnswerTopics
     from ..serving.service import MqttSettings, Ways
+    from ..serving.sources.choose import camera_of, folder_of
 
     if arguments.vote < 1:
         raise UsageError(f"--vote {arguments.vote}: expected 1 or more")
+    if not 0 <= arguments.every <= 86_400:
+        raise UsageError(f"--every {arguments.every:g}: expected 0 to 86400 seconds")
+    sources = (*map(camera_of, arguments.camera), *map(folder_of, arguments.watch))
     if arguments.mqtt is None:
-        return Ways(votes=arguments.vote)
+        return Ways(votes=arguments.vote, sources=sources, every_s=arguments.every)
     if arguments.expire < 10:
         raise UsageError(f"--expire {arguments.expire}: expected 10 seconds or more")
     device = default_agent_id() if arguments.name is None else re.sub(r"[^a-z0-9_-]+", "-", arguments.name.lower())
@@ -213,7 +240,7 @@ def _ways(arguments: argparse.Namespace) -> Ways:
         AnswerTopics(device.strip("-_") or "device", prefix=arguments.discovery_prefix),
         described,
     )
-    return Ways(settings, arguments.vote)
+    return Ways(settings, arguments.vote, sources, arguments.every)
 
 
 def _token_file(arguments: argparse.Namespace) -> Path:

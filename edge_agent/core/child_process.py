@@ -1,6 +1,6 @@
 """The one way in which this program starts another process, and ends it.
 
-Six places start processes, each for a purpose of its own, and all of them use `Child`:
+Seven places start processes, each for a purpose of its own, and all of them use `Child`:
 
 - `core.children.answer_of_child` asks one question of a new interpreter and reads one answer.
 - `core.children.answer_of_watched` also follows the progress, and ends a child that is silent or too slow.
@@ -8,6 +8,7 @@ Six places start processes, each for a purpose of its own, and all of them use `
 - `personal.encoder` converts an encoder to the format that the runtime maps into memory.
 - ``coordinator.processes.supervisor`` keeps long-lived children (brokers, hosted agents, compute, workers of a
   simulation, the web view), which talk over a pipe and end with their owner.
+- `serving.sources.rpicam` runs the program of a camera, and reads its pictures.
 - `core.children.in_child` is the exception: it forks, because its child continues with the state of this process.
 
 A command is a list of words, never the line of a shell. The commands of our own functions and modules are made here,
@@ -170,6 +171,17 @@ class Child:
             if not line:
                 return
             yield line
+
+    def read_chunks(self, most_bytes: int) -> Iterator[bytes]:
+        """Yield what the child writes, as it comes and at most ``most_bytes`` at once, until it closes its output."""
+        output = self._process.stdout
+        if output is None:
+            return
+        while True:
+            chunk = os.read(output.fileno(), most_bytes)
+            if not chunk:
+                return
+            yield chunk
 
     def finish(self, text: str = "", *, limit_s: float) -> Finished:
         """Give the child its input, read all that it writes, and wait for its end.

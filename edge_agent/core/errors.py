@@ -31,6 +31,7 @@ HeadwaterError                  exit 1   something failed
 │       └── SharesWrong         exit 1   shares of other devices do not open
 ├── Busy                        exit 1   more inputs wait to be answered than may; trying again later helps
 ├── NotReady                    exit 1   there is no model yet that could answer
+├── SourceLost                  exit 1   a camera, an address or a folder gives no inputs any more
 ├── RunFailed                   exit 1   a run cannot go on, or has ended without a result
 ├── SumMissed                   exit 1   an attempt at a secure sum gave none; the round begins again
 ├── MeasuringFailed             exit 1   what a benchmark measures has ended, or does not answer
@@ -248,6 +249,10 @@ class Busy(HeadwaterError):
 
 class NotReady(HeadwaterError):
     """There is no model yet that could answer an input."""
+
+
+class SourceLost(HeadwaterError):
+    """A camera, an address or a folder gives no inputs any more; it is opened again after a pause."""
 
 
 class RunFailed(HeadwaterError):

@@ -23,11 +23,14 @@ from .http_api.metrics import Metrics
 from .http_api.open_inference import OpenInferenceRoutes
 from .http_api.page import PageRoutes
 from .http_api.server import HttpLimits, HttpServer
+from .inputs import Decoder
 from .mqtt.discovery import Described
 from .mqtt.publisher import Publisher, will_of
 from .mqtt.topics import AnswerTopics
 from .pair_source import PairSource, PairWatch
 from .predictor import Predictor
+from .sources.feed import Feed
+from .sources.source import Source
 from .vote import Vote
 
 log = logging.getLogger(__name__)
@@ -100,15 +103,19 @@ class MqttSettings:
 
 @dataclass(frozen=True)
 class Ways:
-    """The ways out besides HTTP.
+    """The ways in and out besides HTTP.
 
     Attributes:
         mqtt: How answers are published; None: they are not.
         votes: How many equal answers change what holds.
+        sources: Cameras, addresses and folders whose inputs are answered.
+        every_s: Seconds between two inputs of a source, at least.
     """
 
     mqtt: MqttSettings | None = None
     votes: int = 1
+    sources: tuple[Source, ...] = ()
+    every_s: float = 1.0
 
 
 class Service:
@@ -121,7 +128,7 @@ class Service:
             source: Which pair answers.
             http: Where and for whom.
             device: The device whose samples people may correct.
-            ways: The ways out besides HTTP.
+            ways: The ways in and out besides HTTP.
 
         Raises:
             UsageError: The address cannot be used.
@@ -137,12 +144,17 @@ class Service:
         self.publisher = None if ways.mqtt is None else self._publisher_of(ways.mqtt)
         self.corrections = Corrections(device.config, self.history, device.why_not)
         self.watch = PairWatch(source, self.predictor)
+        self.feeds = []
+        for inputs in ways.sources:
+            self.feeds.append(Feed(inputs, self.predictor, lambda pair: Decoder(pair.input, http.sound), ways.every_s))
+        self.metrics.show_sources(self.feeds)
+        parts = {"sources": lambda: [feed.as_json() for feed in self.feeds]}
         groups: list[Routes] = [
             ClassifyRoutes(self.predictor, http.sound),
             OpenInferenceRoutes(self.predictor),
             HealthRoutes(self.predictor),
             self.metrics,
-            PageRoutes(self.predictor, self.history, self.corrections, {}),
+            PageRoutes(self.predictor, self.history, self.corrections, parts),
         ]
         routes: list[Route] = [route for group in groups for route in group.routes()]
         guard = Guard(http.token, http.is_local, http.host_names)
@@ -158,6 +170,8 @@ class Service:
         if self.publisher is not None:
             self.publisher.start()
         self.http.start()
+        for feed in self.feeds:
+            feed.start()
 
     def _publisher_of(self, settings: MqttSettings) -> Publisher:
         """Return a publisher that sees every answer and what holds."""
@@ -169,6 +183,8 @@ class Service:
 
     def close(self) -> None:
         """Answer no more, and release the address."""
+        for feed in self.feeds:
+            feed.close()
         self.http.close()
         self.corrections.close()
         self.watch.close()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from ..answer import ClassAnswer, PairId
 from ..pair import Pair
 from ..predictor import Observation
+from ..sources.feed import Feed
 from .messages import Access, Request, Response, Route
 
 BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
@@ -56,6 +57,11 @@ class Metrics:
         self._seconds = {stage: Histogram() for stage in STAGES}
         self._pair: PairId | None = None
         self._switches = 0
+        self._feeds: Sequence[Feed] = ()
+
+    def show_sources(self, feeds: Sequence[Feed]) -> None:
+        """Show the states of sources, too, from now on."""
+        self._feeds = feeds
 
     def see(self, observation: Observation) -> None:
         """Count an answer; see `Observer`."""
@@ -100,7 +106,19 @@ class Metrics:
             if self._pair is not None:
                 lines += _head("headwater_head_info", "gauge", "The encoder and the head that answer.")
                 lines.append(_sample("headwater_head_info", self._pair.as_json(), 1))
+        if self._feeds:
+            lines += self._source_lines()
         return "\n".join(lines) + "\n"
+
+    def _source_lines(self) -> list[str]:
+        """Return the samples of the sources."""
+        lines = _head("headwater_source_up", "gauge", "1 while a source gives new inputs.")
+        for feed in self._feeds:
+            lines.append(_sample("headwater_source_up", {"source": feed.name}, feed.state.condition == "ok"))
+        lines += _head("headwater_source_answered_total", "counter", "Inputs of a source that were answered.")
+        for feed in self._feeds:
+            lines.append(_sample("headwater_source_answered_total", {"source": feed.name}, feed.state.answered))
+        return lines
 
     def _show(self, _request: Request) -> Response:
         return Response(200, self.text().encode(), CONTENT_TYPE)
@@ -114,4 +132,4 @@ def _sample(name: str, labels: Mapping[str, str], value: float) -> str:
     escapes = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
     pairs = ",".join(f'{label}="{text.translate(escapes)}"' for label, text in labels.items())
     shown = f"{{{pairs}}}" if pairs else ""
-    return f"{name}{shown} {value!r}"
+    return f"{name}{shown} {int(value) if isinstance(value, bool) else value!r}"
