@@ -411,7 +411,7 @@ def units(root):
 
 
 def test_units_start_commands_that_the_project_installs(units, project):
-    assert set(units) == {"headwater-agent", "headwater-coordinator"}
+    assert set(units) == {"headwater-agent", "headwater-coordinator", "headwater-serve"}
     for name, unit in units.items():
         program = unit["Service"]["ExecStart"].split()[0].rpartition("/")[2]
         assert program in project["project"]["scripts"], name
@@ -425,9 +425,10 @@ def test_a_unit_waits_for_a_notice_only_from_a_program_that_gives_one(units, sou
             assert packages[name] & gives, f"{name} would be killed as hung"
 
 
-def test_the_unit_of_a_device_is_in_the_groups_of_the_devices_that_it_allows(root):
+@pytest.mark.parametrize("unit", ["headwater-agent", "headwater-serve"])
+def test_the_unit_of_a_device_is_in_the_groups_of_the_devices_that_it_allows(root, unit):
     """Its user was in no group, and /dev/video0 belongs to root and video."""
-    text = (root / "configs/systemd/headwater-agent.service").read_text(encoding="utf-8")
+    text = (root / f"configs/systemd/{unit}.service").read_text(encoding="utf-8")
     allowed = set(re.findall(r"^DeviceAllow=char-([\w-]+)", text, re.MULTILINE))
     groups = set(re.search(r"^SupplementaryGroups=(.*)$", text, re.MULTILINE)[1].split())
     needed = {"video4linux": "video", "alsa": "audio", "drm": "video"}
