@@ -95,7 +95,43 @@ def test_a_release_is_never_answered_by_a_mixed_pair(serve, bundles, tmp_path):
     assert after["head_id"] != before["head_id"]
 
 
-def test_answers_under_load_while_pairs_change_are_those_of_whole_pairs(serve, bundles, tmp_path):
+class Asking:
+    """Clients that ask without a pause, and what they were answered."""
+
+    def __init__(self, port, clients=3):
+        self.answers = []
+        self.failures = []
+        self._done = threading.Event()
+        self._bodies = {label: png(square(label, 500)) for label in COLOURS}
+        self._threads = [threading.Thread(target=self._ask, args=(port,)) for _ in range(clients)]
+        for thread in self._threads:
+            thread.start()
+
+    def _ask(self, port):
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S)
+        for label in itertools.cycle(COLOURS):
+            if self._done.is_set():
+                break
+            connection.request("POST", "/classify", self._bodies[label])
+            response = connection.getresponse()
+            content = json.loads(response.read())
+            (self.answers if response.status == 200 else self.failures).append((label, content))
+        connection.close()
+
+    def wait_for(self, count):
+        """Wait until so many were answered, or one was not."""
+        pause = threading.Event()
+        while len(self.answers) < count and not self.failures:
+            pause.wait(0.001)
+
+    def end(self):
+        self._done.set()
+        for thread in self._threads:
+            thread.join(WAIT_S)
+
+
+def check_whole_pairs(serve, bundles, tmp_path, changes, requests):
+    """Ask while releases and fits change the pair; each answer is that of one pair, computed without the service."""
     state = tmp_path / "state"
     heads = []
     for number, path in enumerate(bundles):
@@ -106,38 +142,33 @@ def test_answers_under_load_while_pairs_change_are_those_of_whole_pairs(serve, b
     assert len(expected) == len(heads) * len(COLOURS)
     fill_state(state, bundles[0], tmp_path / "cache")
     site = serve(StatePair(state))
-    done = threading.Event()
-    failures = []
-    answers = []
-
-    def ask():
-        connection = http.client.HTTPConnection("127.0.0.1", site.port, timeout=WAIT_S)
-        for label in itertools.cycle(COLOURS):
-            if done.is_set():
-                break
-            connection.request("POST", "/classify", png(square(label, 500)))
-            response = connection.getresponse()
-            content = json.loads(response.read())
-            (answers if response.status == 200 else failures).append((label, content))
-        connection.close()
-
-    threads = [threading.Thread(target=ask) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for turn in range(8):
-        bundle_number = turn % 2
-        staged = installed.staged(installed.open_bundle(bundles[bundle_number]), state / "bundles")
-        saved.adopt(heads[2 * bundle_number + turn // 2 % 2], state / "head", staged.fingerprints)
+    asking = Asking(site.port)
+    # A release puts the head and then the bundle in place; each second change is a fit on the same bundle.
+    for turn in range(changes):
+        number = turn // 2 % 2
+        head = heads[2 * number + turn % 2]
+        staged = installed.staged(installed.open_bundle(bundles[number]), state / "bundles")
+        saved.adopt(head, state / "head", staged.fingerprints)
         site.service.watch.look()
-        installed.switch(staged, state / "bundles")
+        if turn % 2 == 0:
+            installed.switch(staged, state / "bundles")
         site.service.watch.look()
-    done.set()
-    for thread in threads:
-        thread.join(WAIT_S)
-    assert failures == []
+        asking.wait_for(requests * (turn + 1) // changes)
+    asking.end()
+    assert asking.failures == []
+    assert len(asking.answers) >= requests
     pairs = set()
-    for label, answer in answers:
+    for label, answer in asking.answers:
         pairs.add((answer["bundle"], answer["head_id"]))
         by_hand = expected[(answer["bundle"], answer["head_id"], label)]
         assert np.allclose(list(answer["probabilities"].values()), list(by_hand.values()), atol=1e-6)
-    assert len(pairs) >= 3
+    assert pairs == {key[:2] for key in expected}
+
+
+def test_answers_under_load_while_pairs_change_are_those_of_whole_pairs(serve, bundles, tmp_path):
+    check_whole_pairs(serve, bundles, tmp_path, changes=8, requests=200)
+
+
+@pytest.mark.slow
+def test_ten_thousand_answers_during_twenty_releases_and_twenty_fits(serve, bundles, tmp_path):
+    check_whole_pairs(serve, bundles, tmp_path, changes=40, requests=10_000)
