@@ -1,4 +1,7 @@
-"""Features made comparable before a head sees them; what was learned in doing so travels with the head."""
+"""Normalisation, selection and shared-classifier helpers of the heads, on cached features (n, d).
+
+What a normalisation learns from the training features is part of the head's arrays and is saved with them.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,10 @@ class NormedParams(HeadParams):
 
 
 def fit_norm(features: np.ndarray, kind: FeatureNorm) -> Tensors:
-    """Return arrays that `normalise` needs: ``feature_mean`` and ``feature_scale`` (d,) float64, or none at all."""
+    """Return the arrays that `normalise` needs: ``feature_mean`` and ``feature_scale`` (d,) float64 for "standard".
+
+    The other kinds of normalisation learn nothing, so the result is empty for them.
+    """
     if kind != "standard":
         return {}
     spread = features.std(axis=0, dtype=np.float64)
@@ -52,7 +58,10 @@ class NormedHead(Head):
     def _fit(self, data: FitData, classes: np.ndarray, rng: np.random.Generator) -> Tensors:
         norm = fit_norm(data.features, self.params.feature_norm)
         inputs = normalise(data.features, self.params.feature_norm, norm)
-        return {**norm, **self._fit_inputs(inputs, np.searchsorted(classes, data.labels), len(classes), rng)}
+        # The layer has a row for each class that occurs, so labels become positions among these classes.
+        positions = np.searchsorted(classes, data.labels)
+        fitted = self._fit_inputs(inputs, positions, len(classes), rng)
+        return {**norm, **fitted}
 
     def _predict(self, features: np.ndarray) -> np.ndarray:
         return softmax(self._logits(normalise(features, self.params.feature_norm, self.arrays)))
@@ -67,6 +76,7 @@ class NormedHead(Head):
 
 
 _USUAL = (0.02, 0.98)
+"""The shares of picked features, 0..1, outside of which a selection is reported as degenerate."""
 
 
 def fisher_score(features: np.ndarray, labels: np.ndarray) -> np.ndarray:
@@ -96,9 +106,11 @@ def keep_top(scores: np.ndarray, ratio: float) -> np.ndarray:
     """
     if not (scores > 0).any():
         return np.ones(len(scores), bool)
-    kept = np.zeros(len(scores), bool)
-    kept[np.argsort(-scores, kind="stable")[: max(1, round(ratio * len(scores)))]] = True
-    return kept
+    count = max(1, round(ratio * len(scores)))
+    best = np.argsort(-scores, kind="stable")[:count]
+    is_kept = np.zeros(len(scores), bool)
+    is_kept[best] = True
+    return is_kept
 
 
 def mistake_of_share(share: float) -> str:
@@ -128,15 +140,19 @@ def shared_logits(arrays: Mapping[str, np.ndarray], features: np.ndarray) -> np.
 
 
 def ensemble(personal: np.ndarray, shared: np.ndarray | None, kind: str) -> np.ndarray:
-    """Return probabilities (n, k) float64 of both classifiers' logits.
+    """Return the probabilities (n, k) float64 of the personal and the shared classifier together.
 
-    ``kind``: "probs", the mean of both softmaxes; "logits", the softmax of the sum; "none", the shared one alone. Where
-    there is no shared classifier the personal one answers.
+    Args:
+        personal: Logits (n, k) of the personal classifier.
+        shared: Logits (n, k) of the shared classifier; None where the bundle has none, then the personal one answers.
+        kind: "probs": the mean of both softmaxes; "logits": the softmax of the sum; "none": the shared one alone.
     """
     personal_logits = personal.astype(np.float64)
     if shared is None:
         return softmax(personal_logits)
-    other = shared.astype(np.float64)
+    shared_logits_wide = shared.astype(np.float64)
     if kind == "none":
-        return softmax(other)
-    return softmax(personal_logits + other) if kind == "logits" else (softmax(personal_logits) + softmax(other)) / 2
+        return softmax(shared_logits_wide)
+    if kind == "logits":
+        return softmax(personal_logits + shared_logits_wide)
+    return np.asarray((softmax(personal_logits) + softmax(shared_logits_wide)) / 2)

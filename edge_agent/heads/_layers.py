@@ -1,8 +1,8 @@
 """Linear layers, rectified units and batch norm in numpy, trained by hand-written gradients as torch trains them.
 
-Layers allocate their buffers once, for the largest batch, and write into them: what ``forward`` and ``backward`` give
-is overwritten by the next batch, and ``backward`` may work in the array that it is given. All is in the dtype of the
-weights, which is float32 outside of tests.
+Layers allocate their buffers once, for the largest batch, and write into them: the arrays that ``forward`` and
+``backward`` return are overwritten by the next batch, and ``backward`` may overwrite its argument. All arrays have the
+dtype of the weights, which is float32 outside of tests.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ Pairs = list[tuple[np.ndarray, np.ndarray]]
 
 
 class Linear:
-    """``inputs @ weight.T + bias`` with ``weight`` (outputs, inputs); works on the very arrays that it is given."""
+    """A linear layer ``inputs @ weight.T + bias`` with ``weight`` (outputs, inputs), trained in place.
+
+    ``rows`` is the size of the largest batch.
+    """
 
     def __init__(self, weight: np.ndarray, bias: np.ndarray, rows: int) -> None:
         self.weight = weight
@@ -44,10 +47,16 @@ class Linear:
         return out
 
     def backward(self, error: np.ndarray, *, to_inputs: bool = True) -> np.ndarray:
-        """Return the error of the inputs (n, inputs); not worked out, and empty, without ``to_inputs``."""
-        np.matmul(error.T, self._inputs, out=self._gradients[0])
-        np.sum(error, axis=0, out=self._gradients[1])
-        return np.matmul(error, self.weight, out=self._back[: len(error)]) if to_inputs else self._back[:0]
+        """Store the gradients of weight and bias, and return the error of the inputs (n, inputs).
+
+        Without ``to_inputs`` that error is not computed, and the result is empty.
+        """
+        weight_gradient, bias_gradient = self._gradients
+        np.matmul(error.T, self._inputs, out=weight_gradient)
+        np.sum(error, axis=0, out=bias_gradient)
+        if not to_inputs:
+            return self._back[:0]
+        return np.matmul(error, self.weight, out=self._back[: len(error)])
 
     def pairs(self) -> Pairs:
         """Return weights and their gradients."""
@@ -55,18 +64,18 @@ class Linear:
 
 
 class Rectify:
-    """max(0, x), in place."""
+    """A rectified linear unit, max(0, x), which overwrites its inputs."""
 
     def __init__(self) -> None:
         self._out = np.empty((0, 0), np.float32)  # until the first batch
 
     def forward(self, inputs: np.ndarray, *, train: bool = True) -> np.ndarray:
-        """Return the same array, without its negative values."""
+        """Set negative values of ``inputs`` (n, size) to 0, and return the same array."""
         self._out = np.maximum(inputs, 0, out=inputs)
         return self._out
 
     def backward(self, error: np.ndarray, *, to_inputs: bool = True) -> np.ndarray:
-        """Return the same array, 0 where the output was."""
+        """Set ``error`` (n, size) to 0 where the last output was 0, and return the same array."""
         error *= self._out > 0
         return error
 
@@ -76,7 +85,10 @@ class Rectify:
 
 
 class BatchNorm:
-    """Batch norm: in training biased variances of the batch normalise and unbiased ones enter the running variance."""
+    """Batch norm as in torch, with weight, bias, running mean and running variance (size,), trained in place.
+
+    In training the biased variance of the batch normalises, and the unbiased one enters the running variance.
+    """
 
     def __init__(self, weight: np.ndarray, bias: np.ndarray, mean: np.ndarray, variance: np.ndarray, rows: int) -> None:
         self.weight = weight
@@ -92,13 +104,14 @@ class BatchNorm:
         n = len(inputs)
         normal = self._normal[:n]
         out = self._out[:n]
-        mean = inputs.mean(axis=0) if train else self.mean
-        np.subtract(inputs, mean, out=normal)
         if train:
+            mean = inputs.mean(axis=0)
+            np.subtract(inputs, mean, out=normal)
             variance = np.einsum("ij,ij->j", normal, normal) / n
             self._move(self.mean, mean)
             self._move(self.variance, variance * (n / (n - 1)))
         else:
+            np.subtract(inputs, self.mean, out=normal)
             variance = self.variance
         self._scale = 1 / np.sqrt(variance + EPSILON)
         normal *= self._scale
@@ -107,7 +120,7 @@ class BatchNorm:
         return np.asarray(out)
 
     def backward(self, error: np.ndarray, *, to_inputs: bool = True) -> np.ndarray:
-        """Return the error of the inputs of the last batch, in the place of ``error``."""
+        """Store the gradients, and overwrite ``error`` (n, size) with the error of the last batch's inputs."""
         normal = self._normal[: len(error)]
         slopes, sums = self._gradients
         np.einsum("ij,ij->j", error, normal, out=slopes)
@@ -120,11 +133,12 @@ class BatchNorm:
         return error
 
     def pairs(self) -> Pairs:
-        """Return gamma and beta with their gradients."""
+        """Return weight (gamma) and bias (beta) with their gradients."""
         return [(self.weight, self._gradients[0]), (self.bias, self._gradients[1])]
 
     @staticmethod
     def _move(running: np.ndarray, batch: np.ndarray) -> None:
+        """Move a running statistic (size,) towards that of the batch, in place."""
         running *= 1 - MOMENTUM
         running += MOMENTUM * batch
 
@@ -133,7 +147,7 @@ Layer = Linear | Rectify | BatchNorm
 
 
 class Chain:
-    """Layers one after another."""
+    """A network that runs its layers one after another."""
 
     def __init__(self, layers: Iterable[Layer]) -> None:
         self.layers = tuple(layers)
@@ -145,7 +159,7 @@ class Chain:
         return inputs
 
     def backward(self, error: np.ndarray, *, to_inputs: bool = False) -> np.ndarray:
-        """Return the error of the chain's inputs, where asked for; all gradients are there afterwards."""
+        """Store the gradients of all layers; returns the error of the inputs, which is empty without ``to_inputs``."""
         for index in reversed(range(len(self.layers))):
             error = self.layers[index].backward(error, to_inputs=to_inputs or index > 0)
         return error
@@ -163,7 +177,9 @@ def chain_of(tensors: Mapping[str, np.ndarray], part: str, rows: int) -> Chain:
     """
     layers: list[Layer] = []
     before = -1
-    for index in sorted({int(name.split(".")[1]) for name in tensors if name.startswith(f"{part}.")}):
+    indices = sorted({int(name.split(".")[1]) for name in tensors if name.startswith(f"{part}.")})
+    for index in indices:
+        # A rectified layer has no arrays, so it shows as a gap in the numbers.
         if index - before > 1:
             layers.append(Rectify())
         weight = tensors[f"{part}.{index}.weight"]
@@ -171,7 +187,8 @@ def chain_of(tensors: Mapping[str, np.ndarray], part: str, rows: int) -> Chain:
         if weight.ndim == 2:
             layers.append(Linear(weight, bias, rows))
         else:
-            mean, variance = (tensors[f"{part}.{index}.running_{name}"] for name in ("mean", "var"))
+            mean = tensors[f"{part}.{index}.running_mean"]
+            variance = tensors[f"{part}.{index}.running_var"]
             layers.append(BatchNorm(weight, bias, mean, variance, rows))
         before = index
     return Chain(layers)
@@ -190,7 +207,7 @@ def uniform(inputs: int, outputs: int, rng: np.random.Generator) -> tuple[np.nda
 
 
 def fresh_norm(name: str, size: int) -> Tensors:
-    """Return arrays of a batch norm layer called ``name``."""
+    """Return the arrays (size,) of a new batch norm layer called ``name``, which changes nothing yet but the mean."""
     starts = {"weight": 1.0, "bias": 0.0, "running_mean": 0.0, "running_var": 1.0}
     return {f"{name}.{key}": np.full(size, start, np.float32) for key, start in starts.items()}
 
@@ -254,9 +271,12 @@ def train(
             total = loss / samples + squares(tensors.values())
             if not np.isfinite(total):
                 values = " and ".join(f"{name} {value:g}" for name, value in suspects.items())
+                advice = "lower one of them"
+                if len(suspects) == 1:
+                    advice = "lower it"
                 raise TrainingFailed(
                     f"head '{head}': loss or weights became {total} in epoch {epoch} of {params.epochs} at {values}; "
-                    f"expected a finite number; lower {'it' if len(suspects) == 1 else 'one of them'}",
+                    f"expected a finite number; {advice}",
                     is_public=True,
                 )
 
@@ -269,7 +289,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def cross_entropy(logits: np.ndarray, labels: np.ndarray) -> tuple[float, np.ndarray]:
-    """Return the mean softmax cross entropy, and its gradient (n, k) by ``logits``."""
+    """Return the mean softmax cross entropy, and its gradient (n, k) by ``logits`` (n, k); ``labels`` (n,) below k."""
     log_q = log_softmax(logits)
     rows = np.arange(len(labels))
     loss = -float(log_q[rows, labels].mean())
@@ -280,7 +300,7 @@ def cross_entropy(logits: np.ndarray, labels: np.ndarray) -> tuple[float, np.nda
 
 
 def squares(arrays: Iterable[np.ndarray]) -> float:
-    """Return the sum of squares, which is not finite where training has diverged, even if each number is."""
+    """Return the sum of squares of all numbers; it overflows where training has diverged but each number is finite."""
     return sum(float(np.vdot(array, array)) for array in arrays)
 
 
@@ -305,11 +325,13 @@ def minimise(
         check_time()
         if np.abs(gradient).max() <= tolerance:
             break
+        # 1. A step that lowers the objective; where none does, this point is the best that can be reached.
         direction = _direction(gradient, pairs)
         accepted = _line_search(objective, point, value, gradient, direction)
         if accepted is None:
             break
         step, value, new_gradient = accepted
+        # 2. What the step says about the curvature; a pair without positive curvature would spoil the directions.
         change = new_gradient - gradient
         curvature = float(change @ step)
         if curvature > 1e-12 * float(change @ change):
@@ -323,13 +345,17 @@ def _direction(gradient: np.ndarray, pairs: deque[tuple[np.ndarray, np.ndarray, 
     """Return the direction of the two-loop recursion (Nocedal and Wright, Algorithm 7.4)."""
     if not pairs:
         return np.asarray(-gradient / max(1.0, float(np.linalg.norm(gradient))))
+    # First loop: from the newest pair to the oldest.
     rest = gradient.copy()
     weights = []
     for step, change, inverse in reversed(pairs):
-        weights.append(inverse * float(step @ rest))
-        rest -= weights[-1] * change
+        weight = inverse * float(step @ rest)
+        weights.append(weight)
+        rest -= weight * change
+    # The start of the inverse Hessian is a multiple of the identity, of the newest pair's scale.
     step, change, inverse = pairs[-1]
     rest /= inverse * float(change @ change)
+    # Second loop: from the oldest pair to the newest.
     for (step, change, inverse), weight in zip(pairs, reversed(weights), strict=True):
         rest += step * (weight - inverse * float(change @ rest))
     return np.asarray(-rest)

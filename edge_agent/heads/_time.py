@@ -1,4 +1,4 @@
-"""A limit for the time of a fit: parameters may come from a bundle, and ask for hours."""
+"""A limit for the time of a fit, because the parameters of a fit may come from a bundle and ask for hours."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from ..core.errors import TrainingFailed
 
 @dataclass(frozen=True)
 class _Limit:
+    """The time limit of a fit: ``seconds`` from ``begin`` on, both in seconds of ``clock``."""
+
     seconds: float
     begin: float
     clock: Callable[[], float]
 
     def remaining_s(self) -> float:
+        """Return the seconds until the limit; negative behind it."""
         return self.begin + self.seconds - self.clock()
 
 
@@ -26,7 +29,7 @@ _limit: ContextVar[_Limit | None] = ContextVar("_limit", default=None)
 
 @contextmanager
 def time_limit(seconds: float, clock: Callable[[], float]) -> Iterator[None]:
-    """End fits inside the block with `TrainingFailed` after ``seconds`` of ``clock``, behind the step under way."""
+    """End fits inside the block with `TrainingFailed` after ``seconds`` of ``clock``, when the present step is done."""
     token = _limit.set(_Limit(seconds, clock(), clock))
     try:
         yield
@@ -35,7 +38,7 @@ def time_limit(seconds: float, clock: Callable[[], float]) -> Iterator[None]:
 
 
 def check_time() -> None:
-    """Call it in each step of a fit.
+    """Check that the fit is within its time limit; a head calls this in each step of its fit.
 
     Raises:
         TrainingFailed: The time limit is reached.
@@ -48,6 +51,8 @@ def check_time() -> None:
 
 
 def at_most(seconds: float) -> float:
-    """Return ``seconds``, or those until the limit where these are fewer; for what cannot look at the time itself."""
+    """Return ``seconds``, or those until the fit's limit if these are fewer; for work that cannot `check_time`."""
     limit = _limit.get()
-    return seconds if limit is None else max(0.0, min(seconds, limit.remaining_s()))
+    if limit is None:
+        return seconds
+    return max(0.0, min(seconds, limit.remaining_s()))

@@ -1,4 +1,4 @@
-"""The contract of a head, and what all heads share: constant predictions, absent classes, standardised features."""
+"""The contract of a head, and what all heads share: constant predictions, and classes that a device does not have."""
 
 from __future__ import annotations
 
@@ -33,11 +33,17 @@ class FitData:
 
     def __post_init__(self) -> None:
         if self.features.ndim != 2 or self.labels.shape != self.features.shape[:1]:
-            raise DataError(f"features {self.features.shape} and labels {self.labels.shape} do not belong together")
+            raise DataError(
+                f"features of shape {self.features.shape} with labels of shape {self.labels.shape}; "
+                "expected (n, d) and (n,); give one label for each row of features"
+            )
         if not len(self.labels):
             raise DataError("no samples to fit a head on; expected at least one; check the data source")
         if self.labels.min() < 0 or self.labels.max() >= self.num_classes:
-            raise DataError(f"labels {self.labels.min()}..{self.labels.max()}, expected 0..{self.num_classes - 1}")
+            raise DataError(
+                f"labels {self.labels.min()}..{self.labels.max()}, expected 0..{self.num_classes - 1}; "
+                "give positions of classes"
+            )
         if not np.isfinite(self.features).all():
             raise DataError("features hold NaN or infinity; check the encoder and the inputs")
 
@@ -48,7 +54,8 @@ class FitData:
 
 
 Contribute = Callable[[FitData, Tensors, np.random.Generator], Tensors]
-"""Features and what was received -> what a device without torch sends in a round of training."""
+"""A function from features, the received model and a generator to the tensors of the update that a device without torch
+sends in a round of training."""
 
 
 class Head(ABC):
@@ -97,7 +104,7 @@ class Head(ABC):
             StateError: The head has not been fitted, or was fitted on another feature size.
         """
         if not self.arrays:
-            raise StateError(f"head '{self.name}' has not been fitted")
+            raise StateError(f"head '{self.name}' has not been fitted; call fit or load before predict_proba")
         if features.ndim != 2 or (self.feature_dim and features.shape[1] != self.feature_dim):
             raise StateError(
                 f"features {features.shape}, head '{self.name}' was fitted on (n, {self.feature_dim}); "

@@ -67,10 +67,12 @@ class DualFedHead(Head):
 
     def _fit(self, data: FitData, classes: np.ndarray, rng: np.random.Generator) -> Tensors:
         params = self.params
-        tensors = start(data.features.shape[1], len(classes), self.params, rng)
+        tensors = start(data.features.shape[1], len(classes), params, rng)
         inputs = np.ascontiguousarray(data.features, np.float32)
         labels = np.searchsorted(classes, data.labels)
-        trainer = Trainer(tensors, params, min(len(inputs), params.batch_size + params.smallest_batch - 1))
+        # A last batch that is too small joins the one before it, so that one may be larger than the batch size.
+        largest_batch = params.batch_size + params.smallest_batch - 1
+        trainer = Trainer(tensors, params, min(len(inputs), largest_batch))
         layers.train(
             "dualfed",
             tensors,
@@ -95,7 +97,7 @@ class DualFedHead(Head):
 
 
 class Trainer:
-    """Trains the arrays ``projector.*`` and ``personal_head.*`` in place; ``rows``: the largest batch."""
+    """The training of ``projector.*`` and ``personal_head.*`` in place, by batches of at most ``rows`` samples."""
 
     def __init__(self, tensors: Tensors, params: DualFedHeadParams, rows: int) -> None:
         self._params = params
@@ -123,11 +125,17 @@ def start(size: int, classes: int, params: DualFedHeadParams, rng: np.random.Gen
     sizes = [size, *[params.projector_width] * (params.projector_depth - 1), size]
     tensors: Tensors = {}
     for number, (before, outputs) in enumerate(pairwise(sizes)):
-        index = number * (3 if params.projector_norm else 2)
+        # Each linear layer but the last is followed by a rectified one, and each by batch norm where there is any.
+        layers_each = 2
+        if params.projector_norm:
+            layers_each = 3
+        index = number * layers_each
         tensors |= layers.fresh_linear(f"projector.{index}", before, outputs, rng)
-        if params.projector_norm:  # behind the rectified layer, which the last linear one lacks
-            last = number == params.projector_depth - 1
-            tensors |= layers.fresh_norm(f"projector.{index + (1 if last else 2)}", outputs)
+        if params.projector_norm:
+            norm_index = index + 2
+            if number == params.projector_depth - 1:
+                norm_index = index + 1
+            tensors |= layers.fresh_norm(f"projector.{norm_index}", outputs)
     return {**tensors, **layers.fresh_linear("personal_head", size, classes, rng)}
 
 
@@ -138,14 +146,17 @@ def contrastive(features: np.ndarray, labels: np.ndarray, temperature: float) ->
     For unit vectors z and S = z z' / temperature: logsumexp over all others of S, minus the mean of S over the others
     of the same label. Samples without such contribute 0 and count.
     """
+    # 1. S: similarities of all pairs of unit vectors.
     lengths = np.maximum(np.sqrt(np.einsum("ij,ij->i", features, features)), 1e-12)[:, None]
     unit = features / lengths
     similarity = unit @ unit.T
     similarity /= temperature
+    # 2. Weights (n, n) of the mean over an anchor's positives: the others of its label.
     alike = (labels[:, None] == labels[None, :]).astype(features.dtype)
     np.fill_diagonal(alike, 0)
     count = alike.sum(axis=1, keepdims=True)
     alike /= np.maximum(count, 1)
+    # 3. The loss of each anchor.
     same = np.einsum("ij,ij->i", similarity, alike)
     np.fill_diagonal(similarity, -np.inf)
     log_odds = layers.log_softmax(similarity)
@@ -153,6 +164,7 @@ def contrastive(features: np.ndarray, labels: np.ndarray, temperature: float) ->
     everyone = similarity.max(axis=1) - log_odds.max(axis=1)
     counts = (count[:, 0] > 0).astype(features.dtype)
     share = 1 / len(labels)
+    # 4. The gradient by S, and from there by the unit vectors and by the features.
     slope = np.exp(log_odds, out=log_odds)
     slope -= alike
     slope *= counts[:, None] * (share / temperature)

@@ -18,7 +18,7 @@ from pydantic import Field
 from ..core.task import Tensors
 from . import _layers as layers
 from .base import FitData, Head, HeadParams, softmax
-from .tuned import tuned
+from .tuned import fit_towards
 
 SETTINGS = {
     "head_epochs": "epochs",
@@ -58,7 +58,8 @@ class FedPACHead(Head):
         if self.params.c is None:
             return train(start, data.features, data.labels, self.params, rng)
         personal = {name: np.array(array, np.float32) for name, array in start.items()}
-        moved = tuned(data, {name: array[classes] for name, array in personal.items()}, self.params.c)
+        center = {name: array[classes] for name, array in personal.items()}
+        moved = fit_towards(data, center, self.params.c)
         for name, rows in moved.items():
             personal[name][classes] = rows
         return personal
@@ -88,7 +89,11 @@ class FedPACHead(Head):
 
 def settings(method_params: Mapping[str, Any]) -> FedPACHeadParams:
     """Return the head's parameters, taken from the method's."""
-    return FedPACHeadParams.model_validate({SETTINGS[name]: v for name, v in method_params.items() if name in SETTINGS})
+    values: dict[str, object] = {}
+    for method_name, head_name in SETTINGS.items():
+        if method_name in method_params:
+            values[head_name] = method_params[method_name]
+    return FedPACHeadParams.model_validate(values)
 
 
 def extras(
@@ -144,7 +149,8 @@ def train(
     Raises:
         TrainingFailed: A weight is no longer finite.
     """
-    weight, bias = (np.array(head[name], np.float32) for name in ("weight", "bias"))
+    weight = np.array(head["weight"], np.float32)
+    bias = np.array(head["bias"], np.float32)
     inputs = np.ascontiguousarray(features, np.float32)
     layer = layers.Linear(weight, bias, min(len(inputs), params.batch_size + 1))
     sgd = layers.Sgd(layer.pairs(), params)
@@ -161,6 +167,10 @@ def train(
 
 
 def _start(data: FitData, received: Tensors) -> Tensors:
+    """Return ``weight`` (K, d) and ``bias`` (K,) from which the classifier is trained.
+
+    They are those that were received in a round, else those of the bundle's shared classifier, else zeros.
+    """
     if "head.weight" in received:
         return {name: received[f"head.{name}"] for name in ("weight", "bias")}
     if data.global_head is not None:

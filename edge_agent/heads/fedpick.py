@@ -91,56 +91,70 @@ class FedPickHead(Head):
         tensors = start(data.features.shape[1], len(classes), self.params, rng)
         inputs = np.ascontiguousarray(data.features, np.float32)
         labels = np.searchsorted(classes, data.labels)
+        # The shared classifier is frozen from here on, so what it answers is computed once.
         logits = shared_logits(shared, inputs)
-        log_shared = None if logits is None else layers.log_softmax(logits)
+        log_shared = None
+        if logits is not None:
+            log_shared = layers.log_softmax(logits)
         trainer = Trainer(tensors, params, min(len(inputs), params.batch_size + 1))
 
         def step(rows: np.ndarray) -> float:
             noise = logistic_noise(np.empty((len(rows), inputs.shape[1]), np.float32), rng)
-            return trainer.step(inputs[rows], labels[rows], None if log_shared is None else log_shared[rows], noise)
+            log_targets = None
+            if log_shared is not None:
+                log_targets = log_shared[rows]
+            return trainer.step(inputs[rows], labels[rows], log_targets, noise)
 
         suspects = {"lr": params.lr, "irrelevant_weight": params.irrelevant_weight}
         layers.train("fedpick", tensors, step, len(labels), params, rng, suspects=suspects)
-        _, share = answers(tensors, inputs, params)
-        mistake = mistake_of_share(share) if params.mask == "hard" else ""
-        if mistake:
-            _log.warning("mask_extreme selected=%.4f: %s", share, mistake)
+        # A mask that picks nothing, or everything, is worth a warning; a soft one has no such share.
+        if params.mask == "hard":
+            _, share = predict_logits(tensors, inputs, params)
+            mistake = mistake_of_share(share)
+            if mistake:
+                _log.warning("mask_extreme selected=%.4f: %s", share, mistake)
         return {**tensors, **shared}
 
     def _fit_fisher(self, data: FitData, classes: np.ndarray) -> Tensors:
         """Return a mask of the features of highest Fisher score, and a logistic regression on them."""
-        kept = keep_top(fisher_score(data.features, data.labels), self.params.keep_ratio)
-        chosen = data.features[:, kept]
-        norm = fit_norm(chosen, "standard")
+        # 1. The features that separate the classes best.
+        is_kept = keep_top(fisher_score(data.features, data.labels), self.params.keep_ratio)
+        kept_features = data.features[:, is_kept]
+        # 2. A logistic regression on them.
+        norm = fit_norm(kept_features, "standard")
         targets = np.eye(len(classes))[np.searchsorted(classes, data.labels)]
         options = LogisticRegressionParams(c=self.params.c)
-        fitted, bias = fit_logistic(normalise(chosen, "standard", norm), targets, options)
-        # The classifier is kept for raw features: what standardising did goes into its weights.
-        fitted = fitted / norm["feature_scale"]
-        weight = np.zeros((len(classes), len(kept)), np.float32)
-        weight[:, kept] = fitted
-        raw_bias = (bias - fitted @ norm["feature_mean"]).astype(np.float32)
-        return {"mask.kept": kept.astype(np.float32), "relevant_head.weight": weight, "relevant_head.bias": raw_bias}
+        normal_weight, normal_bias = fit_logistic(normalise(kept_features, "standard", norm), targets, options)
+        # 3. The classifier is stored for raw features: standardising becomes part of its weights.
+        raw_weight = normal_weight / norm["feature_scale"]
+        raw_bias = normal_bias - raw_weight @ norm["feature_mean"]
+        weight = np.zeros((len(classes), len(is_kept)), np.float32)
+        weight[:, is_kept] = raw_weight
+        return {
+            "mask.kept": is_kept.astype(np.float32),
+            "relevant_head.weight": weight,
+            "relevant_head.bias": raw_bias.astype(np.float32),
+        }
 
     def _predict(self, features: np.ndarray) -> np.ndarray:
         rows = np.ascontiguousarray(features, np.float32)
-        logits, _ = answers(self.arrays, rows, self.params)
+        logits, _ = predict_logits(self.arrays, rows, self.params)
         return ensemble(logits, shared_logits(self.arrays, rows), self.params.ensemble)
 
 
-def answers(arrays: Tensors, rows: np.ndarray, params: FedPickHeadParams) -> tuple[np.ndarray, float]:
+def predict_logits(arrays: Tensors, rows: np.ndarray, params: FedPickHeadParams) -> tuple[np.ndarray, float]:
     """Return logits (n, k) of the relevant classifier for ``rows`` (n, d) float32, and the mean of the mask (0..1)."""
     logits = []
     share = 0.0
     for begin in range(0, len(rows), _ROWS):
         piece = rows[begin : begin + _ROWS]
-        mask = picked(arrays, piece, params)
+        mask = predict_mask(arrays, piece, params)
         logits.append((piece * mask) @ arrays["relevant_head.weight"].T + arrays["relevant_head.bias"])
         share += float(mask.sum())
     return np.concatenate(logits), share / rows.size
 
 
-def picked(arrays: Tensors, features: np.ndarray, params: FedPickHeadParams) -> np.ndarray:
+def predict_mask(arrays: Tensors, features: np.ndarray, params: FedPickHeadParams) -> np.ndarray:
     """Return the mask without noise, shaped like ``features`` (n, d) float32: 0 or 1, or weights 0..1 if it is soft."""
     if "mask.kept" in arrays:
         return np.broadcast_to(arrays["mask.kept"], features.shape)
@@ -164,17 +178,22 @@ class Trainer:
         self._soft, self._picked, self._rest = np.empty((3, rows, weight.shape[1]), weight.dtype)
         self._sgd = layers.Sgd([*self._mask.pairs(), *self._relevant.pairs(), *self._irrelevant.pairs()], params)
 
-    def step(self, inputs: np.ndarray, labels: np.ndarray, known: np.ndarray | None, noise: np.ndarray) -> float:
-        """Take a step on inputs (n, d) float32 with mask noise of the same shape, and return the loss before it.
+    def step(self, inputs: np.ndarray, labels: np.ndarray, log_targets: np.ndarray | None, noise: np.ndarray) -> float:
+        """Take one step of SGD on the loss of Eq. 15, and return the loss before it.
 
-        ``known`` (n, k): the global classifier's log-softmax. The part of the loss that only that classifier, which is
-        frozen, sees is left out.
+        Args:
+            inputs: Features (n, d) float32.
+            labels: Positions (n,) of the classes, below k.
+            log_targets: Log-softmax (n, k) of the global classifier; None where the bundle has none. That classifier
+                is frozen, so the part of the loss that it alone depends on is left out.
+            noise: Logistic noise (n, d) float32 of the mask.
         """
         params = self._params
         n = len(labels)
         soft = self._soft[:n]
         relevant = self._picked[:n]
         rest = self._rest[:n]
+        # 1. The noisy mask divides the features into picked ones and the rest (Eqs. 9 and 10).
         noisy = np.add(self._mask.forward(inputs), noise, out=soft)
         if params.mask == "hard":
             np.multiply(inputs, noisy > params.cut, out=relevant)
@@ -182,17 +201,20 @@ class Trainer:
         if params.mask == "soft":
             np.multiply(inputs, soft, out=relevant)
         np.subtract(inputs, relevant, out=rest)
+        # 2. The local classifier of the picked features learns from labels and from the global classifier (Eq. 13).
         logits = self._relevant.forward(relevant)
         loss, error = layers.cross_entropy(logits, labels)
         loss *= params.relevant_weight
         error *= params.relevant_weight
-        if known is not None and params.distillation_weight:
-            distance, pull = divergence(logits, known, both=not params.detach_targets)
+        if log_targets is not None and params.distillation_weight:
+            distance, pull = divergence(logits, log_targets, both=not params.detach_targets)
             pull *= params.distillation_weight
             error += pull
             loss += params.distillation_weight * distance
+        # 3. The classifier of the rest is to be unsure, so that the rest holds nothing about the classes.
         entropy, error_rest = negative_entropy(self._irrelevant.forward(rest))
         error_rest *= params.irrelevant_weight
+        # 4. The mask learns from both: a feature that one classifier gains is one that the other loses.
         slope = self._relevant.backward(error)
         slope -= self._irrelevant.backward(error_rest)
         slope *= inputs
@@ -206,7 +228,9 @@ class Trainer:
 
 def start(size: int, classes: int, params: FedPickHeadParams, rng: np.random.Generator) -> Tensors:
     """Return fresh arrays of mask network and local classifiers, with the method's names."""
-    width = params.mask_width or max(16, size // 2)
+    width = params.mask_width
+    if width == 0:
+        width = max(16, size // 2)
     return {
         **layers.fresh_linear("mask.0", size, width, rng),
         **layers.fresh_linear("mask.2", width, size, rng),
@@ -233,16 +257,18 @@ def negative_entropy(logits: np.ndarray) -> tuple[float, np.ndarray]:
     return float(values.mean()), q * (log_q - values) / len(logits)
 
 
-def divergence(logits: np.ndarray, known: np.ndarray, *, both: bool) -> tuple[float, np.ndarray]:
-    """Return the batch mean of KL(p || q) + KL(q || p), q = softmax(logits), p = exp(known), and its gradient.
+def divergence(logits: np.ndarray, log_targets: np.ndarray, *, both: bool) -> tuple[float, np.ndarray]:
+    """Return the batch mean of KL(p || q) + KL(q || p), and its gradient (n, k) by ``logits``.
 
-    ``logits`` and ``known``, log probabilities, are (n, d), and so is the gradient.
-    Without ``both`` the second term counts in the value and has no gradient.
+    Args:
+        logits: Logits (n, k) of q, which learns.
+        log_targets: Log probabilities (n, k) of p.
+        both: Whether the second term has a gradient; it counts in the value in any case.
     """
     log_q = layers.log_softmax(logits)
     q = np.exp(log_q)
-    p = np.exp(known)
-    ratio = log_q - known
+    p = np.exp(log_targets)
+    ratio = log_q - log_targets
     backward = (q * ratio).sum(axis=1, keepdims=True)
     value = float((backward[:, 0] - (p * ratio).sum(axis=1)).mean())
     error = q - p

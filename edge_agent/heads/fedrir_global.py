@@ -27,7 +27,7 @@ _EPSILON = 1e-8
 
 
 class FedRIRGlobalParams(NormedParams):
-    """Adam on the mean cross entropy of a batch."""
+    """The parameters of Adam on the mean cross entropy of a batch."""
 
     feature_norm: FeatureNorm = Field("none", description="none: g as FedRIR's head sees it; l2; standard")
     epochs: int = Field(1000, ge=1, le=10_000, description="passes over the data: FedRIR's 1000 rounds have one each")
@@ -42,7 +42,8 @@ class FedRIRGlobalHead(NormedHead):
     source = "FedRIR, WWW 2025: ablation w/o MCSL, encoder frozen"
 
     def _fit_inputs(self, inputs: np.ndarray, labels: np.ndarray, classes: int, rng: np.random.Generator) -> Tensors:
-        layer = dict(zip(("weight", "bias"), layers.uniform(inputs.shape[1], classes, rng), strict=True))
+        weight, bias = layers.uniform(inputs.shape[1], classes, rng)
+        layer = {"weight": weight, "bias": bias}
         train(layer, inputs, np.eye(classes)[labels], self.params, rng)
         return layer
 

@@ -1,4 +1,4 @@
-"""kNN-Per: what the nearest of the device's own samples say, mixed with what the shared classifier says.
+"""kNN-Per: the votes of the nearest of the device's own samples, mixed with the shared classifier's probabilities.
 
 p = lambda p_knn + (1 - lambda) p_shared. A neighbour at squared distance D weighs exp(-D / (d scale)) for d features.
 Probabilities are over the classes that the device has; without a shared classifier in the bundle lambda is 1.
@@ -50,14 +50,17 @@ class KNNHead(Head):
         return {**arrays, "mix": np.array([share])}
 
     def _predict(self, features: np.ndarray) -> np.ndarray:
-        near, shared = self._both(self.arrays, features, len(self.arrays["classes"]))
+        near, shared = self._predict_both(self.arrays, features, len(self.arrays["classes"]))
+        if shared is None:
+            return near
         share = float(self.arrays["mix"][0])
-        return near if shared is None else share * near + (1 - share) * shared
+        return share * near + (1 - share) * shared
 
     def _mix(self, arrays: Tensors, features: np.ndarray, count: int, rng: np.random.Generator) -> float:
-        """Return lambda: the configured one, else that of most correct answers on samples that are no neighbours.
+        """Return lambda, 0..1: the configured one, else the best one on samples that are held out of the neighbours.
 
-        Of equally good ones that with the smallest mean log loss; 0.5 where there is nothing to hold back.
+        `best_mix` says which is the best. The result is 0.5 where there are too few samples to hold any out, and 1
+        without a shared classifier.
         """
         if "shared.weight" not in arrays:
             return 1.0
@@ -65,19 +68,26 @@ class KNNHead(Head):
             return float(self.params.mix)
         total = len(features)
         order = rng.permutation(total)
-        held = round(self.params.held_back * total)
-        if not 0 < held < total:
+        held_count = round(self.params.held_back * total)
+        if not 0 < held_count < total:
             return 0.5
-        rest = {**arrays, **{name: arrays[name][order[held:]] for name in ("stored", "members")}}
-        near, shared = self._both(rest, features[order[:held]], count)
-        return best_mix(near, near if shared is None else shared, arrays["members"][order[:held]])
+        held_out = order[:held_count]
+        stored = order[held_count:]
+        neighbours = {**arrays, "stored": arrays["stored"][stored], "members": arrays["members"][stored]}
+        near, shared = self._predict_both(neighbours, features[held_out], count)
+        if shared is None:
+            shared = near
+        return best_mix(near, shared, arrays["members"][held_out])
 
-    def _both(self, arrays: Tensors, features: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return probabilities (n, count) of the neighbours and of the shared classifier."""
-        queries = normalise(features, self.params.feature_norm, arrays)
-        near = votes(queries, arrays["stored"], arrays["members"], count, self.params.neighbours, self.params.scale)
+    def _predict_both(self, arrays: Tensors, features: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return probabilities (n, count) of the neighbours and of the shared classifier, None where there is none."""
+        params = self.params
+        queries = normalise(features, params.feature_norm, arrays)
+        near = count_votes(queries, arrays["stored"], arrays["members"], count, params.neighbours, params.scale)
         logits = shared_logits(arrays, features.astype(np.float64))
-        return near, None if logits is None else softmax(logits)
+        if logits is None:
+            return near, None
+        return near, softmax(logits)
 
 
 def best_mix(near: np.ndarray, shared: np.ndarray, labels: np.ndarray) -> float:
@@ -89,17 +99,22 @@ def best_mix(near: np.ndarray, shared: np.ndarray, labels: np.ndarray) -> float:
 
 
 def quality(near: np.ndarray, shared: np.ndarray, labels: np.ndarray, share: float) -> tuple[int, float]:
-    """Return the number of correct answers of probabilities (n, K), and minus their mean log loss; more is better.
+    """Return the number of correct answers, and minus the mean log loss, of a mixture; of both more is better.
 
-    ``share``: lambda, that of ``near``.
+    Args:
+        near: Probabilities (n, K) of the neighbours.
+        shared: Probabilities (n, K) of the shared classifier.
+        labels: Positions (n,) of the classes.
+        share: lambda, 0..1, the weight of ``near``.
     """
     mixed = share * near + (1 - share) * shared
     right = int((mixed.argmax(axis=1) == labels).sum())
+    of_label = np.maximum(mixed[np.arange(len(labels)), labels], 1e-12)
     # Rounded: shares of one and the same probability differ in their last digits.
-    return right, round(float(np.log(np.maximum(mixed[np.arange(len(labels)), labels], 1e-12)).mean()), 9)
+    return right, round(float(np.log(of_label).mean()), 9)
 
 
-def votes(
+def count_votes(
     queries: np.ndarray, stored: np.ndarray, members: np.ndarray, count: int, neighbours: int, scale: float
 ) -> np.ndarray:
     """Return the weighted shares of the classes (n, count) float64 among the nearest stored rows, block by block.
@@ -119,12 +134,14 @@ def votes(
 
 def _nearest(queries: np.ndarray, stored: np.ndarray, neighbours: int) -> tuple[np.ndarray, np.ndarray]:
     """Return indices (n, k) of the nearest stored rows, and their squared distances (n, k)."""
+    # 1. Squared distances without |query|^2, which does not change the order; stored rows are widened piece by piece.
     squares = np.empty((len(queries), len(stored)))
     step = max(1, _CELLS // stored.shape[1])
     for begin in range(0, len(stored), step):
         piece = stored[begin : begin + step].astype(np.float64)
         products = queries @ piece.T
         squares[:, begin : begin + step] = np.einsum("ij,ij->i", piece, piece) - 2 * products
+    # 2. The nearest rows, for which |query|^2 is added; rounding must not make a distance negative.
     nearest = np.argpartition(squares, neighbours - 1, axis=1)[:, :neighbours]
     lengths = np.einsum("ij,ij->i", queries, queries)[:, None]
     return nearest, np.maximum(np.take_along_axis(squares, nearest, axis=1) + lengths, 0.0)

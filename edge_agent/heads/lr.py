@@ -15,7 +15,7 @@ from ._layers import minimise
 
 
 class LogisticRegressionParams(NormedParams):
-    """C as in scikit-learn: the inverse of the penalty's weight."""
+    """The parameters of logistic regression; C is that of scikit-learn, the inverse of the penalty's weight."""
 
     c: float = Field(1.0, gt=0, le=1e6, description="C, inverse strength of the L2 penalty")
     max_iterations: int = Field(1000, ge=1, le=100_000)
@@ -46,9 +46,16 @@ def fit_logistic(
     (count, size) = inputs.shape
     classes = targets.shape[1]
     # Softmax over two opposite vectors w/2 and -w/2 is the sigmoid of w, but has half of its squared length.
-    strength = (2.0 if classes == 2 and towards is None else 1.0) / (params.c * count)
-    center = np.zeros((classes, size)) if towards is None else towards["weight"].astype(np.float64)
-    bias_start = np.zeros(classes) if towards is None else towards["bias"].astype(np.float64)
+    strength = 1.0 / (params.c * count)
+    if towards is None and classes == 2:
+        strength = 2.0 / (params.c * count)
+    # The solver starts at the centre of the penalty: it is near the optimum where samples are few.
+    if towards is None:
+        center = np.zeros((classes, size))
+        bias_start = np.zeros(classes)
+    else:
+        center = towards["weight"].astype(np.float64)
+        bias_start = towards["bias"].astype(np.float64)
 
     def objective(flat: np.ndarray) -> tuple[float, np.ndarray]:
         weight = flat[: classes * size].reshape(classes, size)

@@ -17,7 +17,7 @@ from .base import softmax
 
 
 class PerceptronParams(NormedParams):
-    """SGD with momentum on the mean cross-entropy of a batch."""
+    """The parameters of the perceptron and of SGD with momentum on the mean cross entropy of a batch."""
 
     hidden: int = Field(0, ge=0, le=4096, description="rectified units; 0 = one linear layer; RepPer's option is 128")
     epochs: int = Field(10, ge=1, le=10_000)
@@ -36,7 +36,10 @@ class PerceptronHead(NormedHead):
     def _fit_inputs(self, inputs: np.ndarray, labels: np.ndarray, classes: int, rng: np.random.Generator) -> Tensors:
         params = self.params
         arrays = dict[str, np.ndarray]()
-        for number, (size, outputs) in enumerate(pairwise([inputs.shape[1], *filter(None, [params.hidden]), classes])):
+        sizes = [inputs.shape[1], classes]
+        if params.hidden:
+            sizes.insert(1, params.hidden)
+        for number, (size, outputs) in enumerate(pairwise(sizes)):
             arrays[f"weight{number}"], arrays[f"bias{number}"] = layers.uniform(size, outputs, rng)
         chain = perceptron(arrays, min(len(inputs), params.batch_size))
         sgd = layers.Sgd(chain.pairs(), params)
@@ -53,7 +56,10 @@ class PerceptronHead(NormedHead):
 
 
 def perceptron(arrays: Tensors, rows: int) -> layers.Chain:
-    """Return the layers ``weight0``, ``bias0`` and, where it has a hidden layer, ``weight1``, ``bias1``."""
+    """Return the network of ``weight0``, ``bias0`` and, with a hidden layer, ``weight1``, ``bias1``.
+
+    ``rows`` is the size of the largest batch.
+    """
     first = layers.Linear(arrays["weight0"], arrays["bias0"], rows)
     if "weight1" not in arrays:
         return layers.Chain([first])
@@ -61,6 +67,6 @@ def perceptron(arrays: Tensors, rows: int) -> layers.Chain:
 
 
 def propagate(chain: layers.Chain, inputs: np.ndarray, labels: np.ndarray) -> None:
-    """Work out the gradients of the mean cross entropy."""
+    """Store in ``chain`` the gradients of the mean cross entropy of a batch: inputs (n, d), labels (n,) below k."""
     probabilities = softmax(chain.forward(inputs))
     chain.backward((probabilities - np.eye(probabilities.shape[1])[labels]) / len(inputs))

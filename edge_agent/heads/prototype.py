@@ -26,10 +26,13 @@ class PrototypeHead(NormedHead):
     source = "Snell et al., Prototypical Networks, NeurIPS 2017; FedProto, AAAI 2022 (nearest prototype)"
 
     def _fit_inputs(self, inputs: np.ndarray, labels: np.ndarray, classes: int, rng: np.random.Generator) -> Tensors:
-        members = np.eye(classes)[labels]
-        means = members.T @ inputs / members.sum(axis=0)[:, None]
-        scatter = float(np.mean(np.sum((inputs - members @ means) ** 2, axis=1)))
-        return {"means": means, "scale": np.array([scatter or 1.0])}
+        one_hot = np.eye(classes)[labels]
+        means = one_hot.T @ inputs / one_hot.sum(axis=0)[:, None]
+        scale = float(np.mean(np.sum((inputs - one_hot @ means) ** 2, axis=1)))
+        # Samples that are all equal to their class mean have no scatter to divide by.
+        if scale == 0.0:
+            scale = 1.0
+        return {"means": means, "scale": np.array([scale])}
 
     def _logits(self, inputs: np.ndarray) -> np.ndarray:
         means = self.arrays["means"]

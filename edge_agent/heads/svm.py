@@ -31,7 +31,7 @@ _ROWS = 1024
 
 
 class SVMParams(NormedParams):
-    """Parameters of the machine. The defaults are the most accurate over eleven sets of features of real encoders.
+    """The parameters of the machine; the defaults are the most accurate over eleven sets of features of real encoders.
 
     There the linear machine is as accurate as the one with a kernel, without scikit-learn.
     """
@@ -54,12 +54,19 @@ class SVMHead(NormedHead):
     def _fit_inputs(self, inputs: np.ndarray, labels: np.ndarray, classes: int, rng: np.random.Generator) -> Tensors:
         params = self.params
         if params.kernel == "linear":
-            weight, bias = fit_linear(inputs, np.where(np.arange(classes) == labels[:, None], 1.0, -1.0), params)
+            signs = np.where(np.arange(classes) == labels[:, None], 1.0, -1.0)
+            weight, bias = fit_linear(inputs, signs, params)
             return {"weight": weight, "bias": bias}
         if importlib.util.find_spec("sklearn") is None:
             raise MissingCapability.package("sklearn", "heads", "fitting head 'svm' with kernel rbf")
-        options = {"c": params.c, "gamma": params.gamma or 1.0 / (inputs.shape[1] * (float(inputs.var()) or 1.0))}
-        return _fit_in_child({"inputs": inputs, "labels": labels.astype(np.int64)}, options, at_most(params.timeout_s))
+        gamma = params.gamma
+        if gamma is None:
+            variance = float(inputs.var())
+            if variance == 0.0:
+                variance = 1.0
+            gamma = 1.0 / (inputs.shape[1] * variance)
+        arrays = {"inputs": inputs, "labels": labels.astype(np.int64)}
+        return _fit_in_child(arrays, {"c": params.c, "gamma": gamma}, at_most(params.timeout_s))
 
     def _logits(self, inputs: np.ndarray) -> np.ndarray:
         if self.params.kernel == "linear":
@@ -117,7 +124,10 @@ def _fit_in_child(arrays: Tensors, options: dict[str, float], timeout_s: float) 
                 f"head 'svm' was not fitted within {timeout_s:g} s; raise timeout_s, or take kernel linear"
             ) from error
         if finished.code != 0:
-            reason = (finished.errors.strip().splitlines() or [f"exit status {finished.code}"])[-1]
+            reason = f"exit status {finished.code}"
+            error_lines = finished.errors.strip().splitlines()
+            if error_lines:
+                reason = error_lines[-1]
             raise TrainingFailed(f"scikit-learn could not fit head 'svm': {reason}")
         fitted = read_tensors(folder / "out.safetensors")
         return {key: array.copy() for key, array in fitted.items()}

@@ -17,7 +17,7 @@ from .lr import LogisticRegressionParams, fit_logistic
 
 
 class TunedParams(HeadParams):
-    """C as for head ``lr``."""
+    """The parameter of head ``tuned``: C, as for head ``lr``, but for a penalty around the shared classifier."""
 
     c: float = Field(0.3, gt=0, le=1e6, description="C, inverse strength of the pull to the shared classifier")
 
@@ -32,7 +32,8 @@ class TunedHead(Head):
     def _fit(self, data: FitData, classes: np.ndarray, rng: np.random.Generator) -> Tensors:
         if data.global_head is None:
             raise UsageError("head 'tuned': the bundle has no shared classifier for these classes; choose another head")
-        return tuned(data, {name: data.global_head[name][classes] for name in ("weight", "bias")}, self.params.c)
+        shared = {name: data.global_head[name][classes] for name in ("weight", "bias")}
+        return fit_towards(data, shared, self.params.c)
 
     def _predict(self, features: np.ndarray) -> np.ndarray:
         return softmax(features.astype(np.float64) @ self.arrays["weight"].T + self.arrays["bias"])
@@ -49,22 +50,34 @@ SHARED_C = Field(
 
 
 def shared_rows_tuned(data: FitData, classes: np.ndarray, c: float | None) -> Tensors:
-    """As `shared_rows`, moved towards the samples; c None: as they came. Empty where the bundle has no classifier."""
+    """Return the shared classifier's rows as `shared_rows` does, fitted to the samples by `fit_towards`.
+
+    With ``c`` None the rows stay as they came with the bundle. The result is empty where the bundle has no classifier.
+    """
     rows = shared_rows(data, classes)
     if c is None or not rows:
         return rows
-    moved = tuned(data, {name: rows[f"shared.{name}"] for name in ("weight", "bias")}, c)
-    return {f"shared.{name}": array for name, array in moved.items()}
+    shared = {name: rows[f"shared.{name}"] for name in ("weight", "bias")}
+    fitted = fit_towards(data, shared, c)
+    return {f"shared.{name}": array for name, array in fitted.items()}
 
 
-def tuned(data: FitData, towards: Tensors, c: float) -> Tensors:
-    """Return ``weight`` (k, d) and ``bias`` (k,) float32 of the classes that occur, pulled to those of ``towards``.
+def fit_towards(data: FitData, center: Tensors, c: float) -> Tensors:
+    """Fit a logistic regression whose penalty pulls it to another classifier, for the classes that occur.
 
     Features are divided by their root mean square, over all of them, so that ``c`` means the same for every encoder.
+
+    Args:
+        data: The samples.
+        center: ``weight`` (k, d) and ``bias`` (k,) of the classifier that the penalty pulls to.
+        c: Inverse strength of the penalty.
+
+    Returns:
+        ``weight`` (k, d) and ``bias`` (k,) float32.
     """
     inputs = data.features.astype(np.float64)
     scale = float(np.sqrt(np.mean(inputs**2))) or 1.0
     targets = np.eye(len(data.classes))[np.searchsorted(data.classes, data.labels)]
-    scaled = {"weight": towards["weight"] * scale, "bias": towards["bias"]}
-    weight, bias = fit_logistic(inputs / scale, targets, LogisticRegressionParams(c=c), scaled)
+    scaled_center = {"weight": center["weight"] * scale, "bias": center["bias"]}
+    weight, bias = fit_logistic(inputs / scale, targets, LogisticRegressionParams(c=c), scaled_center)
     return {"weight": (weight / scale).astype(np.float32), "bias": bias.astype(np.float32)}

@@ -20,7 +20,7 @@ import torch
 from pydantic import Field
 
 from ..core.task import Tensors
-from ..heads.knn import MIXES, quality, votes
+from ..heads.knn import MIXES, count_votes, quality
 from ..training.finetune import fingerprint
 from ..training.loops import evaluate, features_of
 from . import Client, Method, MethodParams, grades
@@ -79,7 +79,7 @@ class KNNPer(Method):
         neighbours, scale, mix = client.memory[_CHOSEN].tolist()
         stored = client.memory[_FEATURES], client.memory[_LABELS]
         queries = features_of(client.model, inputs).cpu().numpy()
-        near = votes(queries.astype(np.float64), *stored, client.task.num_classes, int(neighbours), scale)
+        near = count_votes(queries.astype(np.float64), *stored, client.task.num_classes, int(neighbours), scale)
         mixed = mix * near + (1 - mix) * _probabilities(client, queries)
         return torch.from_numpy(mixed.astype(np.float32)).to(inputs.device)
 
@@ -109,7 +109,7 @@ class KNNPer(Method):
         shared = _probabilities(client, features[held_out])
 
         def near(neighbours: int, scale: float) -> np.ndarray:
-            return votes(queries, features[rest], labels[rest], client.task.num_classes, neighbours, scale)
+            return count_votes(queries, features[rest], labels[rest], client.task.num_classes, neighbours, scale)
 
         answers = {pair: near(*pair) for pair in itertools.product(params.neighbours, params.scales)}
         best = max(offered, key=lambda one: quality(answers[one[:2]], shared, labels[held_out], one[2]))

@@ -31,7 +31,10 @@ class NumericData:
         if not np.isfinite(self.features).all():
             raise DataError("features hold NaN or infinity; check the encoder and the inputs")
         if self.targets is not None and self.targets.shape != self.features.shape[:1]:
-            raise DataError(f"features {self.features.shape} and targets {self.targets.shape} do not belong together")
+            raise DataError(
+                f"features of shape {self.features.shape} with targets of shape {self.targets.shape}; "
+                "expected (n, d) and (n,); give one number for each row of features"
+            )
         if self.targets is not None and not np.isfinite(self.targets).all():
             raise DataError("targets hold NaN or infinity; give a number for each sample")
 
@@ -39,13 +42,13 @@ class NumericData:
 class NumericHead(ABC):
     """One numeric head: the one subclass in its file states ``Params`` and how to fit and predict.
 
-    As of all heads, what is learned are named arrays, so that saving and loading never runs code.
+    A fitted head is named arrays plus plain JSON values, so that saving and loading never runs code.
     """
 
     Params: ClassVar[type[HeadParams]] = HeadParams
     source: ClassVar[str] = ""
     predicts_targets: ClassVar[bool] = True
-    """Whether it learns numbers that the data name; else what is normal, and its score is how unlike it an input is."""
+    """Whether the head learns targets; else it learns normal samples, and scores how unlike these an input is."""
 
     def __init__(self, params: HeadParams | None = None) -> None:
         self.params: Any = params if params is not None else self.Params()
@@ -73,7 +76,7 @@ class NumericHead(ABC):
             StateError: The head has not been fitted, or was fitted on another feature size.
         """
         if not self.arrays:
-            raise StateError(f"head '{self.name}' has not been fitted")
+            raise StateError(f"head '{self.name}' has not been fitted; call fit or load before predict")
         if features.ndim != 2 or features.shape[1] != self.feature_dim:
             raise StateError(
                 f"features {features.shape}, head '{self.name}' was fitted on (n, {self.feature_dim}); "
@@ -88,7 +91,7 @@ class NumericHead(ABC):
 
     @property
     def threshold(self) -> float | None:
-        """The score above which an input is an anomaly; None: it predicts numbers, or had too few samples for one."""
+        """The score above which an input is an anomaly; None for heads of targets, and after too few samples."""
         value = self.arrays.get("threshold")
         return None if value is None else float(value)
 

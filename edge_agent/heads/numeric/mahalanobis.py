@@ -39,15 +39,18 @@ class MahalanobisHead(NumericHead):
     predicts_targets = False
 
     def _fit(self, data: NumericData) -> Tensors:
-        left_out = [
-            distances(data.features[test], gaussian(data.features[train]))
-            for train, test in data.folds
-            if len(train) >= 2
-        ]
-        scores = np.sort(np.concatenate([*left_out, np.empty(0)]))
+        # 1. Distances of samples to fits without them: those to a fit that has seen them would be too small.
+        left_out = [np.empty(0)]
+        for train, test in data.folds:
+            if len(train) >= 2:
+                left_out.append(distances(data.features[test], gaussian(data.features[train])))
+        scores = np.sort(np.concatenate(left_out))
+        # 2. The fit on all samples, with the threshold where there are enough scores for its rank.
+        arrays = gaussian(data.features)
         rank = math.ceil((len(scores) + 1) * (1 - self.params.false_alarms))
-        threshold = {"threshold": scores[rank - 1]} if 1 <= rank <= len(scores) else {}
-        return {**gaussian(data.features), **threshold}
+        if 1 <= rank <= len(scores):
+            arrays["threshold"] = scores[rank - 1]
+        return arrays
 
     def _predict(self, features: np.ndarray) -> np.ndarray:
         return distances(features, self.arrays)
@@ -63,6 +66,7 @@ def gaussian(features: np.ndarray) -> Tensors:
     Raises:
         DataError: All rows are equal.
     """
+    # 1. Principal axes of the samples, and the variances along them.
     center = features.mean(axis=0, dtype=np.float64)
     rows = features.astype(np.float64) - center
     count, size = rows.shape
@@ -71,10 +75,13 @@ def gaussian(features: np.ndarray) -> Tensors:
     mean = float(variances.sum()) / size
     if mean <= 0:
         raise DataError("all samples have the same features; give samples that differ")
+    # 2. How far the covariance is shrunk: by how noisy it is, beside how far it is from a multiple of the identity.
     square = float((variances**2).sum())
     noise = (float((np.einsum("nd,nd->n", rows, rows) ** 2).sum()) / count - square) / (count * size)
     spread = square / size - mean**2
-    shrinkage = min(noise / spread, 1.0) if spread > 0 else 1.0
+    shrinkage = 1.0
+    if spread > 0:
+        shrinkage = min(noise / spread, 1.0)
     return {
         "center": center,
         "axes": axes,
@@ -83,12 +90,15 @@ def gaussian(features: np.ndarray) -> Tensors:
     }
 
 
-def distances(features: np.ndarray, known: Tensors) -> np.ndarray:
-    """Return Mahalanobis distances (n,) float64 over the root of the number of features: about 1 for normal inputs."""
-    rows = features.astype(np.float64) - known["center"]
-    along = rows @ known["axes"].T
+def distances(features: np.ndarray, fitted: Tensors) -> np.ndarray:
+    """Return the Mahalanobis distances (n,) float64 of ``features`` (n, d) to a fit of `gaussian`.
+
+    They are divided by the root of the number of features, so that normal inputs are at about 1.
+    """
+    rows = features.astype(np.float64) - fitted["center"]
+    along = rows @ fitted["axes"].T
     across = np.maximum(np.einsum("nd,nd->n", rows, rows) - np.einsum("nr,nr->n", along, along), 0)
-    squares = (along**2 / known["variances"]).sum(axis=1)
-    if len(known["axes"]) < rows.shape[1]:
-        squares += across / known["floor"]
+    squares = (along**2 / fitted["variances"]).sum(axis=1)
+    if len(fitted["axes"]) < rows.shape[1]:
+        squares += across / fitted["floor"]
     return np.asarray(np.sqrt(squares / rows.shape[1]))

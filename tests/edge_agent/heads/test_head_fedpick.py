@@ -13,7 +13,7 @@ from edge_agent.core.errors import StateError, TrainingFailed
 from edge_agent.heads import FitData, _layers, saved
 from edge_agent.heads._features import fisher_score, keep_top
 from edge_agent.heads.fedpick import FedPickHeadParams as Params
-from edge_agent.heads.fedpick import Trainer, divergence, logistic_noise, negative_entropy, picked, start
+from edge_agent.heads.fedpick import Trainer, divergence, logistic_noise, negative_entropy, predict_mask, start
 
 RNG = np.random.default_rng
 data = functools.partial(clouds, size=8)
@@ -123,8 +123,8 @@ def test_the_mask_at_inference_is_the_sign_of_the_logit(params, expected):
         "mask.2.weight": np.zeros((3, 2), np.float32), "mask.2.bias": np.float32([0.3, -0.2, 0]),
     }  # fmt: skip
     rows = RNG(0).normal(size=(4, 3)).astype(np.float32)
-    assert picked(arrays, rows, Params(**params)).tolist() == [expected] * 4
-    soft = picked(arrays, rows, Params(mask="soft", temperature=2.0))
+    assert predict_mask(arrays, rows, Params(**params)).tolist() == [expected] * 4
+    soft = predict_mask(arrays, rows, Params(mask="soft", temperature=2.0))
     np.testing.assert_allclose(soft, [[1 / (1 + math.exp(-s / 2)) for s in (0.3, -0.2, 0)]] * 4, atol=1e-6)
 
 

@@ -92,7 +92,7 @@ def test_blocks_of_any_size_give_what_one_query_at_a_time_gives(count, k, size, 
     before = knn._CELLS
     knn._CELLS = cells
     try:
-        found = knn.votes(queries, stored, members, 3, k, 0.7)
+        found = knn.count_votes(queries, stored, members, 3, k, 0.7)
     finally:
         knn._CELLS = before
     for query, answer in zip(queries, found, strict=True):
