@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -48,6 +50,9 @@ from .precision import Refit, WantedNorm, with_norm
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+    from ..serving.answer import Answer
+    from ..serving.pair import Pair
 
 _log = logging.getLogger(__name__)
 
@@ -445,6 +450,61 @@ class Personalizer:
         if local is not None:
             return {**scores.accuracies(), "better_alone": scores.better_alone}
         return {"acc.personal": scores.personal, "acc.global": overall}
+
+    def stream(self, inputs: Iterable[Inputs]) -> Iterator[Answer]:
+        """Yield the answer to each of many inputs, one at a time and as they come: of a camera, say, or of a folder.
+
+        Args:
+            inputs: Paths, Pillow images, or batches of one (``X[None]``). A recording has one answer for all windows.
+
+        Yields:
+            `edge_agent.serving.answer.ClassAnswer`, with label, probability and whether the input is unknown; of a
+            numeric head a `NumberAnswer`.
+
+        Raises:
+            DataError: An input cannot be read, or does not fit the bundle's task; the answers before it were given.
+            UsageError: There is neither a head nor a shared classifier.
+        """
+        pair = self._pair()
+        for one_input in inputs:
+            samples = self._samples(one_input, None, self.classes, is_labelled=False)
+            yield pair.answer(samples.inputs).answer
+
+    @contextlib.contextmanager
+    def serve(self, host: str = "127.0.0.1", port: int = 8480, *, token: str | None = None) -> Iterator[str]:
+        """Answer over HTTP as ``edge-agent serve`` does, in this process, while the context lasts.
+
+        What is fitted meanwhile is not served: leave the context and enter it again.
+
+        Args:
+            host: The address to listen on; other machines than this one need the token.
+            port: The port; 0: any that is free.
+            token: The secret; None: a new one.
+
+        Yields:
+            The address of the page, with the token behind ``#token=``.
+
+        Raises:
+            UsageError: There is neither a head nor a shared classifier, or the address cannot be used.
+        """
+        from ..serving.pair_source import HeldPair
+        from ..serving.service import Device, HttpSettings, Ways, serving
+
+        secret = secrets.token_urlsafe(24) if token is None else token
+        settings = HttpSettings((host, port), secret)
+        device = Device(why_not="corrections need the state folder of a device ('edge-agent serve --state DIR')")
+        with serving(HeldPair(self._pair()), settings, device, Ways(), lambda _service: None) as service:
+            yield f"{settings.url(service.http.port)}#token={secret}"
+
+    def _pair(self) -> Pair:
+        """Return encoder and head as what answers single inputs.
+
+        Raises:
+            UsageError: There is neither a head nor a shared classifier.
+        """
+        from ..serving.pair import Pair
+
+        return Pair.assemble(self.bundle, self.encoder, self.head if self.numeric is None else self.numeric)
 
     def save(self, path: str | Path) -> Path:
         """Write the head into the folder ``path``, as 'edge-agent fit --out' does; returns its JSON file.

@@ -96,6 +96,11 @@ class Pair:
             encoder = Encoder.open(bundle, "fp32" if precision == "auto" else precision, threads)
         else:
             encoder = Encoder.open(bundle, head.precision, threads, norm=head.norm)
+        return cls.assemble(bundle, encoder, head)
+
+    @classmethod
+    def assemble(cls, bundle: Bundle, encoder: Encoder, head: AnyHead | None) -> Pair:
+        """Return the pair of parts that are loaded, after one answer, which takes longer than all others."""
         pair = cls(bundle, encoder, head, _id_of(bundle, head))
         pair.answer(np.zeros((1, *pair.input.shape), np.float32))
         return pair

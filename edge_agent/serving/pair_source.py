@@ -62,6 +62,21 @@ class NamedPair:
         return Pair.open(self._bundle, self._head_folder, self._precision, self._threads)
 
 
+class HeldPair:
+    """A pair that a Python program has in memory."""
+
+    def __init__(self, pair: Pair) -> None:
+        self._pair = pair
+
+    def mark(self) -> object:
+        """Return the pair's id: it never changes."""
+        return self._pair.id
+
+    def open(self) -> Pair:
+        """Return the pair."""
+        return self._pair
+
+
 class StatePair:
     """The pair in use in the state folder of a device, which releases, fits and rollbacks change."""
 

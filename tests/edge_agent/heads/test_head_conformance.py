@@ -122,7 +122,8 @@ def test_another_width_is_refused_and_so_is_a_head_without_a_fit(name):
     "features, labels, words",
     [
         (np.zeros((0, D), "f"), np.zeros(0, int), "no samples"), (np.full((1, D), np.nan, "f"), [0], "NaN or infinity"),
-        (np.zeros((1, D), "f"), [K], f"expected 0..{K - 1}"), (np.zeros((2, D), "f"), [0], r"expected \(n, d\) and \(n,\)"),
+        (np.zeros((1, D), "f"), [K], f"expected 0..{K - 1}"),
+        (np.zeros((2, D), "f"), [0], r"expected \(n, d\) and \(n,\)"),
     ],
 )  # fmt: skip
 def test_samples_that_cannot_be_are_refused(name, features, labels, words):

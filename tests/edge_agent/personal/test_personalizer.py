@@ -353,3 +353,63 @@ def test_file_that_is_not_there_is_named(fitted, tmp_path):
         fitted.predict(tmp_path / "absent.png")
     with pytest.raises(DataError, match=r"absent\.png"):
         fitted.predict("absent.png")
+
+
+# --- one input after the other ---
+
+
+@pytest.fixture
+def colours(make_bundle, tmp_path):
+    """A head for coloured squares, in memory."""
+    from serving_site import COLOURS, square
+
+    labels = np.array([label for label in COLOURS for _ in range(20)])
+    inputs = np.stack([square(label, number) for number, label in enumerate(labels)])
+    personal = Personalizer.open(make_bundle().path, cache=tmp_path / "cache")
+    return personal.fit(inputs, labels, head="lr", own_classes=True)
+
+
+def test_a_stream_of_paths_images_and_arrays_is_answered_as_predict_does(colours, tmp_path):
+    from PIL import Image
+    from serving_site import COLOURS, png, square
+
+    path = tmp_path / "green.png"
+    path.write_bytes(png(square("green", 70)))
+    inputs = [square("red", 70)[None], str(path), Image.fromarray(square("blue", 70))]
+    answers = list(colours.stream(iter(inputs)))
+    assert [answer.label for answer in answers] == list(COLOURS)
+    for one_input, answer in zip(inputs, answers, strict=True):
+        assert list(answer.probabilities.values()) == colours.predict_proba(one_input)[0].tolist()
+        assert answer.is_unknown is bool(colours.is_unknown(one_input)[0])
+
+
+def test_a_stream_that_never_ends_is_answered_as_it_comes(colours):
+    import itertools
+
+    from serving_site import square
+
+    endless = itertools.repeat(square("red")[None])
+    assert [answer.label for answer in itertools.islice(colours.stream(endless), 3)] == ["red"] * 3
+
+
+def test_one_photo_as_an_array_is_refused_and_not_taken_for_many(colours):
+    with pytest.raises(DataError, match=r"give X\[None\]"):
+        colours.predict(np.zeros((96, 80, 3), np.uint8))
+
+
+def test_a_head_in_memory_is_served_while_the_context_lasts(colours):
+    import http.client
+    import json
+
+    from serving_site import png, square
+
+    with colours.serve(port=0) as page:
+        address, _, token = page.partition("#token=")
+        connection = http.client.HTTPConnection(address.removeprefix("http://").rstrip("/"), timeout=60)
+        connection.request("POST", "/classify", png(square("blue")))
+        answer = json.loads(connection.getresponse().read())
+        connection.close()
+    assert answer["class"] == "blue"
+    assert len(token) >= 24
+    with pytest.raises(OSError, match=r"."):
+        connection.connect()
