@@ -109,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def command_tree(given: Sequence[str]) -> typer.Typer:
-    """All commands: the one that ``given`` names with its options, the others as names and summaries only.
+    """Return all commands: the one that ``given`` names with its options, the others as names and summaries only.
 
     Raises:
         MissingCapability: a package that the command needs is not installed.
@@ -215,7 +215,7 @@ class _UnlessDefault:
 
 
 def _without_pydantic(base: type[T]) -> type[T]:
-    """A kind of commands whose text, paths, flags and defaults are converted without pydantic.
+    """Return a kind of commands whose text, paths, flags and defaults are converted without pydantic.
 
     typer loads it even where no value is given, which takes as long as everything else that 'headwater status' does.
     """
@@ -236,7 +236,7 @@ def _without_pydantic(base: type[T]) -> type[T]:
 
 
 def _with_titles(base: type[T]) -> type[T]:
-    """A group of commands whose help lists them below the titles of `GROUPS`, and not as one long list."""
+    """Return a kind of groups whose help lists commands below the titles of `GROUPS`, and not as one long list."""
 
     class Titled(base):  # type: ignore[misc, valid-type]
         def format_commands(self, _ctx: Any, formatter: Any) -> None:
@@ -259,7 +259,7 @@ def _print_version(is_given: bool) -> None:
 
 
 def _not_loaded() -> None:
-    """Stands for a command that was not asked for."""
+    """Stand for a command that was not asked for."""
 
 
 def _print_json(kind: str, message: str, code: int) -> None:

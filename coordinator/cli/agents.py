@@ -74,7 +74,7 @@ def show_agents(
     state: State = None,
     as_json: Json = False,
 ) -> None:
-    """All agents, or one of them with its history.
+    """List all agents, or show one of them with its history.
 
     Example: headwater agents show --sort acc.personal --limit 10
     """
@@ -210,7 +210,7 @@ def show_certificates_by_old_name(config: Config = None, state: State = None, as
 
 @app.command()
 def revoke(name: Name, config: Config = None, state: State = None, as_json: Json = False) -> None:
-    """Shut an agent out.
+    """Revoke the certificate of an agent, which shuts it out.
 
     Its certificates count no more, and a coordinator that serves ends its session within seconds.
 

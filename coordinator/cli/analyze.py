@@ -76,7 +76,7 @@ def analyze(
 
 
 def _location(what: str, data: Sequence[str], config: Path | None, state: Path | None) -> analysis.Location:
-    """Where the target is. A configuration is read only for a name that no path has."""
+    """Return where the target is. A configuration is read only for a name that no path has."""
     folder = state.absolute() if state is not None else None
     if folder is None and not Path(what).expanduser().exists() and Path(what).name == what:
         try:
@@ -88,7 +88,7 @@ def _location(what: str, data: Sequence[str], config: Path | None, state: Path |
 
 
 def tables(result: dict[str, Any]) -> Iterator[Table]:
-    """Tables by round, by client and by target."""
+    """Yield tables by round, by client and by target."""
     title = f"{result['run_id']}: {result['method']}, {len(result['clients'])} clients, {result['kind']}"
     measured = [one for one in result["rounds"] if len(one) > 1]
     if measured:
@@ -123,7 +123,7 @@ def tables(result: dict[str, Any]) -> Iterator[Table]:
 
 
 def _means(state: dict[str, Any]) -> dict[str, float | None]:
-    """The means of one state by name."""
+    """Return the means of one state by name."""
     result: dict[str, float | None] = {}
     for measure in ("separation", "cka", "before_after", "sparsity", "fisher"):
         result |= {f"{measure} {kind}": spread["mean"] for kind, spread in state.get(measure, {}).items()}
@@ -133,7 +133,7 @@ def _means(state: dict[str, Any]) -> dict[str, float | None]:
 
 
 def reading(result: dict[str, Any]) -> Iterator[str]:
-    """How to read the tables, and what is not in them."""
+    """Yield lines about how to read the tables, and what is not in them."""
     if result["clients"]:
         threshold = text(result["settings"]["threshold"])
         yield f"features of test samples, means over clients; sparsity: components below {threshold} of the length"

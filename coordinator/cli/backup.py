@@ -82,7 +82,7 @@ def _back_up(path: Path, target: Path, *, as_json: bool) -> None:
 
 
 def _about_keys(target: Path, *, holds_root_key: bool) -> str:
-    """Which secrets are in a backup, and how to keep them."""
+    """Return which secrets are in a backup, and how to keep them."""
     if not holds_root_key:
         return f"{target} holds the federation's secret keys: keep it as safe as the state folder"
     return (

@@ -106,7 +106,7 @@ def demo(
     as_json: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """The whole way on this machine in one to two minutes: no network, no GPU, no download.
+    """Go the whole way on this machine in one to two minutes: no network, no GPU, no download.
 
     Starts a broker, a coordinator and six agents, each in its own process. Four agents train a shared encoder, each on
     digits of another style; the frozen encoder then goes to two new agents without torch, which have few samples, of
@@ -159,7 +159,7 @@ def demo(
 
 
 def _web_settings(config: CoordinatorConfig) -> Settings:
-    """A web view at the usual port of this machine, or at any free one where that is taken."""
+    """Return settings of a web view at the usual port of this machine, or at any free one where that is taken."""
     from ..web.server import Settings, listening
 
     web = WebConfig()
@@ -171,7 +171,7 @@ def _web_settings(config: CoordinatorConfig) -> Settings:
 
 
 def _present(results: RunFolder, folder: Path, seconds: float, *, as_json: bool) -> None:
-    """What the run has brought.
+    """Print what the run has brought.
 
     Raises:
         HeadwaterError: it left no summary.
@@ -321,7 +321,7 @@ def _coordinator_config(folder: Path) -> CoordinatorConfig:
 
 @contextlib.contextmanager
 def _agents(folder: Path, url: str, seed: int) -> Iterator[dict[str, ChildProcess]]:
-    """All agents as processes, each with a configuration file as one would write it by hand."""
+    """Run all agents as processes, each with a configuration file as one would write it by hand."""
     from edge_agent.core.child_process import module_command
 
     from ..processes.supervisor import ChildProcess

@@ -39,7 +39,7 @@ TIMEOUT_S = 5.0
 
 
 def doctor(config: Config = None, as_json: Json = False) -> None:
-    """What this machine can do as a coordinator, and whether 'headwater serve' would start with a configuration.
+    """Show what this machine can do as a coordinator, and whether 'headwater serve' would start with a configuration.
 
     It looks at method, task and data of runs as 'serve' does, and at the broker: login and topic rules.
 
@@ -104,7 +104,7 @@ def _check_runs(settings: CoordinatorConfig, path: Path | None) -> str:
 
 
 def _steps(config: CoordinatorConfig) -> Iterator[Step]:
-    """The way to the broker and its topics, up to and with the first step that fails."""
+    """Yield the steps to the broker and its topics, up to and with the first one that fails."""
     if config.identity is not None:
         from ..identity.serving import checks
 

@@ -60,7 +60,7 @@ def enroll(
 
 
 def enrolment(config: Path | None, state: Path | None) -> Enrolment:
-    """Of the federation that a configuration names.
+    """Return the enrolment of the federation that a configuration names.
 
     Raises:
         UsageError: its devices have no certificates.
@@ -80,7 +80,7 @@ def enrolment(config: Path | None, state: Path | None) -> Enrolment:
 
 
 def duration(text: str) -> timedelta:
-    """A duration such as 14d.
+    """Return a duration from text such as 14d.
 
     Raises:
         UsageError: it is none, or not between a minute and a year.
@@ -93,7 +93,7 @@ def duration(text: str) -> timedelta:
 
 
 def print_token(token: Token, *, as_json: bool) -> None:
-    """The token alone on stdout, what to do with it on stderr.
+    """Print the token alone on stdout, and what to do with it on stderr.
 
     The command reads the token from its input: on the command line everybody on the device could see it.
     """

@@ -138,7 +138,7 @@ def _cell(value: object) -> str:
 
 
 def near_one(value: float | None) -> str:
-    """A cosine with as many digits as it takes to tell it from 1, and one more."""
+    """Return a cosine with as many digits as it takes to tell it from 1, and one more."""
     if value is None or not 0.999 <= value < 1:
         return text(value)
     return f"{value:.{min(16, 1 + math.ceil(-math.log10(1 - value)))}f}"

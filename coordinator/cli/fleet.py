@@ -38,7 +38,7 @@ else:  # a type of these names, of which the help lists the values
 
 
 def rows_of(folder: StateFolder) -> list[Row]:
-    """All agents that are known, as JSON: heard since the coordinator's start, kept out lately, or with results."""
+    """Return all known agents as JSON: heard since the coordinator's start, kept out lately, or with results."""
     status = read_status(folder.path)
     now = utc_now()
     refused = [one for one in status.get("refused_agents", ()) if one["id"]]
@@ -60,17 +60,17 @@ def rows_of(folder: StateFolder) -> list[Row]:
 
 
 def status_age_s(status: dict[str, Any], now: datetime) -> float:
-    """How long ago the coordinator wrote its status; 0 where it says no time."""
+    """Return how many seconds ago the coordinator wrote its status; 0 where it says no time."""
     return max(0.0, (now - datetime.fromisoformat(status["at"])).total_seconds()) if "at" in status else 0.0
 
 
 def has_problem(row: Row) -> bool:
-    """Whether somebody should look at it."""
+    """Return whether somebody should look at an agent."""
     return row["fault"] is not None or bool(row["notes"])
 
 
 def sort_key(by: SortKey | None) -> Callable[[Row], tuple[Any, ...]]:
-    """A key for `sorted`: by default those with a problem first; accuracies from the worst, what is unknown last."""
+    """Return a key for `sorted`: by default problems first; accuracies from the worst, unknown ones last."""
     if by is None:
         return lambda row: (not has_problem(row), row["id"])
     column = next(column for column in COLUMNS if column.option == by)
@@ -109,7 +109,7 @@ def _cell(row: Row, column: Column) -> object:
 
 
 def ago(seconds: float | None) -> str | None:
-    """How long ago, short."""
+    """Return how long ago something was, in few letters."""
     if seconds is None:
         return None
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
@@ -119,7 +119,7 @@ def ago(seconds: float | None) -> str | None:
 
 
 def notes_of(agent: Row) -> Iterator[str]:
-    """Why an agent failed and what to do about it, then its other notes."""
+    """Yield why an agent failed and what to do about it, then its other notes."""
     if fault := agent.get("fault"):
         yield f"{fault['error']}: {fault['message']}; {fault['remedy']} (at {show_time(fault['at'])})"
     yield from agent.get("notes", ())

@@ -69,7 +69,7 @@ def follow(
 
 
 def result_of(state: StateFolder, record: RunRecord) -> dict[str, Any]:
-    """The result of a run that has finished.
+    """Return the result of a run that has finished.
 
     Raises:
         StateError: the result in the folder belongs to a run with another id.
@@ -82,7 +82,7 @@ def result_of(state: StateFolder, record: RunRecord) -> dict[str, Any]:
 
 
 def lost(state: StateFolder, run: str) -> StateError:
-    """That the state folder of a run is not there any more."""
+    """Return the error that says that the state folder of a run is not there any more."""
     return StateError(
         f"{run} can no longer be followed: its state folder {state.path} was removed or replaced, so its end is not "
         f"known here, and a {run} there now is another run; 'headwater status' shows what is there"
@@ -161,7 +161,7 @@ MOST_ROWS = 20
 
 @contextlib.contextmanager
 def _progress(run: str) -> Iterator[Callable[[RunRecord, str, dict[str, Any]], None]]:
-    """What to call with the state of a run, what it waits for, and the status: on a terminal it is drawn again."""
+    """Yield a function of the run's state, what it waits for, and the status; a terminal shows these drawn again."""
     if not is_live(console):
         lines = _Lines(run)
         yield lambda record, waiting, _status: lines(record, waiting)
@@ -197,7 +197,7 @@ def _progress(run: str) -> Iterator[Callable[[RunRecord, str, dict[str, Any]], N
 
 
 def agents_now(status: dict[str, Any]) -> Table:
-    """What each agent does in the run under way, and its newest accuracies."""
+    """Return what each agent does in the run under way, and its newest accuracies."""
     rows = [
         (agent["id"], _does(agent, status["run"]), *((agent.get("acc") or {}).get(scope) for scope in SCOPES))
         for agent in status["agents"]
@@ -236,7 +236,7 @@ def _waiting(status: dict[str, Any], run: str) -> str:
 
 
 def advice(status: dict[str, Any]) -> str:
-    """What to try where coordinator, broker, or every agent that a run needs is not heard; empty where they are."""
+    """Return what to try where coordinator, broker, or every agent of a run is not heard; empty where they are."""
     if _silent_since(status) is not None or status.get("broker_away"):
         return "'headwater doctor --config FILE' tries the coordinator's way to the broker"
     if status.get("run") and "fleet" in status and not status["fleet"]["online"]:
@@ -248,7 +248,7 @@ def advice(status: dict[str, Any]) -> str:
 
 
 def _silent_since(status: dict[str, Any]) -> str | None:
-    """When the coordinator was heard last, if that is too long ago."""
+    """Return when the coordinator was heard last, if that is too long ago."""
     try:
         at = datetime.fromisoformat(str(status.get("at")))
         silent_s = (utc_now() - at).total_seconds()
@@ -258,7 +258,7 @@ def _silent_since(status: dict[str, Any]) -> str | None:
 
 
 def is_serving(state: Path) -> bool:
-    """Whether a coordinator holds the state folder now."""
+    """Return whether a coordinator holds the state folder now."""
     try:
         with folder_lock(state, "headwater run"):
             return False
@@ -274,20 +274,20 @@ class Invocation:
     state: Path | None
 
     def command(self, command: str) -> str:
-        """Another command for the same state folder, in quotation marks."""
+        """Return another command for the same state folder, in quotation marks."""
         given = (("--config", self.config), ("--state", self.state))
         options = "".join(f" {option} {shlex.quote(str(path))}" for option, path in given if path is not None)
         return f"'headwater {command}{options}'"
 
 
 def ahead_of(journal: Journal, run: str) -> list[str]:
-    """Unfinished runs that were requested before ``run``: they are done first."""
+    """Return the unfinished runs that were requested before ``run``: they are done first."""
     unfinished = journal.unfinished()
     return unfinished[: unfinished.index(run)] if run in unfinished else []
 
 
 def behind(journal: Journal, run: str, invocation: Invocation) -> str:
-    """Which runs are ahead of ``run`` and how to cancel the first one; empty when ``run`` is next."""
+    """Return which runs are ahead of ``run`` and how to cancel the first one; empty when ``run`` is next."""
     ahead = ahead_of(journal, run)
     if not ahead:
         return ""

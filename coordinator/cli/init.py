@@ -192,7 +192,7 @@ def _check_is_new(path: Path) -> None:
 
 @contextlib.contextmanager
 def _put_back_on_error(path: Path) -> Iterator[None]:
-    """Inside, whatever is raised leaves the file at ``path`` as it was before, or removes it with its new folder."""
+    """Leave the file at ``path`` as it was, or remove it with its new folder, where the context ends with an error."""
     content_before = read_regular(path) if path.exists() else None
     is_new_folder = not path.parent.exists()
     try:

@@ -309,7 +309,7 @@ def _names(signed: Mapping[str, Any] | None) -> str:
 
 
 def _new_role(before: Signers, public: Iterable[Public], threshold: int | None) -> Signers:
-    """A role with these keys, where there are any, and with this threshold, where one is given."""
+    """Return a role with these keys, where there are any, and with this threshold, where one is given."""
     given = [*public] or [
         Public(bytes.fromhex(key.keyval.public), before.names.get(keyid, "")) for keyid, key in before.keys.items()
     ]
@@ -317,7 +317,7 @@ def _new_role(before: Signers, public: Iterable[Public], threshold: int | None) 
 
 
 def _with_own(keys: ReleaseKeys, before: Signers, own: Public) -> Signers:
-    """The release keys with another one of the coordinator, where the present one is among them."""
+    """Return the release keys with another one of the coordinator, where the present one is among them."""
     present_id = Key.of(public_bytes(read_key(keys.online_key))).id
     if present_id not in before.keys:
         raise UsageError(
@@ -329,7 +329,7 @@ def _with_own(keys: ReleaseKeys, before: Signers, own: Public) -> Signers:
 
 
 def _check_wanted(before: RootMetadata, after: Mapping[RoleName, Role]) -> None:
-    """Return where a change of keys changes something, and weakens nothing."""
+    """Require that a change of keys changes something, and weakens nothing."""
     falls = [
         f"the threshold of {what} falls from {before.roles[name].threshold} to {after[name].threshold}"
         for name, what in _ROLES.items()
@@ -349,7 +349,7 @@ def _check_wanted(before: RootMetadata, after: Mapping[RoleName, Role]) -> None:
 
 
 def described(keys: ReleaseKeys) -> str:
-    """Who signs the releases of a federation, in a line."""
+    """Return in one line who signs the releases of a federation."""
     root = keys.newest()
     release = root.roles["targets"]
     who = "the coordinator signs them" if keys.online_key.exists() else "people sign them"
@@ -391,7 +391,7 @@ def _sign_change(path: Path, files: list[Path], as_json: bool) -> None:
 
 
 def _present_change(path: Path, changed: list[Envelope], as_json: bool) -> None:
-    """What a change of keys changes, and what it lacks until it counts."""
+    """Print what a change of keys changes, and what it lacks until it counts."""
     old, new = (read(RootMetadata, envelope, "root") for envelope in changed[-2:])
     lines = [f"{path}: root {new.version} of federation '{new.federation}', after root {old.version}"]
     lacks = missing(changed)

@@ -34,7 +34,7 @@ def logs(
     last: Last = 0,
     as_json: Json = False,
 ) -> None:
-    """What happened in a run: rounds, for whom it waited and why, rejected updates, faults, who came and left.
+    """Show what happened in a run: rounds, for whom it waited and why, rejected updates, faults, who came and left.
 
     It is read from the journal and the coordinator's log in the state folder, also after the run, and without a
     coordinator. With --follow and --json each event is one line.

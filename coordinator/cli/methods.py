@@ -55,7 +55,7 @@ def methods(name: Name = None, as_json: Json = False) -> None:
 
 
 def describe(name: str) -> dict[str, Any]:
-    """One method as its own file describes it.
+    """Return one method as its own file describes it.
 
     Raises:
         UnknownName: no such method.
@@ -82,7 +82,7 @@ def describe(name: str) -> dict[str, Any]:
 
 
 def parameters(name: str) -> list[dict[str, Any]]:
-    """The method's parameters in the order of its file: default, the paper's value, and meaning."""
+    """Return the method's parameters in the order of its file: default, the paper's value, and meaning."""
     params = registry.get(name).Params
     defaults = {key: field.get_default(call_default_factory=True) for key, field in params.model_fields.items()}
     published = defaults | registry.paper_values(params)
@@ -93,7 +93,7 @@ def parameters(name: str) -> list[dict[str, Any]]:
 
 
 def marked_heads(one: Mapping[str, Any]) -> str:
-    """A method's device heads, each with the mark of its grade."""
+    """Return a method's device heads, each with the mark of its grade."""
     return " ".join(f"{GRADE_MARKS[one['exactness'][head][0]]}{head}" for head in one["heads"]) or "–"
 
 

@@ -38,7 +38,7 @@ class _Stderr(logging.Handler):
 
 @contextlib.contextmanager
 def sigterm_as_ctrl_c() -> Iterator[None]:
-    """Inside, the first SIGTERM interrupts as Ctrl-C does; later ones are ignored, so that clean-up can finish."""
+    """Let the first SIGTERM interrupt as Ctrl-C does; later ones are ignored, so that clean-up can finish."""
 
     def interrupt(_number: int, _frame: object) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -81,7 +81,7 @@ def ready_for(path: Path) -> None:
 
 
 def present(result: Mapping[str, Any], parts: Iterable[Table | str], *, as_json: bool) -> None:
-    """The result of a command: one JSON object, or ``parts`` for people."""
+    """Print the result of a command: one JSON object, or ``parts`` for people."""
     if as_json:
         print_json(result)
     else:
@@ -89,24 +89,24 @@ def present(result: Mapping[str, Any], parts: Iterable[Table | str], *, as_json:
 
 
 def print_json(content: Mapping[str, Any]) -> None:
-    """One JSON object on stdout."""
+    """Print one JSON object on stdout."""
     print(json.dumps(content, indent=1, allow_nan=False))
 
 
 def print_line(content: Mapping[str, Any] | str) -> None:
-    """One line on stdout at once: text, or an object as JSON."""
+    """Print one line on stdout at once: text, or an object as JSON."""
     line = content if isinstance(content, str) else json.dumps(content, allow_nan=False)
     print(line, flush=True)
 
 
 def stdout_console(*, soft_wrap: bool = True) -> Console:
-    """For results on stdout, whatever it is now; lines of what is drawn again are wrapped at words."""
+    """Return a console for results on what stdout is now; lines of what is drawn again are wrapped at words."""
     width = None if sys.stdout.isatty() else PIPE_WIDTH
     return Console(highlight=False, markup=False, emoji=False, soft_wrap=soft_wrap, width=width)
 
 
 def show(*parts: Table | str) -> None:
-    """Results for people, on stdout: tables, and lines that are never wrapped or cut."""
+    """Print results for people on stdout: tables, and lines that are never wrapped or cut."""
     out = stdout_console()
     for part in parts:
         if isinstance(part, Table):
@@ -116,7 +116,7 @@ def show(*parts: Table | str) -> None:
 
 
 def is_live(out: Console) -> bool:
-    """Whether what was written there can be drawn again: not in a pipe, and not on a terminal without a cursor."""
+    """Return whether what was written there can be drawn again, which a pipe and a terminal without a cursor cannot."""
     return out.is_terminal and not out.is_dumb_terminal
 
 
@@ -148,7 +148,7 @@ WORD_CHARS = 12
 
 
 def fitted(part: Table, width: int) -> Table | Text:
-    """``part`` where it fits; in less columns one line for each cell."""
+    """Return ``part`` where it fits; in less columns one line for each cell."""
     if not isinstance(part, _Cells) or part.least_width <= width:
         return part
     lines = [str(part.title or "")]
@@ -160,7 +160,7 @@ def fitted(part: Table, width: int) -> Table | Text:
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], *, left: int = 1) -> Table:
-    """A table; the first ``left`` columns are text, the others numbers. It wraps where a terminal is narrow."""
+    """Return a table; the first ``left`` columns are text, the others numbers. It wraps where a terminal is narrow."""
     return _Cells(
         columns,
         [[text(value) for value in row] for row in rows],
@@ -177,5 +177,5 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], 
 
 
 def text(value: object) -> str:
-    """A table cell, as devices show it."""
+    """Return a table cell, as devices show it."""
     return value_text(value)

@@ -124,7 +124,7 @@ def password(
 
 
 def _write_key(password_file: Path, agent: str, federation: str, state: Path | None) -> Path | None:
-    """The file of the agent's key, beside that of its password; None where no state folder is known."""
+    """Write the agent's key beside its password, and return its file; None where no state folder is known."""
     if agent == COORDINATOR_USER or state is None:
         return None
     path = password_file.with_name(f"{agent}.commands.key")

@@ -72,7 +72,7 @@ def prune(
 
 
 def removed_by(folder: StateFolder, runs: list[str], wait: Callable[[], object], looks: int) -> bool:
-    """Whether these runs were pruned: here and now, or, where a coordinator is at work, by it within ``looks`` looks.
+    """Return whether these runs were pruned: here and now, or within ``looks`` looks by a coordinator at work.
 
     Only who holds the folder's lock may remove blobs: one that is being written now may be in no entry yet.
     """

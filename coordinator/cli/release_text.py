@@ -21,7 +21,7 @@ SHOWN_REASONS = 5
 
 
 def release_lines(releases: Sequence[Shown], only: int | None = None) -> Iterator[Table | str]:
-    """A table of all releases, then what is known of those in force; or of the one with the number ``only``."""
+    """Yield a table of all releases, then what is known of those in force; or of the one with the number ``only``."""
     if not releases:
         yield "no releases yet; 'headwater release create' makes one of a run's bundle"
         return
@@ -43,14 +43,14 @@ def release_lines(releases: Sequence[Shown], only: int | None = None) -> Iterato
 
 
 def release_line(release: Shown) -> str:
-    """A release in one line, without what it waits for."""
+    """Return a release in one line, without what it waits for."""
     return f"release {release['release']} of {release['lineage']['run']}, bundle {release['bundle_id'][:12]}: " + (
         stage_text(release)
     )
 
 
 def device_lines(devices: Sequence[Shown], count: int, others: Mapping[str, int]) -> Iterator[Table | str]:
-    """A table of ``devices``, of ``count`` in all, and what is to know of them; ``others``: agents by another tier."""
+    """Yield a table of ``devices``, of ``count`` in all, and notes; ``others``: agents by another tier."""
     shown = f", {len(devices)} shown (--devices 0: all)" if len(devices) < count else ""
     rows = [
         (
@@ -71,7 +71,7 @@ def device_lines(devices: Sequence[Shown], count: int, others: Mapping[str, int]
 
 
 def other_tiers(others: Mapping[str, int]) -> Iterator[str]:
-    """How many agents take no releases, by their tier."""
+    """Yield how many agents take no releases, by their tier."""
     for tier, number in sorted(others.items()):
         agents = counted(number, "agent")
         yield f"{agents} of tier '{tier}', which takes no releases; tier = \"head\" in agent.toml takes them"
@@ -85,7 +85,7 @@ def _row(release: Shown) -> tuple[object, ...]:
 
 
 def _details(release: Shown) -> Iterator[str]:
-    """When and by whom it was made, where it comes from, what it scored where, who failed it, what it waits for."""
+    """Yield when and by whom a release was made, its origin, scores, failures, and what it waits for."""
     plan = release["plan"]
     scored = release["scored"]
     by = f" by {release['by']}" if release["by"] else ""
@@ -116,7 +116,7 @@ def _origin(lineage: Shown) -> Iterator[str]:
 
 
 def _signers(signed: Shown | None) -> str:
-    """Who has signed a release, and how many of how many keys have to."""
+    """Return who has signed a release, and how many of how many keys have to."""
     if signed is None:
         return "nobody"
     names = ", ".join(one["name"] or f"{one['id'][:8]}…" for one in signed["signers"])
@@ -128,7 +128,7 @@ def _scores(scores: Shown) -> str:
 
 
 def _failures(release: Shown) -> Iterator[str]:
-    """Which devices a release failed on, and why."""
+    """Yield which devices a release failed on, and why."""
     failed = [(agent, one["reason"]) for agent, one in release["results"].items() if one["outcome"] == "failed"]
     for agent, reason in failed[:SHOWN_REASONS]:
         yield f"  release {release['release']} failed on {agent}: {reason}"

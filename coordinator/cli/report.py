@@ -66,7 +66,7 @@ def report(
 
 
 def _latest(folder: StateFolder) -> RunRecord | None:
-    """The latest run that has finished; where there is none, the latest with figures."""
+    """Return the latest run that has finished; where there is none, the latest with figures."""
     with_figures = {result.run for result in folder.runs()}
     records = [replay(folder.journal, run) for run in folder.journal.runs() if run in with_figures]
     return next(

@@ -114,7 +114,7 @@ def run(
 
 
 def next_steps(state: Path, summary: dict[str, Any], invocation: Invocation) -> Iterator[str]:
-    """The commands that bring a run's bundle to devices, where it does not go to them by itself."""
+    """Yield the commands that bring a run's bundle to devices, where it does not go to them by itself."""
     from ..fleet.release_commands import releases_of_run
     from ..state.store import StateFolder
 
@@ -174,7 +174,7 @@ def _step(service: Coordinator) -> None:
 
 
 def _follow(settings: CoordinatorConfig, run: Request | str, invocation: Invocation) -> RunRecord:
-    """The record of a new run, or of one to resume, at its end; a signal ends the command with `INTERRUPTED`."""
+    """Return the record of a new run, or of one to resume, at its end; a signal ends the command with `INTERRUPTED`."""
     from ..processes.compute import InlineCompute
     from ..rounds.request import Request
     from ..runs.result_notes import describe_progress
@@ -226,7 +226,7 @@ def request_for(
     *,
     paper: bool = False,
 ) -> Request:
-    """The run to request: the configuration's defaults under what the command line gives, all of it checked.
+    """Return the run to request: the configuration's defaults under what the command line gives, all of it checked.
 
     ``paper``: below both, the paper's values of the method's parameters.
 
@@ -265,7 +265,7 @@ def request_for(
 
 
 def result_parts(summary: dict[str, Any]) -> Iterator[Table | str]:
-    """A run's result for people: a table of the devices, then what else has to be known."""
+    """Yield a run's result for people: a table of the devices, then what else has to be known."""
     from ..runs.result_notes import describe_warnings, metric_lines
 
     bundle = summary.get("bundle")
@@ -302,7 +302,7 @@ def _without_known_reasons(warnings: Sequence[dict[str, Any]], summary: dict[str
 
 
 def agents_table(summary: dict[str, Any]) -> Table:
-    """Figures of each device; narrow enough for 80 columns."""
+    """Return the figures of each device; narrow enough for 80 columns."""
     from ..report.figures import notes_of
 
     scopes = ("local", "global", "personal")
@@ -322,7 +322,7 @@ def agents_table(summary: dict[str, Any]) -> Table:
 
 
 def footnotes(summary: dict[str, Any]) -> Iterator[str]:
-    """Which models ``acc.local`` is of, then notes on devices and their failures, one line each."""
+    """Yield which models ``acc.local`` is of, then notes on devices and their failures, one line each."""
     from ..report.figures import notes_of
     from ..runs.result_notes import describe_spent, local_models
 
@@ -354,6 +354,6 @@ def footnotes(summary: dict[str, Any]) -> Iterator[str]:
 
 
 def _left_out_of_last_round(summary: dict[str, Any]) -> set[str]:
-    """Agents whose reason the line about the last round's updates gives."""
+    """Return the agents whose reason the line about the last round's updates gives."""
     updates = summary.get("updates") or {}
     return {agent for one in updates.get("left_out", ()) for agent in one["agents"]}

@@ -80,7 +80,7 @@ def simulate(
 
 
 def sources(given: Any) -> Any:
-    """The data sources that were given; a file may hold a single one as text. Other values stay, to be rejected later.
+    """Return the data sources that were given; a file may hold one as text. Other values stay, to be rejected later.
 
     Raises:
         UsageError: none was given.
@@ -91,7 +91,7 @@ def sources(given: Any) -> Any:
 
 
 def shares(text: str | None) -> dict[str, float]:
-    """Fields of a plan from ``0.1`` or ``0.1:1.0``.
+    """Return fields of a plan from ``0.1`` or ``0.1:1.0``.
 
     Raises:
         UsageError: it is neither.
@@ -106,7 +106,7 @@ def shares(text: str | None) -> dict[str, float]:
 
 
 def _planned(given: dict[str, Any], config: Path | None, out: Path | None) -> tuple[Plan, Path]:
-    """The plan and the folder of a new simulation; options override the values of the file."""
+    """Return the plan and the folder of a new simulation; options override the values of the file."""
     from ..simulation.setup import read_plan
 
     raw: dict[str, Any] = {"folder": str(Path.cwd())}
@@ -140,7 +140,7 @@ def _planned(given: dict[str, Any], config: Path | None, out: Path | None) -> tu
 
 
 def _resumed(given: dict[str, Any], config: Path | None, out: Path | None) -> tuple[Plan, Path]:
-    """The plan of the simulation in ``out``; of the options only those that change no results may differ from it."""
+    """Return the plan of the simulation in ``out``; only options that change no results may differ from it."""
     from ..simulation.setup import read_plan
 
     if out is None or config is not None:
@@ -261,7 +261,7 @@ def _scores(figures: dict[str, Any]) -> str:
 
 @contextlib.contextmanager
 def shown(simulation: Simulation, later_rounds: int = 0) -> Iterator[Callable[[Job], None]]:
-    """What to call after each job, for as long as the context lasts: prints a line for each round, or updates a bar."""
+    """Yield what to call after each job while the context lasts: it prints a line a round, or updates a bar."""
     run_progress = _RunProgress(simulation, later_rounds)
 
     def print_line(job: Job) -> None:
@@ -299,7 +299,7 @@ SHOWN_ROUNDS = 20
 
 
 def rounds_table(result: dict[str, Any]) -> Table:
-    """About twenty rounds at equal distances, and the final accuracies."""
+    """Return a table of about twenty rounds at equal distances, and the final accuracies."""
     rounds = result["rounds"]
     step = max(1, -(-len(rounds) // SHOWN_ROUNDS))
     shown = [one for one in rounds if one["round"] % step == 0 or one["round"] in {1, len(rounds)}]
@@ -312,7 +312,7 @@ def rounds_table(result: dict[str, Any]) -> Table:
 
 
 def reading(result: dict[str, Any]) -> Iterator[str]:
-    """What the numbers are, and where the rest is."""
+    """Yield lines about what the numbers are, and where the rest is."""
     from ..runs.result_notes import describe_warnings
 
     yield "acc: mean over clients of what they received in that round; end: after the last round and personalizing"

@@ -55,7 +55,7 @@ def status(
     every: Every = 2.0,
     as_json: Json = False,
 ) -> None:
-    """What the coordinator does: runs, agents, and for whom it waits, why and until when.
+    """Show what the coordinator does: runs, agents, and for whom it waits, why and until when.
 
     Of a large fleet, agents with a fault or a note and those offline come first. With --watch it is shown again every
     few seconds until Ctrl-C, of a large fleet with those agents alone that have a fault or a note; in a pipe, and with
@@ -92,7 +92,7 @@ class Selection:
     """Text that their ids contain."""
 
     def takes(self, agent: Mapping[str, Any]) -> bool:
-        """Whether an agent of the status is in the wanted condition, and has the text in its id."""
+        """Return whether an agent of the status is in the wanted condition, and has the text in its id."""
         return self.find in agent["id"] and self._is_in_condition(agent)
 
     def _is_in_condition(self, agent: Mapping[str, Any]) -> bool:
@@ -202,7 +202,7 @@ def _select_agents(path: Path, written: Mapping[str, Any], selection: Selection,
 
 @contextlib.contextmanager
 def _status_shown_again(*, as_json: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """What to call with each status: on a terminal it takes the place of the one before, else its changes follow."""
+    """Yield what to call with each status: a terminal shows it in the place of the one before, else changes."""
     out = stdout_console(soft_wrap=False)
     if as_json or not is_live(out):
         yield _Changes(as_json=as_json)
@@ -433,7 +433,7 @@ def _presence(agent: Mapping[str, Any], *, is_serving: bool) -> Presence:
 
 
 def refusal_line(refused: dict[str, Any]) -> str:
-    """A device that is kept out, why, and what to do."""
+    """Return a line about a device that is kept out, why, and what to do."""
     who = f"agent '{refused['id']}'" if refused["id"] else "a device"
     by = {"broker": "the broker", "enrolment": "the enrolment port", "coordinator": "the coordinator"}[refused["by"]]
     seen = f"{refused['times']} ×, last at {show_time(refused['at'])}"

@@ -69,7 +69,7 @@ class Ended:
         """Trace and id of those that were read."""
 
     def read(self) -> list[Span]:
-        """Those that have ended since the last call; runs that are over are not read again.
+        """Return the spans that have ended since the last call; runs that are over are not read again.
 
         Raises:
             UnknownName: no such run.
@@ -91,7 +91,7 @@ class Ended:
 
 
 def exporter() -> SpanExporter:
-    """What sends spans to the collector that the environment names.
+    """Return what sends spans to the collector that the environment names.
 
     Raises:
         MissingCapability: OpenTelemetry is not installed.
@@ -107,7 +107,7 @@ def exporter() -> SpanExporter:
 
 
 def sender(to: SpanExporter) -> Callable[[Iterable[Span]], None]:
-    """A function that sends spans of ours by an exporter of OpenTelemetry.
+    """Return a function that sends spans of ours by an exporter of OpenTelemetry.
 
     It raises HeadwaterError where the collector does not take them.
     """

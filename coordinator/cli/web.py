@@ -59,7 +59,7 @@ def web(
 
 
 def announcement(state: Path) -> Callable[[str], None]:
-    """What prints the address when it is known, and how to sign in; the token is made here where there is none.
+    """Return what prints the address when it is known, and how to sign in; a token is made where there is none.
 
     It is printed once, and to a terminal only: elsewhere a log would keep it.
     """
@@ -76,7 +76,7 @@ def announcement(state: Path) -> Callable[[str], None]:
 
 
 def _settings(config: Path | None, state: Path | None, listen: str | None) -> Settings:
-    """What to serve: all of a configuration where one is given, of a folder alone what needs none."""
+    """Return what to serve: all of a configuration where one is given, of a folder alone what needs none."""
     from ..web.server import Settings
 
     known: CoordinatorConfig | None = None

@@ -44,7 +44,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code of one command: 0 done, else that of the error (see `edge_agent.core.errors`), 130 after Ctrl-C."""
+    """Run one command, and return its exit code: 0, else that of the error (see `core.errors`), 130 after Ctrl-C."""
     given = list(sys.argv[1:] if argv is None else argv)
     arguments = _parse(given)
     logging.basicConfig(

@@ -60,7 +60,7 @@ _AT_REST = {
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of ``edge-agent run``."""
+    """Add the options of ``edge-agent run``."""
     parser.add_argument("--config", type=Path, default=Path("agent.toml"), help="TOML file (default: agent.toml)")
     parser.add_argument("--no-wait", action="store_true", help="exit with 75 when the broker does not answer")
     parser.add_argument(
@@ -74,7 +74,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Be this device's agent: join a federation, train or personalize when asked, install encoders, until stopped.
+    """Run this device's agent: join a federation, train or personalize when asked, install encoders, until stopped.
 
     Data and configuration are checked first: a mistake in them ends the agent with exit code 2 before it needs a
     broker. While the broker is away the agent keeps trying until it is stopped, after random pauses of at most 30 s;
@@ -105,12 +105,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def add_status_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of ``edge-agent status``."""
+    """Add the options of ``edge-agent status``."""
     add_agent(parser)
 
 
 def status(arguments: argparse.Namespace) -> int:
-    """What the agent of this device does now, which encoder and head it runs, and what keeps it from its work.
+    """Show what the agent of this device does now, which encoder and head it runs, and what keeps it from its work.
 
     ``candidate`` is the bundle that is downloaded or waits for its time, ``operator_pin`` the release that the
     operator has this device stay with, ``pinned`` the bundle that the owner keeps, ``refused`` those that were tried
@@ -204,7 +204,7 @@ def _commands(config: AgentConfig, reported: dict[str, Any], *, by_folder: bool)
 
 
 def _installed(state: Path, reported: dict[str, Any], *, running: bool) -> dict[str, Any]:
-    """Bundle and head in the state folder: a bundle may have been put there since the agent wrote its status."""
+    """Return bundle and head in the state folder: a bundle may have come there since the agent wrote its status."""
     head = read_json(state / "head" / "head.json") or {}
     if not (state / "bundles").is_dir():
         return {"head": head.get("head"), "metrics": head.get("metrics")}
@@ -238,7 +238,7 @@ def _installed(state: Path, reported: dict[str, Any], *, running: bool) -> dict[
 
 
 def _added(config: AgentConfig) -> dict[str, Any]:
-    """Samples that were added on this device, and the files in its watch folder, those that cannot be used included.
+    """Return the samples that were added on this device, and the files in its watch folder, unusable ones included.
 
     Raises:
         StateError: the collection is damaged.
@@ -311,7 +311,7 @@ _ALWAYS = ("bundle_id", "head", "condition")
 
 
 def _wrapped(parts: Iterable[str]) -> list[str]:
-    """Parts with commas between them, in lines of at most `METRICS_WIDTH` columns; no part is torn."""
+    """Return parts with commas between them, in lines of at most `METRICS_WIDTH` columns; no part is torn."""
     whole = ", ".join(part.replace(" ", NO_BREAK) for part in parts)
     lines = textwrap.wrap(whole, METRICS_WIDTH, break_long_words=False, break_on_hyphens=False)
     return [line.replace(NO_BREAK, " ") for line in lines]

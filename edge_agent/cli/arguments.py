@@ -40,7 +40,7 @@ configuration file. Files that cannot be used are left out and counted.
 
 
 def add_bundle(parser: argparse.ArgumentParser) -> None:
-    """Which bundle, and how its encoder runs."""
+    """Add the options that say which bundle, and how its encoder runs."""
     parser.add_argument(
         "--bundle", type=Path, required=True, metavar="PATH", help="bundle file (*.hwb), or an agent's state folder"
     )
@@ -62,7 +62,7 @@ def add_bundle(parser: argparse.ArgumentParser) -> None:
 
 
 def add_data(parser: argparse.ArgumentParser) -> None:
-    """Local data and their split, for commands that fit; the help lists the data sources."""
+    """Add local data and their split, for commands that fit; the help lists the data sources."""
     parser.add_argument("--data", required=True, metavar="SOURCE", help="local data, see below")
     parser.add_argument("--test", metavar="SOURCE", help="held-out samples; all of --data is for training then")
     parser.add_argument(
@@ -87,14 +87,14 @@ def add_data(parser: argparse.ArgumentParser) -> None:
 
 
 def add_strict(parser: argparse.ArgumentParser) -> None:
-    """Whether unusable data are an error."""
+    """Add the option that makes unusable data an error."""
     parser.add_argument(
         "--strict", action="store_true", help="refuse data of which something cannot be used, instead of leaving it out"
     )
 
 
 def add_no_local(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
-    """Whether acc.local is looked for. Returns the group, for what excludes that."""
+    """Add the option that looks for no acc.local, and return the group, for what excludes that."""
     group = parser.add_mutually_exclusive_group()
     group.add_argument(
         "--no-local", dest="local", action="store_false", help="do not look for what this device reaches alone"
@@ -103,14 +103,14 @@ def add_no_local(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusive
 
 
 def cache_of(arguments: argparse.Namespace) -> Path:
-    """The folder of unpacked bundles and of features."""
+    """Return the folder of unpacked bundles and of features."""
     from ..personal.personalizer import default_cache
 
     return default_cache() if arguments.cache is None else Path(arguments.cache)
 
 
 def bundle_of(arguments: argparse.Namespace) -> Bundle:
-    """The bundle that ``--bundle`` names, verified; a bundle file is unpacked in the cache once.
+    """Return the bundle that ``--bundle`` names, verified; a bundle file is unpacked in the cache once.
 
     Raises:
         BundleDamaged: what is at that path cannot be used.
@@ -135,7 +135,7 @@ def bundle_of(arguments: argparse.Namespace) -> Bundle:
 
 
 def head_folder(given: Path | None) -> Path | None:
-    """The folder of the head that --head names: that folder, or the head of a device's state folder."""
+    """Return the folder of the head that --head names: that folder, or the head of a device's state folder."""
     if given is None:
         return None
     check_exists(given, "a head saved by 'edge-agent fit', or a device's state folder")
@@ -143,14 +143,14 @@ def head_folder(given: Path | None) -> Path | None:
 
 
 def own_head(state: Path) -> Path | None:
-    """The head of the device whose state folder this is; None where it is none, or has no head yet."""
+    """Return the head of the device whose state folder this is; None where it is none, or has no head yet."""
     from ..heads.saved import CARD
 
     return state / "head" if (state / "head" / CARD).is_file() and (state / "bundles").is_dir() else None
 
 
 def samples_of(arguments: argparse.Namespace, bundle: Bundle) -> tuple[Samples, Samples]:
-    """Samples to learn from and held-out ones, as an agent with this bundle would take them."""
+    """Return samples to learn from and held-out ones, as an agent with this bundle would take them."""
     from ..data.partition import own_samples
 
     task = bundle.manifest.task
@@ -165,7 +165,7 @@ def samples_of(arguments: argparse.Namespace, bundle: Bundle) -> tuple[Samples, 
 
 
 def data_config(arguments: argparse.Namespace) -> DataConfig:
-    """The arguments of `add_data` as ``[data]`` of an agent's configuration."""
+    """Return the arguments of `add_data` as ``[data]`` of an agent's configuration."""
     from ..personal.personalizer import local_data
 
     names = ("test", "test_fraction", "partition", "client", "strict")
@@ -174,7 +174,7 @@ def data_config(arguments: argparse.Namespace) -> DataConfig:
 
 
 def skipped_of(parts: tuple[Samples, Samples]) -> tuple[str, ...]:
-    """What was left out of training and held-out samples, each once."""
+    """Return what was left out of training and held-out samples, each once."""
     return tuple(dict.fromkeys((*parts[0].skipped, *parts[1].skipped)))
 
 
@@ -184,7 +184,7 @@ def encoder_of(
     head: SavedHead | SavedNumeric | None = None,
     train: Samples | None = None,
 ) -> Encoder:
-    """The bundle's encoder after its self-test: that of a saved head, else as ``--precision`` and ``--norm`` say.
+    """Return the bundle's encoder after its self-test: a saved head's, else as ``--precision`` and ``--norm`` say.
 
     Where these are ``auto``, the samples ``train`` decide; without samples it is fp32 with the bundle's batch norm.
     """
@@ -205,7 +205,7 @@ def encoder_of(
 
 
 def fit_options(arguments: argparse.Namespace, **more: Any) -> FitOptions:
-    """Seed, cache and progress of a fit by these arguments; ``more`` are fields of `FitOptions`."""
+    """Return seed, cache and progress of a fit by these arguments; ``more`` are fields of `FitOptions`."""
     from ..personal.personalize import FitOptions
 
     cache = cache_of(arguments) / "features"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def add_import_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``edge-agent import``."""
+    """Add the arguments of ``edge-agent import``."""
     parser.add_argument("bundle", type=Path, metavar="FILE", help="bundle file (*.hwb)")
     add_agent(parser)
     parser.add_argument("--no-self-test", action="store_true", help="install without running the encoder")
@@ -106,7 +106,7 @@ def _roots(path: Path) -> tuple[Envelope, ...]:
 
 
 def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``edge-agent verify``."""
+    """Add the arguments of ``edge-agent verify``."""
     parser.add_argument("bundle", type=Path, metavar="FILE", help="bundle file (*.hwb)")
     parser.add_argument(
         "--root", type=Path, required=True, metavar="FILE", help="root.json or roots.json of the federation"
@@ -114,7 +114,7 @@ def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def verify(arguments: argparse.Namespace) -> int:
-    """Who has signed a bundle file: nothing but the file and a root of the federation is needed, and no network.
+    """Show who has signed a bundle file: only the file and a root of the federation are needed, and no network.
 
     Keys that were changed since that root are followed by the roots in the bundle. The exit code is 4 where the bundle
     is damaged or not signed by enough of those keys. A release that has expired is still genuine, and is not installed.
@@ -152,13 +152,13 @@ def verify(arguments: argparse.Namespace) -> int:
 
 
 def add_rollback_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``edge-agent rollback``."""
+    """Add the arguments of ``edge-agent rollback``."""
     add_agent(parser)
     parser.add_argument("--head", action="store_true", help="the head alone: return to the one before the last fit")
 
 
 def rollback(arguments: argparse.Namespace) -> int:
-    """Go back to the bundle that this device used before: verified, tested on its golden inputs, then made current.
+    """Return to the bundle that this device used before: verified, tested on its golden inputs, then made current.
 
     With --head the bundle stays, and its head before the last fit is used again, until samples or classes change; once
     more returns to the later one. Removed samples do not come back.
@@ -195,7 +195,7 @@ def rollback(arguments: argparse.Namespace) -> int:
 
 
 def _by_hand(declined: RolledBack | None) -> dict[str, str]:
-    """Rows about what follows from a bundle that was installed by hand."""
+    """Return rows about what follows from a bundle that was installed by hand."""
     rows = {"next": "'edge-agent run' fits its head for this bundle when it starts"}
     if declined is None:
         return rows

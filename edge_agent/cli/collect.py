@@ -29,7 +29,7 @@ FEW_SAMPLES = 20
 
 
 def add_add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``edge-agent add``."""
+    """Add the arguments of ``edge-agent add``."""
     _add_where(parser)
     parser.add_argument("--label", metavar="NAME", help="class of the samples, in place of the labels of --data")
     parser.add_argument("--data", metavar="SOURCE", help="data source, as for 'edge-agent fit'")
@@ -88,7 +88,7 @@ def add(arguments: argparse.Namespace) -> int:
 
 
 def add_classes_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``edge-agent classes``."""
+    """Add the arguments of ``edge-agent classes``."""
     _add_where(parser)
     parser.add_argument("action", choices=("list", "rename", "merge", "remove"), help="what to do")
     parser.add_argument("names", nargs="*", metavar="NAME", help="rename OLD NEW; merge A B ... INTO; remove NAME ...")
@@ -161,7 +161,7 @@ def _add_where(parser: argparse.ArgumentParser) -> None:
 
 
 def _opened(arguments: argparse.Namespace) -> tuple[AgentConfig, Manifest, Collection]:
-    """Configuration, bundle and collection of this device.
+    """Return configuration, bundle and collection of this device.
 
     Raises:
         StateError: no bundle is in use.
@@ -300,7 +300,7 @@ def _class_table(refitted: Refitted) -> list[str]:
 
 
 def _metrics_of(config: AgentConfig) -> dict[str, Any]:
-    """What was reported of the head in use; nothing where there is none."""
+    """Return what was reported of the head in use; nothing where there is none."""
     return dict((read_json(config.state / "head" / "head.json") or {}).get("metrics", {}))
 
 
@@ -315,7 +315,7 @@ def _why_not_here(arguments: argparse.Namespace, config: AgentConfig) -> str:
 
 
 def _states(config: AgentConfig, collection: Collection, manifest: Manifest) -> dict[str, Any]:
-    """The classes with their numbers of added samples and their states, in the order of the head."""
+    """Return the classes with their numbers of added samples and their states, in the order of the head."""
     from ..heads import saved
 
     index = collection.index()

@@ -27,7 +27,7 @@ _TIERS = {
 
 
 def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``edge-agent doctor``."""
+    """Add the arguments of ``edge-agent doctor``."""
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--config", type=Path, metavar="FILE", help="check every step of the agent in this TOML file")
     which.add_argument("--broker", metavar="URL", help="check every step to this broker: mqtt://host or mqtts://host")
@@ -79,7 +79,7 @@ def doctor(arguments: argparse.Namespace) -> int:
 
 
 def _way(config: AgentConfig, ca: Path | None, timeout_s: float) -> Iterator[Step]:
-    """The steps to the broker and a coordinator.
+    """Yield the steps to the broker and a coordinator.
 
     A broker that takes the client's id from its certificate would end the session of an agent that runs. Then what that
     agent reports is shown instead.
@@ -103,7 +103,7 @@ def _way(config: AgentConfig, ca: Path | None, timeout_s: float) -> Iterator[Ste
 
 
 def look(config: AgentConfig) -> Iterator[Step]:
-    """What an agent with this configuration finds on its own device: tier, state, data, key of commands, head."""
+    """Yield what an agent with this configuration finds on its own device: tier, state, data, key of commands, head."""
     from .. import heads
     from ..agent.app import choose_tier
     from ..core.capabilities import find
@@ -242,7 +242,7 @@ def _lines(device: Capabilities, config: AgentConfig | None, own: list[Step], st
 
 
 def _verdict(device: Capabilities, config: AgentConfig | None, own: list[Step], steps: list[Step]) -> str:
-    """What it all comes to, in one line: ready when no step has failed."""
+    """Return what all steps come to, in one line: ready when none has failed."""
     wrong = next((step for step in own if not step.is_ok), None)
     failed = next((step for step in steps if not step.is_ok), None)
     if wrong is not None:

@@ -33,7 +33,7 @@ AGAIN_S = 2.0
 
 
 def add_enroll_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``edge-agent enroll``."""
+    """Add the arguments of ``edge-agent enroll``."""
     parser.add_argument(
         "token",
         metavar="TOKEN",
@@ -113,7 +113,7 @@ def enroll(arguments: argparse.Namespace) -> int:
 
 
 def _token_text(arguments: argparse.Namespace) -> str:
-    """The token: the argument, or a line of the input, which no other user of this device sees."""
+    """Return the token: the argument, or a line of the input, which no other user of this device sees."""
     if arguments.token != "-":  # noqa: S105 - where it is read
         return str(arguments.token)
     if sys.stdin.isatty():
@@ -122,7 +122,7 @@ def _token_text(arguments: argparse.Namespace) -> str:
 
 
 def _tier_note(path: Path) -> list[str]:
-    """That this device trains and takes no releases, where nobody chose that."""
+    """Return a note that this device trains and takes no releases, where nobody chose that."""
     if "tier" in read_toml(path) or importlib.util.find_spec("torch") is None:
         return []
     note = "note: torch is installed, so this device trains where its memory allows that, and takes no releases then"
@@ -130,7 +130,7 @@ def _tier_note(path: Path) -> list[str]:
 
 
 def _patiently(ask: Callable[[], Identity], pause: Callable[[float], None] = time.sleep) -> Identity:
-    """What ``ask`` returns; tried again for `START_S` while no coordinator answers: it may just be starting.
+    """Return what ``ask`` returns; for `START_S` it is called again while no coordinator answers.
 
     Raises:
         BrokerAway: none has answered.
@@ -150,7 +150,7 @@ def _patiently(ask: Callable[[], Identity], pause: Callable[[float], None] = tim
 
 
 def _state(arguments: argparse.Namespace, token: Token) -> Path:
-    """The state folder; an existing configuration has to be one of this federation, and the data have to be there.
+    """Return the state folder; an existing configuration has to be of this federation, and the data have to be there.
 
     Raises:
         UsageError: the configuration is of another federation or broker, or names another folder or other data; or
@@ -189,7 +189,7 @@ def _state(arguments: argparse.Namespace, token: Token) -> Path:
 
 
 def _configured(path: Path, source: str | None) -> AgentConfig:
-    """The configuration at ``path``, whose data are perhaps not named yet."""
+    """Return the configuration at ``path``, whose data are perhaps not named yet."""
     return load(AgentConfig, path, {"data": {"source": source or "none"}})
 
 

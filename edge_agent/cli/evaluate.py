@@ -48,7 +48,7 @@ _CURVE_BUDGET_S = 20
 
 
 def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``edge-agent evaluate``."""
+    """Add the arguments of ``edge-agent evaluate``."""
     add_bundle(parser)
     add_data(parser)
     which = parser.add_mutually_exclusive_group()
@@ -222,7 +222,7 @@ def _to_score(
     class_names: tuple[str, ...] | None,
     labelled: bool | None = True,
 ) -> tuple[Samples, Samples, int]:
-    """The samples here that a saved head was fitted on; those to score it on; how many it knew of the latter.
+    """Return the samples that a saved head was fitted on, those to score it on, and how many of the latter it knew.
 
     To score are all samples of --data, or of --test, but those with the digests ``learned`` and windows that overlap
     one of them.
@@ -248,21 +248,21 @@ def _to_score(
 
 
 def _all_here(fitted_on: Samples, learned: np.ndarray | None) -> bool:
-    """Whether all samples that a head was fitted on are at hand, so that a device alone can learn from them."""
+    """Return whether all samples that a head was fitted on are at hand, so that a device alone can learn from them."""
     import numpy as np
 
     return learned is not None and len(learned) > 0 and bool(np.isin(learned, fitted_on.row_digests()).all())
 
 
 def _known_text(count: int, known: int, learned: np.ndarray | None) -> str:
-    """How many samples are scored, and how many are not because the head was fitted on them."""
+    """Return how many samples are scored, and how many are not because the head was fitted on them."""
     if learned is None:
         return f"{count}; which ones the head was fitted on is not known: an earlier version saved it"
     return f"{count}, {f'{known} others left out: the head was fitted on them' if known else 'all new to the head'}"
 
 
 def _of_known_classes(samples: Samples, class_names: tuple[str, ...], where: str) -> tuple[Samples, list[str]]:
-    """Samples of the classes of a saved head, and the names of other classes, whose samples are left out.
+    """Return samples of the classes of a saved head, and the names of other classes, whose samples are left out.
 
     Raises:
         DataError: there are none of its classes.
@@ -287,7 +287,7 @@ def _metrics(result: Result) -> dict[str, Any]:
 
 
 def _costs(result: Result) -> tuple[str, ...]:
-    """A head in the table of those that are compared."""
+    """Return a head's row in the table of those that are compared."""
     costs = {} if result.budget is None else result.budget.metrics()
     ends = intervals_of(result.scores, result.n_test)["acc.personal"]
     return (

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 def add_fit_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``edge-agent fit``."""
+    """Add the arguments of ``edge-agent fit``."""
     add_bundle(parser)
     add_data(parser)
     parser.add_argument(
@@ -151,7 +151,7 @@ def fit(arguments: argparse.Namespace) -> int:
 
 
 def _trials(choice: HeadChoice) -> list[str]:
-    """How the heads fared that 'auto' chose from: a table, then why one was taken and others were dropped."""
+    """Return how the heads fared that 'auto' chose from: a table, why one was taken, and why others were dropped."""
     taken = choice.trials[0]
     rows = [
         (
@@ -175,7 +175,7 @@ def _trials(choice: HeadChoice) -> list[str]:
 def _confidence_rows(
     confidence: Confidence, rate: float, samples: int, false_alarms: float | None
 ) -> list[tuple[str, str]]:
-    """What is known of a head's reliability, or why it is not, for a table."""
+    """Return what is known of a head's reliability, or why it is not, for a table."""
     from ..personal.confidence import LEAST_FOR_CALIBRATION, least_for
 
     known = confidence.calibration
@@ -199,7 +199,7 @@ def _confidence_rows(
 
 
 def _parameters(given: list[str]) -> dict[str, Any]:
-    """Head parameters from ``name=value``; values are JSON where they can be, text otherwise."""
+    """Return head parameters from ``name=value``; values are JSON where they can be, text otherwise."""
     if wrong := [text for text in given if "=" not in text]:
         raise UsageError(f"--param {', '.join(wrong)}: expected NAME=VALUE, for example --param c=0.5")
     result: dict[str, Any] = {}
@@ -212,7 +212,7 @@ def _parameters(given: list[str]) -> dict[str, Any]:
 
 
 def _fit_numeric(arguments: argparse.Namespace, params: dict[str, Any]) -> int:
-    """``fit`` of a head that answers with numbers."""
+    """Fit a head that answers with numbers, as ``fit`` does with the others."""
     from ..heads import numeric
     from ..heads.saved import SavedNumeric, save_numeric
     from ..personal.encoder import features_of
@@ -249,7 +249,7 @@ def _fit_numeric(arguments: argparse.Namespace, params: dict[str, Any]) -> int:
 
 
 def _numeric_parts(arguments: argparse.Namespace, bundle: Bundle, head: NumericHead) -> tuple[Samples, Samples]:
-    """Training and held-out samples: with numbers, or with the data's own classes where they have any."""
+    """Return training and held-out samples: with numbers, or with the data's own classes where they have any."""
     from ..data.partition import own_samples
 
     labelled = False if head.predicts_targets else None

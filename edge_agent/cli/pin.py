@@ -14,7 +14,7 @@ from .where import add_agent, named, state_of
 
 
 def add_pin_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``edge-agent pin``."""
+    """Add the arguments of ``edge-agent pin``."""
     add_agent(parser)
     parser.add_argument("--reason", help="why; the coordinator shows it")
     parser.add_argument(
@@ -62,7 +62,7 @@ def pin(arguments: argparse.Namespace) -> int:
 
 
 def add_unpin_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``edge-agent unpin``."""
+    """Add the arguments of ``edge-agent unpin``."""
     add_agent(parser)
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def add_predict_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``edge-agent predict``."""
+    """Add the arguments of ``edge-agent predict``."""
     add_bundle(parser)
     parser.add_argument(
         "--head",
@@ -131,7 +131,7 @@ def _check_inputs(arguments: argparse.Namespace) -> None:
 
 
 def _inputs(arguments: argparse.Namespace, bundle: Bundle) -> tuple[Samples, tuple[str, ...]]:
-    """What is to be predicted, without labels, and a name for each input."""
+    """Return what is to be predicted, without labels, and a name for each input."""
     from ..data import from_files, load
 
     spec = bundle.manifest.task.input

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 
 def add_privacy_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of ``edge-agent privacy``."""
+    """Add the options of ``edge-agent privacy``."""
     parser.add_argument("--config", type=Path, default=Path("agent.toml"), help="TOML file (default: agent.toml)")
     parser.add_argument("--method", help="also list what this method sends; 'headwater methods' lists all")
 
 
 def privacy(arguments: argparse.Namespace) -> int:
-    """Everything that may leave this device under its configuration: fields of messages, and tensors by method.
+    """List everything that may leave this device under its configuration: fields of messages, and tensors by method.
 
     The list is made from the models of the messages and from the method, not written by hand. What [privacy] in the
     configuration withholds or rounds is marked. Tensors of a method are listed where torch is installed; elsewhere
@@ -93,7 +93,7 @@ def _state_of_metrics(policy: PrivacyConfig, item: Item) -> str:
 
 
 def of_method(config: AgentConfig, name: str) -> dict[str, Any]:
-    """What a method sends: in its own words, and, where torch is installed, by tensor; and why it is refused."""
+    """Return what a method sends, in its words and, where torch is installed, by tensor; and why it is refused."""
     try:
         method = methods.create(_reference_of(config, name))
         refused = refusal(config, method)
@@ -106,7 +106,7 @@ def of_method(config: AgentConfig, name: str) -> dict[str, Any]:
 
 
 def _reference_of(config: AgentConfig, name: str) -> str:
-    """What the method is created by: its name, or its file where the configuration names that."""
+    """Return what the method is created by: its name, or its file where the configuration names that."""
     for reference in config.training.methods:
         if own_name(reference.rpartition(":")[2]) == name:
             return str(PinnedFile.of("method", reference, config.training.folder))
@@ -114,7 +114,7 @@ def _reference_of(config: AgentConfig, name: str) -> str:
 
 
 def refusal(config: AgentConfig, method: Method) -> str:
-    """Why this device refuses updates of a method with these parameters, as the agent itself says it; empty: allowed.
+    """Return why this device refuses updates of a method with these parameters, as the agent says it; empty: allowed.
 
     A run may ask for more noise, and for clipping, which does not depend on its size.
     """
@@ -132,7 +132,7 @@ def refusal(config: AgentConfig, method: Method) -> str:
 
 
 def _example_of(method: Method) -> tuple[Tensors, UpdateFacts]:
-    """An update of the method on a small model of a device without samples, and what it is judged by."""
+    """Return an update of the method on a small model of a device without samples, and what it is judged by."""
     import numpy as np
 
     made = example(method)
@@ -149,7 +149,7 @@ def _example_of(method: Method) -> tuple[Tensors, UpdateFacts]:
 
 
 def lines(content: dict[str, Any]) -> Iterator[str]:
-    """The list as text."""
+    """Yield the list as text."""
     yield "[privacy] of this device"
     policy = {**content["policy"], "methods": _names(content["policy"]["methods"])}
     yield from (f"  {line}" for line in formats.pairs(policy.items()))

@@ -22,7 +22,7 @@ _MOST_CLASSES = 20
 
 
 def intervals_of(scores: Scores, count: int) -> dict[str, tuple[float, float] | None]:
-    """95 % interval (Wilson) of each accuracy on ``count`` held-out samples."""
+    """Return the 95 % interval (Wilson) of each accuracy on ``count`` held-out samples."""
     from ..personal.local.validation import interval
 
     shares = scores.accuracies().items()
@@ -30,7 +30,7 @@ def intervals_of(scores: Scores, count: int) -> dict[str, tuple[float, float] | 
 
 
 def accuracy_rows(scores: Scores, count: int) -> Iterator[tuple[str, str]]:
-    """The accuracies with their intervals, and what ``acc.local`` is of."""
+    """Yield the accuracies with their intervals, and what ``acc.local`` is of."""
     intervals = intervals_of(scores, count)
     for name, share in scores.accuracies().items():
         text = formats.percent(share)
@@ -40,7 +40,7 @@ def accuracy_rows(scores: Scores, count: int) -> Iterator[tuple[str, str]]:
 
 
 def detail_tables(result: Result) -> list[str]:
-    """Tables of the classes, where there are not too many, and of the samples that were answered worst."""
+    """Return tables of the classes, where there are not too many, and of the samples that were answered worst."""
     lines = []
     if 1 < len(result.classes) <= _MOST_CLASSES:
         columns = ("class", "to fit", "held out", "right")
@@ -63,7 +63,7 @@ def detail_tables(result: Result) -> list[str]:
 
 
 def notes_on(scores: Scores, parts: tuple[Samples, Samples]) -> list[str]:
-    """What has to be known about the accuracies."""
+    """Return what has to be known about the accuracies."""
     from ..personal.local.details import not_held_out
     from ..personal.personalize import of_one_class
 
@@ -80,7 +80,7 @@ def notes_on(scores: Scores, parts: tuple[Samples, Samples]) -> list[str]:
 
 
 def same_sitting_rows(share: float | None) -> list[tuple[str, str]]:
-    """A row about samples whose recording is learned from, too; none where that is not so."""
+    """Return a row about samples whose recording is learned from, too; none where that is not so."""
     if not share:
         return []
     of_these = f"{formats.percent(share)} of the held-out samples are of recordings that it learns from"
@@ -88,7 +88,7 @@ def same_sitting_rows(share: float | None) -> list[tuple[str, str]]:
 
 
 def folds_note(held_out: float | None, folds: float | None) -> list[str]:
-    """How cross-validation divides recordings, where the held-out samples (shares 0..1) were divided in another way."""
+    """Return how cross-validation divides recordings, where held-out samples (shares 0..1) were divided otherwise."""
     if folds is None or folds == (held_out or 0.0):
         return []
     if folds > (held_out or 0.0):
@@ -99,7 +99,7 @@ def folds_note(held_out: float | None, folds: float | None) -> list[str]:
 
 
 def norm_text(result: Result) -> str:
-    """Whose batch norm statistics were used, and why."""
+    """Return whose batch norm statistics were used, and why."""
     whose = "shipped" if result.norm is None else f"own, {result.norm.share:.0%} of it from {result.norm.inputs} inputs"
     return f"{whose} ({result.norm_metrics['norm_why']})"
 

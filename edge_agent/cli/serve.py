@@ -23,7 +23,7 @@ PORT = 8480
 
 
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``edge-agent serve``."""
+    """Add the arguments of ``edge-agent serve``."""
     model = parser.add_argument_group("what answers")
     which = model.add_mutually_exclusive_group()
     which.add_argument("--bundle", type=Path, metavar="PATH", help="bundle file (*.hwb), together with --head")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def add_agent(parser: argparse.ArgumentParser) -> None:
-    """``--state DIR``, or else ``--config FILE``, which names that folder."""
+    """Add ``--state DIR``, or else ``--config FILE``, which names that folder."""
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--state", type=Path, metavar="DIR", help="the agent's state folder")
     which.add_argument(
@@ -23,7 +23,7 @@ def add_agent(parser: argparse.ArgumentParser) -> None:
 
 
 def state_of(arguments: argparse.Namespace) -> Path:
-    """The state folder that the options of `add_agent` name.
+    """Return the state folder that the options of `add_agent` name.
 
     Raises:
         UsageError: neither is there.
@@ -58,7 +58,7 @@ def config_of_folder(state: Path) -> AgentConfig:
 
 
 def named(arguments: argparse.Namespace) -> str:
-    """The option by which the next command names the same agent; empty: the default is it."""
+    """Return the option by which the next command names the same agent; empty: the default is it."""
     if arguments.state is not None:
         return f" --state {arguments.state}"
     return "" if arguments.config == Path("agent.toml") else f" --config {arguments.config}"
