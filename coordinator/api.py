@@ -56,7 +56,7 @@ class Rounds(list[dict[str, Any]]):
     """One row for each round: ``round``, ``acc.global``, ``acc.personal``, ``loss``, ``seconds``, bytes."""
 
     def to_pandas(self) -> pd.DataFrame:
-        """The same as a table.
+        """Return the same as a table.
 
         Raises:
             MissingCapability: pandas is not installed.
@@ -119,7 +119,7 @@ class SimulationResult:
         return Plot(curves(self.summary).decode())
 
     def export(self, path: str | Path) -> Path:
-        """The encoder as a bundle file for devices, checked and quantized as 'headwater export' does.
+        """Return the encoder as a bundle file for devices, checked and quantized as 'headwater export' does.
 
         Raises:
             ExportRejected: the method shares no encoder, or the bundle does not pass its checks.
@@ -208,7 +208,7 @@ def _plan(
     fields: dict[str, Any],
     folder: Path,
 ) -> Plan:
-    """The plan of a simulation in ``folder``; registers the caller's own parts and writes its samples."""
+    """Return the plan of a simulation in ``folder``; registers the caller's own parts and writes its samples."""
     from .simulation import own_parts
     from .simulation.setup import read_plan
 

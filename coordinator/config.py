@@ -356,7 +356,7 @@ class HostedConfig(Frozen):
     methods: tuple[str, ...] = Field((), max_length=100, description="as [training] methods of an agent")
 
     def agent(self, federation: str, state: Path, lease_s: float) -> AgentConfig:
-        """The configuration of the agent that it is."""
+        """Return the configuration of the agent that it is."""
         return AgentConfig(
             id=self.id,
             federation=federation,
@@ -659,7 +659,7 @@ DEFAULT_CONFIG = Path("coordinator.toml")
 
 
 def load_config(path: Path | str | None = None, state: Path | None = None) -> CoordinatorConfig:
-    """The configuration in ``path`` (``coordinator.toml`` by default); ``state`` replaces its state folder.
+    """Return the configuration in ``path`` (``coordinator.toml`` by default); ``state`` replaces its state folder.
 
     Raises:
         ConfigError: no such file, or mistakes, all of them listed.

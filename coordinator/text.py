@@ -43,17 +43,17 @@ def sentence(text: str) -> str:
 
 
 def plain(text: str) -> str:
-    """A docstring's text without the marks of bold and code."""
+    """Return a docstring's text without the marks of bold and code."""
     return re.sub(r"(``|\*\*)(\S(?:.*?\S)?)\1", r"\2", text)
 
 
 def encoder_named(sha256: str) -> str:
-    """The shared encoder by the beginning of its hash, or that the method shares none."""
+    """Return the shared encoder by the beginning of its hash, or that the method shares none."""
     return f"encoder {sha256[:16]}" if sha256 else "no shared encoder"
 
 
 def reason_of(error: BaseException) -> str:
-    """An error as one line for a journal entry or a table."""
+    """Return an error as one line for a journal entry or a table."""
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename is not None else ""
         return f"{where}{cause(error)}"

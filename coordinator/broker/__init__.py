@@ -114,12 +114,12 @@ class SupervisedBroker(ABC):
         return child is not None and child.is_running
 
     def config(self) -> BrokerConfig:
-        """How a client on this machine connects."""
+        """Return how a client on this machine connects."""
         return BrokerConfig(url=self.url)
 
     @abstractmethod
     def command(self) -> Sequence[str]:
-        """The command line that serves ``bind`` and ``port``."""
+        """Return the command line that serves ``bind`` and ``port``."""
 
     def start(self) -> None:
         """Start the process, once, and return as soon as it accepts connections.
@@ -236,7 +236,7 @@ class EmbeddedBroker(SupervisedBroker):
         return BrokerConfig(url=self.url, user=COORDINATOR_USER, password_file=_own_password(self.password_file))
 
     def command(self) -> Sequence[str]:
-        """The command line that serves ``bind`` and ``port``."""
+        """Return the command line that serves ``bind`` and ``port``."""
         users = [] if self.password_file is None else [str(self.password_file.resolve())]
         return worker_command("coordinator.broker.serve:serve", self.bind, str(self.port), self.federation, *users)
 
@@ -294,7 +294,7 @@ MAX_QUEUED = 8192
 
 
 def find_mosquitto() -> Path | None:
-    """The mosquitto program, or None; ``/usr/sbin`` is searched even where it is not on the path."""
+    """Return the mosquitto program, or None; ``/usr/sbin`` is searched even where it is not on the path."""
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/usr/local/sbin", "/opt/homebrew/sbin"])
     program = shutil.which("mosquitto", path=path)
     return Path(program) if program else None
@@ -324,7 +324,7 @@ class Mosquitto(SupervisedBroker):
         super().start()
 
     def started_with(self, settings: Path) -> list[str]:
-        """The command line for a configuration."""
+        """Return the command line for a configuration."""
         # Ends with its parent also when the parent is killed; setpriv is part of every Linux with util-linux.
         guard = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
         return [*guard, str(find_mosquitto()), "-c", str(settings)]
@@ -350,7 +350,7 @@ class ManagedMosquitto(Mosquitto):
         return f"mqtts://{host}:{self.port}"
 
     def command(self) -> list[str]:
-        """The command line."""
+        """Return the command line."""
         return self.started_with(self._settings)
 
     def refusal_in(self, line: str) -> tuple[str, str, str] | None:
@@ -388,7 +388,7 @@ class MosquittoBroker(Mosquitto):
             self._folder = None
 
     def command(self) -> list[str]:
-        """The command line that serves ``bind`` and ``port``; the configuration is written on the way."""
+        """Return the command line that serves ``bind`` and ``port``; the configuration is written on the way."""
         folder = Path(self._folder.name if self._folder is not None else tempfile.gettempdir())
         acl = folder / "acl"
         acl.write_text(mosquitto_acl(self.federation), encoding="utf-8")
@@ -401,7 +401,7 @@ class MosquittoBroker(Mosquitto):
 
 
 def limits_text() -> list[str]:
-    """Lines of every Mosquitto configuration: limits, and what goes to the log."""
+    """Return the lines of every Mosquitto configuration: limits, and what goes to the log."""
     return [
         "persistence false",
         "set_tcp_nodelay true",
@@ -416,7 +416,7 @@ def limits_text() -> list[str]:
 
 
 def settings_text(bind: str, port: int, access: tuple[Path, Path] | None = None) -> str:
-    """A mosquitto configuration; ``access`` holds password file and ACL file, None accepts all clients."""
+    """Return a mosquitto configuration; ``access`` holds password file and ACL file, None accepts all clients."""
     lines = [
         f"listener {port} {bind}",
         f"user {getpass.getuser()}",

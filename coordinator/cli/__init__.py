@@ -198,7 +198,7 @@ class _Conversion:
         self._kind = kind
 
     def coerce(self, value: Any, **_: object) -> Any:
-        """The value for the command; None where none was given."""
+        """Return the value for the command; None where none was given."""
         return None if value is None else self._kind(value)
 
 
@@ -210,7 +210,7 @@ class _UnlessDefault:
         self._convert = convert
 
     def coerce(self, value: Any, **others: Any) -> Any:
-        """The value for the command."""
+        """Return the value for the command."""
         return value if value == self._default else self._convert().coerce(value, **others)
 
 

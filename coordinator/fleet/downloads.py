@@ -187,7 +187,7 @@ class Distributor:
         self._touch(offer)
 
     def want(self, agent: str, message: Want) -> bool:
-        """An agent lacks chunks; False when no such blob is on offer.
+        """Return an agent lacks chunks; False when no such blob is on offer.
 
         Raises:
             ChunkError: ranges outside the blob.
@@ -404,7 +404,7 @@ class Distributor:
         offer.median_trip_s = median_low(trips_s) if trips_s else 0.0
 
     def _is_slow(self, agent: str, offer: _Offer) -> bool:
-        """Whether the others would have to wait for this agent's link."""
+        """Return whether the others would have to wait for this agent's link."""
         mine = self._pace(agent)
         return mine.samples >= SLOW_SAMPLES and mine.rate < SLOW_SHARE * offer.median_rate
 

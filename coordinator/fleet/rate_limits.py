@@ -72,7 +72,7 @@ class RateLimits:
         self._lock = threading.Lock()
 
     def admits(self, topic: str, payload: bytes) -> bool:
-        """Whether the message may be read; topics that are not of agents always may."""
+        """Return whether the message may be read; topics that are not of agents always may."""
         try:
             agent, kind = self._topics.sender(topic)
         except MessageError:
@@ -96,7 +96,7 @@ class RateLimits:
             self._spend(agent, kind, REFUSED_COST)
 
     def dropped(self) -> Counter[tuple[str, str]]:
-        """How many messages were dropped since the last call, by agent and kind."""
+        """Return how many messages were dropped since the last call, by agent and kind."""
         if not self._dropped:
             return Counter()
         with self._lock:

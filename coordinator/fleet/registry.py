@@ -207,7 +207,7 @@ class Roster:
         self._candidates = dict(candidates)
 
     def hello(self, agent: str, message: up.Hello) -> Member:
-        """An agent introduces itself (again)."""
+        """Return an agent introduces itself (again)."""
         member = Member(agent, message.tier, message.boot, message.software, message.samples, message.bundle_id)
         member.connection = message.connection
         before = self._members.get(agent)
@@ -355,7 +355,7 @@ class Roster:
         return sorted(silent)
 
     def __len__(self) -> int:
-        """How many agents have been heard of."""
+        """Return how many agents have been heard of."""
         return len(self._members)
 
     def heartbeat_s(self) -> float:
@@ -370,7 +370,7 @@ class Roster:
         return stretched_s
 
     def new_heartbeat_s(self, agent: str) -> float | None:
-        """The `heartbeat_s` to send to an agent now; None where the one that it has is about right."""
+        """Return the `heartbeat_s` to send to an agent now; None where the one that it has is about right."""
         member = self._members[agent]
         now_s = self.heartbeat_s()
         # Each agent that comes or goes changes it a little: half as much more, or less, is not worth a message.
@@ -395,7 +395,7 @@ class Roster:
         self._members[agent].asked_at = None
 
     def get(self, agent: str) -> Member | None:
-        """What is known of an agent."""
+        """Return what is known of an agent."""
         return self._members.get(agent)
 
     @property
@@ -411,7 +411,7 @@ class Roster:
         return list(self._sorted[tier])
 
     def members(self) -> list[Member]:
-        """All agents heard of, sorted by id."""
+        """Return all agents heard of, sorted by id."""
         return [self._members[agent] for agent in sorted(self._members)]
 
     def connected(self) -> None:
@@ -431,11 +431,11 @@ class Roster:
         return self._deaf_s + (self._clock() - self._deaf_since if self._connected_at is None else 0.0)
 
     def heard_s(self) -> float:
-        """The clock of agents' deadlines, in seconds: it stands still without a connection to the broker."""
+        """Return the clock of agents' deadlines, in seconds: it stands still without a connection to the broker."""
         return self._clock() - self.deaf_s
 
     def patience(self, agent: str) -> float | None:
-        """Seconds that an offline or stalled agent is still waited for (0 or less: no more), else None."""
+        """Return the seconds that an offline or stalled agent is still waited for (0 or less: no more), else None."""
         member = self._members.get(agent)
         if member is None:
             offline_at = self._connected_at
@@ -451,7 +451,7 @@ class Roster:
         return offline_at + patience_s - self._clock()
 
     def _lease_end(self, member: Member, since: float) -> float:
-        """When the lease of an agent ends that is not heard from now on; it counts from ``since`` or later."""
+        """Return when the lease of an agent ends that is not heard from now on; it counts from ``since`` or later."""
         if member.asked_at is not None:
             return max(member.heard_at, since, member.asked_at) + self.lease_s
         return max(member.heard_at, since) + max(self.lease_s, LEASE_HEARTBEATS * member.heartbeat_s)
@@ -519,7 +519,7 @@ class DuplicateIds:
         self._returns: dict[str, int] = {}
 
     def accept(self, agent: str, message: up.Hello) -> bool:
-        """Whether this start has the id now; if not, an answer of the start that has it is pending."""
+        """Return whether this start has the id now; if not, an answer of the start that has it is pending."""
         member = self._roster.get(agent)
         if member is None or member.boot == message.boot:
             return self._accept(agent, member, message)
@@ -535,7 +535,7 @@ class DuplicateIds:
         return accepted
 
     def _is_clone(self, agent: str, member: Member, message: up.Hello) -> bool:
-        """Whether two starts take the id from each other; the one that had it first keeps it.
+        """Return whether two starts take the id from each other; the one that had it first keeps it.
 
         A broker that takes an agent's id from its certificate ends the session of the other one at each connect, so
         that never both can answer. But a start that was replaced does not come back with a new connection, twice.
@@ -585,7 +585,7 @@ class DuplicateIds:
         return True
 
     def is_claiming(self, agent: str, boot: str) -> bool:
-        """Whether this start does not have the id (yet), so that its messages do not count."""
+        """Return whether this start does not have the id (yet), so that its messages do not count."""
         claim = self._claims.get(agent)
         return (claim is not None and claim.boot == boot) or self._rejected.get(agent) == boot
 
@@ -646,7 +646,7 @@ class Rejections:
         return self.counts[what]
 
     def top(self, most: int = 5) -> dict[str, int]:
-        """The most frequent ones with their counts, the most frequent first."""
+        """Return the most frequent ones with their counts, the most frequent first."""
         return dict(sorted(self.counts.items(), key=lambda item: (-item[1], item[0]))[:most])
 
 
@@ -699,7 +699,7 @@ class RunIds:
         return self._id(name) or name
 
     def name(self, run_id: str) -> str | None:
-        """The name of the run with that id; None when it was not requested here."""
+        """Return the name of the run with that id; None when it was not requested here."""
         name = run_name(run_id)
         return name if self._id(name) == run_id else None
 
@@ -788,7 +788,7 @@ class CommandSender:
         return True
 
     def with_run_name(self, agent: str, message: fields.Control) -> fields.Control:
-        """An agent's message with its run as the journal names it; an update of an unknown run gets its receipt.
+        """Return an agent's message with its run as the journal names it; an update of an unknown run gets its receipt.
 
         Raises:
             MessageError: the run was never requested in this state folder.

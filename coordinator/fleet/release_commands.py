@@ -197,7 +197,7 @@ def current_user() -> str:
 
 
 def describe_release(book: Book, release: Release, now: datetime) -> dict[str, Any]:
-    """A release as JSON: its plan, where it stands, where it comes from, and what it scored where."""
+    """Return a release as JSON: its plan, where it stands, where it comes from, and what it scored where."""
     made = release.made
     on_devices = book.scores(release.bundle_id)
     lineage = {"run": release.run, "round": release.round, **(made.lineage or {})}
@@ -287,7 +287,7 @@ class Running:
             self._in_channel[release.plan.channel, release.bundle_id] = release.number
 
     def number(self, device: Device, wanted: Release | None) -> int | None:
-        """The release that it is to run where it does, else the newest of its bundle, first in its channel."""
+        """Return the release that it is to run where it does, else the newest of its bundle, first in its channel."""
         if not device.runs:
             return None
         if wanted is not None and wanted.bundle_id == device.runs:
@@ -296,7 +296,7 @@ class Running:
 
 
 def device_rows(book: Book, now: datetime) -> list[dict[str, Any]]:
-    """What each device runs and is to run, sorted by id; releases by number, None where no release fits.
+    """Return what each device runs and is to run, sorted by id; releases by number, None where no release fits.
 
     ``held``: it stays with what it runs, because that release is held.
     """
@@ -332,7 +332,7 @@ def tiers_without_releases(path: Path) -> Counter[str]:
 
 
 def open_releases(folder: StateFolder) -> list[dict[str, Any]]:
-    """The releases that devices may get now, or that are held, in short: what each waits for."""
+    """Return the releases that devices may get now, or that are held, in short: what each waits for."""
     book = book_of(folder.journal)
     now = utc_now()
     held = (one for one in book.releases if one.held and not one.rolled_back_by and book.replaced_by(one) is None)
@@ -355,7 +355,7 @@ def describe_open_release(release: dict[str, Any]) -> str:
 
 
 def stage_text(release: Mapping[str, Any]) -> str:
-    """Where a release stands, with the number of the release that took its place or that it undoes."""
+    """Return where a release stands, with the number of the release that took its place or that it undoes."""
     if release["rolled_back_by"]:
         return f"rolled back by {release['rolled_back_by']}"
     if release["replaced_by"]:
@@ -364,7 +364,7 @@ def stage_text(release: Mapping[str, Any]) -> str:
 
 
 def releases_of_run(folder: StateFolder, run: str) -> list[dict[str, Any]]:
-    """The releases of a run as JSON, see `describe_release`."""
+    """Return the releases of a run as JSON, see `describe_release`."""
     book = book_of(folder.journal)
     now = utc_now()
     return [describe_release(book, one, now) for one in book.releases if one.run == run]
@@ -414,7 +414,7 @@ def _release(folder: StateFolder, run: str | None, number: int | None, digest: s
 
 
 def _bundles(folder: StateFolder, run: str | None, kinds: tuple[Kind, ...]) -> list[Entry]:
-    """Entries about bundles, of a run or all, whose file is here."""
+    """Return the entries about bundles, of a run or all, whose file is here."""
     entries = folder.journal.entries(run, kinds)
     return [entry for entry in entries if entry.digest is not None and entry.digest in folder.blobs]
 

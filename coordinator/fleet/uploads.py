@@ -259,7 +259,7 @@ class Collector:
                 self._acknowledge(agent, upload)
 
     def is_uploading(self, agent: str) -> bool:
-        """Whether an update of this agent is being uploaded or judged, or waits for its turn."""
+        """Return whether an update of this agent is being uploaded or judged, or waits for its turn."""
         return agent in self._uploads or agent in self._judged or agent in self._queue
 
     def greet(self, agent: str) -> None:

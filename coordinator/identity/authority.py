@@ -45,7 +45,7 @@ class Authority:
 
     @classmethod
     def create(cls, folder: Path, federation: str, now: datetime) -> Authority:
-        """A new authority, written to ``folder``.
+        """Return a new authority, written to ``folder``.
 
         Raises:
             UsageError: there is one already: devices that it has certified would be shut out.
@@ -66,7 +66,7 @@ class Authority:
 
     @classmethod
     def open(cls, folder: Path) -> Authority:
-        """The authority in ``folder``; its key may be a credential that systemd gives.
+        """Return the authority in ``folder``; its key may be a credential that systemd gives.
 
         Raises:
             StateError: there is none, or it is damaged.
@@ -97,13 +97,13 @@ class Authority:
         return fingerprint(self.der)
 
     def for_client(self, name: str, key: ec.EllipticCurvePublicKey, now: datetime, life: timedelta) -> x509.Certificate:
-        """A client's certificate; ``name`` is its user and its id at the broker."""
+        """Return a client's certificate; ``name`` is its user and its id at the broker."""
         return self._issue(name, key, now, life, ExtendedKeyUsageOID.CLIENT_AUTH)
 
     def for_server(
         self, hosts: Iterable[str], key: ec.EllipticCurvePublicKey, now: datetime, life: timedelta
     ) -> x509.Certificate:
-        """The certificate of a program that devices connect to under these names and addresses."""
+        """Return the certificate of a program that devices connect to under these names and addresses."""
         return self._issue("broker", key, now, life, ExtendedKeyUsageOID.SERVER_AUTH, [*map(_general_name, hosts)])
 
     def revocations(self, revoked: Iterable[tuple[int, datetime]], now: datetime) -> bytes:
@@ -145,7 +145,7 @@ class Authority:
 
 
 def pem_of(key: ec.EllipticCurvePrivateKey) -> bytes:
-    """A private key, not encrypted: who reads the file has it."""
+    """Return a private key, not encrypted: who reads the file has it."""
     return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
 
 

@@ -60,7 +60,7 @@ class AgentRecord(Frozen):
     generation: int = Field(0, ge=0, description="of the key of its commands; each revocation begins another one")
 
     def current(self) -> CertificateRecord | None:
-        """The newest certificate that is not revoked; it may have expired."""
+        """Return the newest certificate that is not revoked; it may have expired."""
         valid = [one for one in self.certificates if one.revoked_at is None]
         return max(valid, key=lambda one: one.not_after) if valid else None
 
@@ -70,13 +70,13 @@ class AgentRecord(Frozen):
         return bool(self.certificates) and self.current() is None
 
     def counts(self, now: float) -> bool:
-        """Whether it is let in, or may still use its token."""
+        """Return whether it is let in, or may still use its token."""
         return self.current() is not None or (
             self.token is not None and self.token.used_at is None and self.token.expires >= now
         )
 
     def revoked(self, at: float) -> AgentRecord:
-        """The same with all certificates revoked, and without a token that could still be used."""
+        """Return the same with all certificates revoked, and without a token that could still be used."""
         ended = tuple(
             one if one.revoked_at is not None else one.model_copy(update={"revoked_at": at})
             for one in self.certificates
@@ -87,7 +87,7 @@ class AgentRecord(Frozen):
 
 
 def identity_folder(state: Path) -> Path:
-    """Where a coordinator keeps its authority, certificates and ledger."""
+    """Return where a coordinator keeps its authority, certificates and ledger."""
     return state / IDENTITY
 
 
@@ -115,7 +115,7 @@ class Revoked(Frozen):
 
     @classmethod
     def read(cls, folder: Path) -> Revoked:
-        """What the list in the folder of the federation's identity says; empty where there is none.
+        """Return what the list in the folder of the federation's identity says; empty where there is none.
 
         Raises:
             StateError: it is damaged.
@@ -130,7 +130,7 @@ class Revoked(Frozen):
 
 
 def is_revoked(folder: Path, name: str) -> bool:
-    """Whether an agent that is on the list of revoked ones has got no other certificate since."""
+    """Return whether an agent that is on the list of revoked ones has got no other certificate since."""
     try:
         record = Ledger(folder / "agents").get(name)
     except (HeadwaterError, OSError):  # damaged: the last that is known of it counts
@@ -145,7 +145,7 @@ class Ledger:
         self.folder = folder
 
     def get(self, name: str) -> AgentRecord | None:
-        """The record of an agent; None where there is none.
+        """Return the record of an agent; None where there is none.
 
         Raises:
             UsageError: no agent can have that name.

@@ -162,7 +162,7 @@ class EnrolmentPort:
             self._end(peer, _origin(address))
 
     def answer(self, line: bytes, address: str = "") -> dict[str, Any]:
-        """The answer to one request."""
+        """Return the answer to one request."""
         try:
             request = parse_json(line)
             if request == {"ask": "authority"}:

@@ -10,7 +10,7 @@ from edge_agent.core.storage import IDENTITY
 
 
 def revoked_agents(state: Path) -> frozenset[str]:
-    """Ids of the agents that are shut out; none where the list is damaged."""
+    """Return the ids of the agents that are shut out; none where the list is damaged."""
     folder = state / IDENTITY
     with contextlib.suppress(StateError, OSError):
         if (folder / "revoked.json").exists():

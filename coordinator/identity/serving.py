@@ -82,13 +82,13 @@ class BrokerFiles:
         return made
 
     def client(self, url: str, file: Path | None = None) -> BrokerConfig:
-        """How the coordinator connects; ``file``: with this key and certificate instead of its own."""
+        """Return how the coordinator connects; ``file``: with this key and certificate instead of its own."""
         tls = TlsConfig(ca=self.folder / "ca.pem", cert=self.coordinator if file is None else file)
         return BrokerConfig(url=url, tls=tls)
 
 
 def mosquitto_settings(config: IdentityConfig, folder: Path) -> str:
-    """A Mosquitto configuration: no client without a certificate, which gives its user and its id.
+    """Return a Mosquitto configuration: no client without a certificate, which gives its user and its id.
 
     With the id from the certificate, no client can take over the session of another one.
     """

@@ -267,7 +267,7 @@ class SqliteJournal(Journal):
         agent: str | None = None,
         digest: str | None = None,
     ) -> Entry:
-        """The entry as written; it is on disk when this returns.
+        """Return the entry as written; it is on disk when this returns.
 
         Raises:
             UnknownName: no such kind.
@@ -351,7 +351,7 @@ class SqliteJournal(Journal):
         return self._selected(wanted, values)
 
     def entries_with(self, ids: Sequence[int]) -> list[Entry]:
-        """The entries with these ids, in order; at most a few hundred."""
+        """Return the entries with these ids, in order; at most a few hundred."""
         return self._selected(f"id IN ({', '.join('?' * len(ids))}) ORDER BY id", ids)
 
     def _selected(self, wanted: str, values: Sequence[Any]) -> list[Entry]:
@@ -370,7 +370,7 @@ class SqliteJournal(Journal):
             return _value(connection, "SELECT hash FROM entries WHERE id = 1") or ""
 
     def progress(self) -> Progress:
-        """How far this journal is now."""
+        """Return how far this journal is now."""
         with self._transaction() as connection:
             newest = _value(connection, "SELECT max(id) FROM entries") or 0
             starts = _value(connection, "SELECT count(*) FROM entries WHERE kind = 'coordinator_started'")
@@ -404,7 +404,7 @@ class SqliteJournal(Journal):
             raise self._failed(error) from error
 
     def verify(self) -> int:
-        """Number of entries, after checking every link of the chain.
+        """Return the number of entries, after checking every link of the chain.
 
         Raises:
             StateError: an entry was changed, removed or inserted; the first one is named.
@@ -415,7 +415,7 @@ class SqliteJournal(Journal):
                 return verify_chain(self.path, map(dict, rows), highest or 0)
 
     def repair_indexes(self) -> bool:
-        """Whether an index did not agree with the entries, and was made again from them; call it after `verify`.
+        """Return whether an index did not agree with the entries, and was made again from them; call it after `verify`.
 
         A damaged index hides entries from queries without any error, and the chain does not cover it.
 
@@ -454,12 +454,12 @@ class SqliteJournal(Journal):
             return {(name, digest) for name, digest in rows}
 
     def newest_of(self, *kinds: str) -> list[Entry]:
-        """The newest entry of each agent and each of these kinds, in order."""
+        """Return the newest entry of each agent and each of these kinds, in order."""
         wanted = f"kind IN ({', '.join('?' * len(kinds))}) AND agent IS NOT NULL GROUP BY agent, kind"
         return self._selected(f"id IN (SELECT max(id) FROM entries WHERE {wanted}) ORDER BY id", kinds)  # noqa: S608 - constants
 
     def unfinished(self) -> list[str]:
-        """Ids of the runs that have not ended, in the order of their requests."""
+        """Return the ids of the runs that have not ended, in the order of their requests."""
         over = f"SELECT run FROM entries WHERE kind IN {(*FINAL,)} AND run IS NOT NULL"  # noqa: S608 - constants
         query = f"SELECT run FROM entries WHERE kind = 'run_requested' AND run NOT IN ({over}) ORDER BY id"  # noqa: S608 - constants
         with self._transaction() as connection:
@@ -592,7 +592,7 @@ class SqliteJournal(Journal):
 
 
 def can_write(path: Path) -> bool:
-    """Whether a journal takes an entry now: no process, not even one that is suspended, is writing one."""
+    """Return whether a journal takes an entry now: no process, not even one that is suspended, is writing one."""
     try:
         with contextlib.closing(sqlite3.connect(path, timeout=0.0, isolation_level=None)) as connection:
             connection.execute("BEGIN IMMEDIATE")
@@ -603,7 +603,7 @@ def can_write(path: Path) -> bool:
 
 
 def _value(connection: sqlite3.Connection, query: str) -> Any:
-    """The first column of the first row; None where there is no row."""
+    """Return the first column of the first row; None where there is no row."""
     row = connection.execute(query).fetchone()
     return None if row is None else row[0]
 

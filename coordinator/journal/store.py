@@ -330,7 +330,7 @@ COLUMNS = (*HASHED, "hash")
 
 
 def hash_of(row: Mapping[str, Any]) -> str:
-    """SHA-256 (hex) over an entry's content, id, time and the hash before it."""
+    """Return the SHA-256 (hex) over an entry's content, id, time and the hash before it."""
     content = json.dumps([row[name] for name in HASHED], separators=(",", ":"))
     return hashlib.sha256(content.encode()).hexdigest()
 
@@ -421,11 +421,11 @@ _RUN_NAME = re.compile(r"run-([0-9]{4,9})")
 
 
 def run_number(name: str) -> int | None:
-    """The number in the name of a run, such as ``run-0001``; None for a name of another form."""
+    """Return the number in the name of a run, such as ``run-0001``; None for a name of another form."""
     match = _RUN_NAME.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def utc_now() -> datetime:
-    """The wall clock, in UTC."""
+    """Return the wall clock, in UTC."""
     return datetime.now(timezone.utc)

@@ -76,7 +76,7 @@ class Correction:
     """The factor (0..1) that what is summed over samples is scaled by."""
 
     def __bool__(self) -> bool:
-        """Whether anything is changed."""
+        """Return whether anything is changed."""
         return self.is_left_out or bool(self.classes_left_out or self.lengths or self.counts) or self.sums < 1.0
 
     def body(self) -> dict[str, Any]:

@@ -158,7 +158,7 @@ class Reports:
         self._unanswered.pop(agent, None)
 
     def is_asked(self, agent: str) -> bool:
-        """Whether this agent is among those whose reports are being collected."""
+        """Return whether this agent is among those whose reports are being collected."""
         return agent in self._asked
 
     def expect(self, bundle_id: str) -> None:

@@ -21,7 +21,7 @@ MOST_REPEATS = 8
 
 
 def is_repeater(count: int) -> bool:
-    """Whether an agent of this count, as it was before a round, adds less to the round."""
+    """Return whether an agent of this count, as it was before a round, adds less to the round."""
     return count >= TOLERATED_ROUNDS
 
 

@@ -32,7 +32,7 @@ class Weights(Frozen):
 
     @classmethod
     def of(cls, path: Path) -> Weights:
-        """The file with its current hash.
+        """Return the file with its current hash.
 
         Raises:
             WeightsError: it cannot be read.

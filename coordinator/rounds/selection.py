@@ -350,11 +350,11 @@ class Selection:
         return self.exclusions.on_trial if self.context.excludes_failing else frozenset()
 
     def least(self, collection: Collection) -> int:
-        """How many updates a round needs in any case, however few of its cohort can still deliver."""
+        """Return how many updates a round needs in any case, however few of its cohort can still deliver."""
         return self.context.config.cohort.min_agents if self.context.excludes_failing else len(collection.cohort)
 
     def has_quorum(self, collection: Collection) -> bool:
-        """Whether enough updates have arrived to close the round."""
+        """Return whether enough updates have arrived to close the round."""
         is_quorum = collection.has_quorum(self.context.config.round.quorum, self.least(collection))
         return is_quorum and collection.delivered >= self.fewest
 
@@ -498,7 +498,7 @@ class Selection:
         self._seen = len(collection.accepted)
 
     def find_slowed(self, times: Times, *, can_shorten: bool) -> list[str]:
-        """Agents that were late in a round with these times, and will be asked for less work.
+        """Return the agents that were late in a round with these times, and will be asked for less work.
 
         Those that have failed before are not among them: they may hang.
         """
@@ -511,7 +511,7 @@ class Selection:
         return self.pace.work(cohort) if can_shorten and self._is_adaptive else {}
 
     def times(self, collection: Collection, work: Mapping[str, float]) -> dict[str, list[float]]:
-        """How long the agents of a round took that closes now, for the journal (`pace.Times`)."""
+        """Return how long the agents of a round took that closes now, for the journal (`pace.Times`)."""
         now = self.context.roster.heard_s()
         ready = self.context.roster.ready
         self._note_times(collection, now)
@@ -565,7 +565,7 @@ class Selection:
             yield Waiting(f"{about}: {got}{beside}", awaited, limit + self.context.roster.deaf_s, about)
 
     def is_enough(self, collection: Collection, unanswered: dict[str, str], overdue: int) -> bool:
-        """Whether a round without a quorum ends nevertheless, because members did not deliver by the deadline.
+        """Return whether a round without a quorum ends nevertheless, because members did not deliver by the deadline.
 
         It does when half of the cohort has delivered. Otherwise there is another deadline, ``round.max_attempts`` in
         all, because the others may be slow. ``overdue`` counts the attempts that ended in this way.
@@ -638,7 +638,7 @@ class Selection:
         return {a: why for a, why in self.left_out(number).items() if a in ready and a not in members}
 
     def status(self, number: int) -> dict[str, dict[str, object]]:
-        """The agents that round ``number`` leaves out, when they are asked again, and why, as JSON.
+        """Return the agents that round ``number`` leaves out, when they are asked again, and why, as JSON.
 
         ``until_round`` is None where an agent's own policy does not allow the run's jobs.
         """
@@ -659,7 +659,7 @@ class Selection:
                 self._stuck.add(agent)
 
     def boot(self, agent: str) -> str:
-        """The start of an agent that is present; empty for another one."""
+        """Return the start of an agent that is present; empty for another one."""
         member = self.context.roster.get(agent)
         return member.boot if member is not None and member.is_present else ""
 

@@ -102,7 +102,7 @@ def describe(method: Method) -> dict[str, Any]:
 
 
 def _is_earlier_answers(folder: Path) -> bool:
-    """Whether an earlier version, when it was killed, left the numbered files of answers there."""
+    """Return whether an earlier version, when it was killed, left the numbered files of answers there."""
     return folder.name in {"broadcast", "downlink"} and holds_only(folder, re.compile(r"[0-9]+|\..+\.tmp"))
 
 

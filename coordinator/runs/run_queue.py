@@ -241,7 +241,7 @@ class Storage:
         self._stalled_at = float("-inf")
 
     def is_stalled(self) -> bool:
-        """Whether the active run is stalled."""
+        """Return whether the active run is stalled."""
         return self.stall is not None
 
     @property

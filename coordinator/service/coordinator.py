@@ -440,7 +440,7 @@ class Coordinator:
         return loop
 
     def run_context(self) -> RunContext:
-        """The services that a run uses."""
+        """Return the services that a run uses."""
         return RunContext(
             config=self.config,
             state=self.state,

@@ -178,7 +178,7 @@ def without_lost_weights(config: CoordinatorConfig) -> CoordinatorConfig:
 
 
 def _unusable_data(config: CoordinatorConfig) -> Iterator[ConfigError]:
-    """A mistake for each section whose samples are missing or whose device cannot be used; no sample is read."""
+    """Yield a mistake for each section whose samples are missing or whose device cannot be used; no sample is read."""
     hosted_mistakes = []
     for client in config.hosted:
         try:

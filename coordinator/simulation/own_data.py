@@ -83,7 +83,7 @@ class Saved:
 
 
 def is_source(given: Any) -> TypeGuard[str | Sequence[str]]:
-    """Whether data are given by the name of a source, or by several."""
+    """Return whether data are given by the name of a source, or by several."""
     if isinstance(given, str):
         return True
     return isinstance(given, list | tuple) and bool(given) and all(isinstance(name, str) for name in given)

@@ -52,7 +52,7 @@ LAST_SCOPES = {
 
 
 def result_of(state: StateFolder, run: str, prepared: Prepared) -> dict[str, Any]:
-    """The run as one JSON object.
+    """Return the run as one JSON object.
 
     ``acc`` of a round is the accuracy of the model that its clients received, before they trained; ``last`` that of all
     clients after the last round and after personalizing, new clients (``new``) with a head on the frozen encoder, and

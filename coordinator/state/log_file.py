@@ -64,7 +64,7 @@ class _Position(NamedTuple):
     offset: int
 
     def is_in(self, file: BinaryIO) -> bool:
-        """Whether this is the file, and it still has what was read."""
+        """Return whether this is the file, and it still has what was read."""
         status = os.fstat(file.fileno())
         file.seek(0)
         return (status.st_ino, file.read(len(self.head))) == (self.inode, self.head) and status.st_size >= self.offset
@@ -102,7 +102,7 @@ class LogReader:
 
 
 def _read_on(file: BinaryIO, position: _Position | None) -> tuple[_Position, list[bytes]]:
-    """The complete lines after a position, and the one after them."""
+    """Return the complete lines after a position, and the one after them."""
     file.seek(0)
     head = file.read(HEAD_BYTES)
     file.seek(0 if position is None else position.offset)

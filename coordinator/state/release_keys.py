@@ -84,7 +84,7 @@ OLDEST_AGENT = "0.1"
 
 
 def new_key() -> Ed25519PrivateKey:
-    """A new key."""
+    """Return a new key."""
     return Ed25519PrivateKey.generate()
 
 
@@ -109,7 +109,7 @@ class Signers(NamedTuple):
 
     @classmethod
     def of(cls, root: Root, name: RoleName) -> Signers:
-        """A role as a root has it."""
+        """Return a role as a root has it."""
         wanted = root.roles[name]
         keys = {keyid: root.keys[keyid] for keyid in wanted.keyids}
         return cls(wanted, keys, {keyid: root.names[keyid] for keyid in keys if keyid in root.names})
@@ -175,7 +175,7 @@ def read_public(path: Path) -> Public:
 
 
 def role(keys: Sequence[Public], threshold: int) -> Signers:
-    """A role of these keys, ``threshold`` of which have to sign.
+    """Return a role of these keys, ``threshold`` of which have to sign.
 
     Raises:
         UsageError: more than there are.
@@ -406,7 +406,7 @@ class ReleaseKeys:
         return read(Root, made, "root")
 
     def roots(self) -> list[Envelope]:
-        """All root metadata, the newest last.
+        """Return all root metadata, the newest last.
 
         Raises:
             StateError: there are none, or they are damaged.
@@ -489,7 +489,7 @@ class ReleaseKeys:
         return sign_change([*roots, made], keys)
 
     def next_key(self) -> Ed25519PrivateKey:
-        """The coordinator's key of a change that others are still to sign; a new one where there is none."""
+        """Return the coordinator's key of a change that others are still to sign; a new one where there is none."""
         is_pending = self._next_key.exists() and self.online_key != self._next_key
         return read_key(self._next_key) if is_pending else new_key()
 

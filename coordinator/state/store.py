@@ -50,7 +50,7 @@ class BlobStore:
         self.folder = folder
 
     def put(self, *data: bytes | memoryview) -> str:
-        """SHA-256 (hex) of the pieces of ``data``, on disk when this returns. A damaged copy is replaced."""
+        """Return the SHA-256 (hex) of the pieces of ``data``, on disk when this returns. A damaged copy is replaced."""
         sha = sha256_of(*data)
         path = self.path(sha)
         if not path.is_file() or sha256_file(path) != sha:
@@ -71,7 +71,7 @@ class BlobStore:
         return self.path(sha).is_file()
 
     def read(self, sha: str) -> bytes:
-        """A blob's content, checked against its name.
+        """Return a blob's content, checked against its name.
 
         Raises:
             StateError: it is missing or damaged.
@@ -187,7 +187,7 @@ class RunFolder:
         return read_json(self.summary_path)
 
     def touched_ns(self) -> int:
-        """When anything in the folder was last written, in nanoseconds since 1970."""
+        """Return when anything in the folder was last written, in nanoseconds since 1970."""
         return max((path.stat().st_mtime_ns for path in (self.folder, *self.folder.iterdir())), default=0)
 
 

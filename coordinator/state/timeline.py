@@ -66,7 +66,7 @@ class Timeline:
                 yield _event_of(line)
 
     def _is_wanted(self, event: Event) -> bool:
-        """Whether an event is about the agent that was asked for, and important enough."""
+        """Return whether an event is about the agent that was asked for, and important enough."""
         is_about = self._agent is None or event.is_about(self._agent)
         return is_about and LEVELS.index(event.level) >= self._least
 

@@ -81,7 +81,7 @@ def amount(text: str, total: int, *, up: bool) -> int:
 
 
 def _is_window(text: str) -> bool:
-    """Whether a text is two different times of day."""
+    """Return whether a text is two different times of day."""
     match = _WINDOW.fullmatch(text)
     return match is not None and match.groups()[:2] != match.groups()[2:]
 
@@ -180,7 +180,7 @@ class Plan:
             raise UsageError(f"success {self.success} of a canary of {self.canary}; expected at most all of them")
 
     def activation(self, now: datetime) -> tuple[float, float | None]:
-        """Seconds until a device may switch, and for how many seconds it may then; None: without end.
+        """Return the seconds until a device may switch, and for how many seconds it may then; None: without end.
 
         Where that is after the last day of the calendar, it is that day.
         """
@@ -320,7 +320,7 @@ class Pin:
     at: str
 
     def holds(self, now: datetime) -> bool:
-        """Whether it counts at that moment."""
+        """Return whether it counts at that moment."""
         return not self.until or now < moment_of(self.until)
 
 
@@ -508,7 +508,7 @@ class Book:
         return None
 
     def returns(self, device: Device, release: Release) -> bool:
-        """Whether a device that is to run a release goes back by that: it runs the bundle of a newer one."""
+        """Return whether a device that is to run a release goes back by that: it runs the bundle of a newer one."""
         newer = (other for other in self.releases[release.number :] if not other.rolls_back)
         return bool(release.rolls_back) or any(other.bundle_id == device.runs for other in newer)
 
@@ -610,7 +610,7 @@ class Book:
         return bool(device.kept) if result is None else result.outcome in {"declined", "unable"}
 
     def has_say(self, agent: str, release: Release) -> bool:
-        """Whether a device is among those that are to get a release, so that what it says of it counts."""
+        """Return whether a device is among those that are to get a release, so that what it says of it counts."""
         device = self.devices.get(agent)
         is_there = device is not None and device.channel == release.plan.channel
         return is_there and (release.promoted or agent in release.canary)
@@ -680,7 +680,7 @@ class Book:
         return sorted(agent for agent in self.heard if self.is_stale(agent, before))
 
     def is_stale(self, agent: str, before: datetime) -> bool:
-        """Whether the newest entry of a device is older than that."""
+        """Return whether the newest entry of a device is older than that."""
         return moment_of(self.heard[agent]) < before
 
     def scores(self, bundle_id: str) -> Scores | None:

@@ -109,7 +109,7 @@ class OpenRound:
         return self.fact.asked.get(agent, self.round)
 
     def takes(self, entry: Entry) -> bool:
-        """Whether the entry is an update of this round, accepted or rejected."""
+        """Return whether the entry is an update of this round, accepted or rejected."""
         if entry.kind == UpdateAccepted.kind and entry.agent is not None:
             return entry.round == self.asked_in(entry.agent)
         return entry.kind == UpdateRefused.kind and entry.round == self.round

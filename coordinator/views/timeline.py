@@ -55,7 +55,7 @@ class Event:
     """JSON for ``--json``: the fields of the entry or the log line that programs may want."""
 
     def is_about(self, agent: str) -> bool:
-        """Whether it concerns this agent."""
+        """Return whether it concerns this agent."""
         return agent in self.agents
 
     def body(self) -> dict[str, Any]:
@@ -93,7 +93,7 @@ class TimelineView:
         return events
 
     def is_under_way(self, at: str) -> bool:
-        """Whether the run had begun at a time of `utc_text`, and had not ended."""
+        """Return whether the run had begun at a time of `utc_text`, and had not ended."""
         has_begun = bool(self.begun_at) and self.begun_at <= at
         return has_begun and (not self.ended_at or at < self.ended_at)
 

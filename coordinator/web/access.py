@@ -77,7 +77,7 @@ class Access:
         return self._token
 
     def is_token(self, given: str) -> bool:
-        """Whether this is the token."""
+        """Return whether this is the token."""
         token = self.token
         return bool(token) and hmac.compare_digest(given.encode(errors="replace"), token.encode())
 
@@ -87,7 +87,7 @@ class Access:
         return f"{content}.{self._sign('session', content)}"
 
     def is_session(self, cookie: str) -> bool:
-        """Whether a cookie is a session that has not ended."""
+        """Return whether a cookie is a session that has not ended."""
         content, _, signature = cookie[:200].rpartition(".")
         if not self.token or cookie in self._ended:
             return False
@@ -108,7 +108,7 @@ class Access:
         return self._sign("form", cookie)
 
     def is_form_token(self, given: str, cookie: str) -> bool:
-        """Whether a form is of this session."""
+        """Return whether a form is of this session."""
         return hmac.compare_digest(given.encode(errors="replace"), self.form_token(cookie).encode())
 
     def _sign(self, purpose: str, content: str) -> str:
@@ -140,7 +140,7 @@ class WrongTokens:
         self._all: list[float] = []
 
     def are_too_many(self, address: str) -> bool:
-        """Whether this address is asked to wait before another try."""
+        """Return whether this address is asked to wait before another try."""
         since = self._clock() - WRONG_EVERY_S
         self._all = [at for at in self._all if at > since]
         mine = [at for at in self._times.get(address, ()) if at > since]
@@ -170,13 +170,13 @@ def host_of(header: str) -> str:
 
 
 def is_known_host(header: str, names: frozenset[str]) -> bool:
-    """Whether a request names this server: else a page of another site reaches it under that site's own name."""
+    """Return whether a request names this server: else a page of another site reaches it under that site's own name."""
     host = host_of(header)
     return host in names or is_loopback(host)
 
 
 def is_own_origin(origin: str, host_header: str) -> bool:
-    """Whether a form was sent by a page of this server. Behind a proxy with TLS the schemes differ."""
+    """Return whether a form was sent by a page of this server. Behind a proxy with TLS the schemes differ."""
     try:
         given = urlsplit(origin)
     except ValueError:

@@ -113,7 +113,7 @@ IN_ADDRESS = ("do", "number", "agent", "run")
 
 
 async def login(request: Request) -> Response:
-    """The form for the token, and the session that it begins."""
+    """Return the form for the token, and the session that it begins."""
     site = site_of(request)
     if request.method == "GET":
         return page(request, "login.html", next=_safe(request.query_params.get("next", "/")), message="")
@@ -154,7 +154,7 @@ async def logout(request: Request) -> Response:
 
 
 async def act(request: Request) -> Response:
-    """What an action will do, and the action itself."""
+    """Return what an action will do, and the action itself."""
     if request.method == "GET":
         site = site_of(request)
         asked = {name: request.query_params.get(name, "")[:200] for name in IN_ADDRESS}
@@ -264,7 +264,7 @@ def _action(form: Form) -> Action:
 
 
 async def _signed(request: Request) -> Form:
-    """The fields of a form that a session of this server has sent.
+    """Return the fields of a form that a session of this server has sent.
 
     Raises:
         HTTPException: it has not.
@@ -281,7 +281,7 @@ async def _signed(request: Request) -> Form:
 
 
 async def _form(request: Request) -> Form:
-    """The fields of a form from a page of this server.
+    """Return the fields of a form from a page of this server.
 
     Raises:
         HTTPException: it is from elsewhere, or too large.

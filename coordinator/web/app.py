@@ -94,7 +94,7 @@ async def too_busy(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 async def events(request: Request) -> Response:
-    """The stream of a page."""
+    """Return the stream of a page."""
     watch: Watch = request.app.state.site.watch
     topic = request.query_params.get("topic", "fleet")[:400]
     seen = request.headers.get("last-event-id") or request.query_params.get("seen", "")
@@ -102,7 +102,7 @@ async def events(request: Request) -> Response:
 
 
 async def asset(request: Request) -> Response:
-    """A script, a style sheet or the icon; compressed, and kept by browsers as long as its hash is the same."""
+    """Return a script, a style sheet or the icon; compressed, and kept by browsers as long as its hash is the same."""
     if (known := assets().get(request.path_params["name"])) is None:
         raise HTTPException(404)
     is_current = request.query_params.get("v") == known.version

@@ -71,7 +71,7 @@ class MakingRoom(H11Protocol):
             self.close()
 
     def waits_for_peer(self) -> bool:
-        """Whether nothing happens here until the peer sends, or reads, something."""
+        """Return whether nothing happens here until the peer sends, or reads, something."""
         if getattr(self.cycle, "response_complete", True):  # None: no request yet
             return True
         return self.cycle.more_body or self.flow.write_paused

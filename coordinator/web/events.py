@@ -74,7 +74,7 @@ class Watch:
             self._news.notify_all()
 
     async def events(self, topic: str, seen: str) -> AsyncGenerator[bytes]:
-        """The stream of one page, whose content is of version ``seen``; empty where there are too many."""
+        """Yield the stream of one page, whose content is of version ``seen``; empty where there are too many."""
         loop = asyncio.get_running_loop()
         until = loop.time() + LONGEST_S
         if self.streams >= MOST_STREAMS:

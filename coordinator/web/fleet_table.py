@@ -78,7 +78,7 @@ class Query:
         return query
 
     def takes(self, row: AgentRow) -> bool:
-        """Whether an agent is among those that are asked for, by its id, its tier and the filter."""
+        """Return whether an agent is among those that are asked for, by its id, its tier and the filter."""
         passes = SHOWN[self.only][1]
         has_text = self.find.casefold() in row.id.casefold()
         has_tier = not self.tier or row.tier == self.tier

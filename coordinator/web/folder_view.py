@@ -329,7 +329,7 @@ class FolderView:
         return self._faults_of.get(agent, [])[::-1]
 
     def history_ids(self, agent: str) -> array[int]:
-        """Ids of the journal's entries about an agent, oldest first."""
+        """Return the ids of the journal's entries about an agent, oldest first."""
         return self._history.ids.get(agent, array("q"))
 
     def agents(self) -> list[AgentRow]:

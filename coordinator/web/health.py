@@ -20,7 +20,7 @@ FRESH_S = 30.0
 
 
 def age_s(status: Mapping[str, Any], now: datetime) -> float | None:
-    """Seconds since a status was written; None where it does not say so."""
+    """Return the seconds since a status was written; None where it does not say so."""
     try:
         return (now - datetime.fromisoformat(str(status.get("at")))).total_seconds()
     except (TypeError, ValueError):
@@ -28,7 +28,7 @@ def age_s(status: Mapping[str, Any], now: datetime) -> float | None:
 
 
 def is_fresh(status: Mapping[str, Any], now: datetime) -> bool:
-    """Whether the coordinator that wrote this status is heard."""
+    """Return whether the coordinator that wrote this status is heard."""
     age = age_s(status, now)
     return age is not None and age <= FRESH_S
 

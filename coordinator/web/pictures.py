@@ -143,7 +143,7 @@ def of_fleet(rows: Sequence[AgentRow]) -> dict[str, Chart]:
 
 
 def _can_be_compared(row: AgentRow) -> bool:
-    """Whether an agent has a personal accuracy and another one to compare it with."""
+    """Return whether an agent has a personal accuracy and another one to compare it with."""
     return row.personal is not None and (row.local is not None or row.shared is not None)
 
 

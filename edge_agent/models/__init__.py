@@ -70,12 +70,12 @@ def import_torchvision() -> ModuleType:
 
 
 def names() -> tuple[str, ...]:
-    """Names of all encoders found; nothing is imported."""
+    """Return the names of all encoders found; nothing is imported."""
     return registry.names()
 
 
 def get(name: str) -> Encoder:
-    """The encoder of this name; nothing is built.
+    """Return the encoder of this name; nothing is built.
 
     Raises:
         UnknownName: no such encoder; the nearest name is suggested.
@@ -90,7 +90,7 @@ def get(name: str) -> Encoder:
 
 
 def create(task: Task) -> nn.Module:
-    """The task's encoder, which has an attribute ``feature_dim``; fresh weights from torch's global generator.
+    """Return the task's encoder, which has an attribute ``feature_dim``; fresh weights from torch's global generator.
 
     Raises:
         UnknownName: as `get`.
@@ -103,7 +103,7 @@ def create(task: Task) -> nn.Module:
 
 
 def check(task: Task) -> Encoder:
-    """The task's encoder, which can be built with the task's parameters; nothing is built.
+    """Return the task's encoder, which can be built with the task's parameters; nothing is built.
 
     Raises:
         UnknownName: as `create`.

@@ -44,7 +44,7 @@ class AnyParams(BaseModel):
 
 
 def own_encoder(name: str, factory: Callable[..., nn.Module]) -> Encoder:
-    """An encoder that does not ship: any factory of a ``torch.nn.Module``.
+    """Return an encoder that does not ship: any factory of a ``torch.nn.Module``.
 
     It is called with ``encoder_params`` as keyword arguments, and with ``task`` where it has a parameter of that name.
     Building raises a `UsageError` where the factory fails, makes no module, or one that does not turn inputs into

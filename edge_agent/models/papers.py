@@ -16,7 +16,7 @@ from .torchvision_networks import StemParams
 
 @encoder("image", smallest=16)
 def fedpac_cnn(task: Task, _: NoParams) -> nn.Module:
-    """The networks of FedPAC's experiments (Xu, Tong, Huang, ICLR 2023): 128 features, no batch norm.
+    """Return the networks of FedPAC's experiments (Xu, Tong, Huang, ICLR 2023): 128 features, no batch norm.
 
     Grey images: two stages of convolution, LeakyReLU and halving, as for Fashion-MNIST (115,776 weights at 28 x 28).
     Colour images: three, as for CIFAR-10. Then one linear layer with LeakyReLU.
@@ -35,7 +35,7 @@ def fedpac_cnn(task: Task, _: NoParams) -> nn.Module:
 
 @encoder("image", smallest=4)
 def digits_cnn(task: Task, _: NoParams) -> nn.Module:
-    """The network that FedBN (Li et al., ICLR 2021) uses for its five digit sets: 512 features.
+    """Return the network that FedBN (Li et al., ICLR 2021) uses for its five digit sets: 512 features.
 
     Three convolutions of 5 x 5, two of them halved, and two linear layers, batch norm behind each; 14,214,080 weights
     at 28 x 28 colour.

@@ -35,7 +35,7 @@ class SmallCNNParams(Frozen):
 
 @encoder("image", smallest=4, params=SmallCNNParams)
 def small_cnn(task: Task, params: SmallCNNParams) -> nn.Module:
-    """A small convolutional network with batch norm for 28 and 32 pixels: about 100,000 weights, 128 features.
+    """Return a small convolutional network with batch norm for 28 and 32 pixels: about 100,000 weights, 128 features.
 
     Stages of 3 x 3 convolution, batch norm, ReLU and halving down to 4 pixels or less; then one linear layer.
     """
@@ -79,7 +79,7 @@ class _MeanOverTime(nn.Module):
 
 @encoder("window", smallest=8, params=CNN1dParams)
 def cnn1d(task: Task, params: CNN1dParams) -> nn.Module:
-    """A one-dimensional convolutional network for windows of sensor recordings: 128 features.
+    """Return a one-dimensional convolutional network for windows of sensor recordings: 128 features.
 
     Three stages of convolution, batch norm, ReLU and halving; then the mean over time.
     """

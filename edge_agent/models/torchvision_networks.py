@@ -78,7 +78,7 @@ def _mobilenet(task: Task, name: str, params: StemParams, feature_dim: int) -> n
 def _first_convolution(
     conv: nn.Conv2d, task: Task, *, stride: int | None = None, kernel: int | None = None
 ) -> nn.Conv2d:
-    """A fresh convolution like ``conv`` that takes the task's channels; smaller or denser where asked."""
+    """Return a fresh convolution like ``conv`` that takes the task's channels; smaller or denser where asked."""
     size = kernel or int(conv.kernel_size[0])
     stride = stride or int(conv.stride[0])
     has_bias = conv.bias is not None
@@ -86,7 +86,7 @@ def _first_convolution(
 
 
 def networks() -> ModuleType:
-    """The module ``torchvision.models``.
+    """Return the module ``torchvision.models``.
 
     Raises:
         MissingCapability: torchvision is not installed, or does not work with the installed torch.

@@ -25,7 +25,7 @@ class PairId:
     head_id: str
 
     def __str__(self) -> str:
-        """The pair for logs and metrics."""
+        """Return the pair for logs and metrics."""
         return f"{self.bundle}/{self.head_id or self.head}"
 
     def as_json(self) -> dict[str, str]:

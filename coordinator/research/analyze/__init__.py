@@ -111,7 +111,7 @@ def _what_is_wrong_at(path: Path) -> str:
 def analyze(
     target: AnalysisTarget, settings: Settings, watch: Callable[[str], object] = lambda _: None
 ) -> dict[str, Any]:
-    """All that can be computed for ``target``, as one JSON object; ``watch`` receives the name of each step.
+    """Return all that can be computed for ``target``, as one JSON object; ``watch`` receives the name of each step.
 
     Raises:
         DataError: no client has test samples.

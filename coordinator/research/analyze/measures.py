@@ -174,7 +174,7 @@ LEAST_PERPLEXITY = 1.0
 
 
 def bounded_perplexity(requested: float, samples: int) -> float:
-    """A perplexity that so many samples allow: at most a third of the neighbours that each has."""
+    """Return a perplexity that so many samples allow: at most a third of the neighbours that each has."""
     return max(LEAST_PERPLEXITY, min(requested, (samples - 1) / 3))
 
 

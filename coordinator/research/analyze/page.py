@@ -92,7 +92,7 @@ def write(result: Mapping[str, Any], out: Path) -> Path:
 
 
 def render(result: Mapping[str, Any], made: Sequence[Figure]) -> str:
-    """The page as HTML. It loads nothing and runs its own scripts."""
+    """Return the page as HTML. It loads nothing and runs its own scripts."""
     sent = result["communication"]
     said = list(sentences(result))
     sections = []

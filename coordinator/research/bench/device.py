@@ -46,7 +46,7 @@ ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_
 
 
 def rows(folder: Path, cache: Path, repeats: int = 5) -> Iterator[Row]:
-    """All figures of a device; ``cache`` keeps features and the exported encoder for the next time.
+    """Yield all figures of a device; ``cache`` keeps features and the exported encoder for the next time.
 
     Raises:
         MissingCapability: what is needed to export an encoder, or to run one, is not installed.
@@ -62,7 +62,7 @@ def rows(folder: Path, cache: Path, repeats: int = 5) -> Iterator[Row]:
 
 
 def idle_rows(folder: Path, repeats: int) -> Iterator[Row]:
-    """A head-tier agent that is connected and has no bundle yet."""
+    """Yield a head-tier agent that is connected and has no bundle yet."""
     folder.mkdir(parents=True, exist_ok=True)
     with broker("mosquitto" if find_mosquitto() else "amqtt") as running:
         result = [_idle_agent(folder, f"device-{number}", running.config()) for number in range(1 + repeats)]
@@ -97,7 +97,7 @@ def head_rows(head: str, features: tuple[Path, Path], folder: Path) -> Iterator[
 
 
 def _child(folder: Path, *arguments: object) -> tuple[dict[str, float], Usage]:
-    """What a child process without torch has timed, and its usage."""
+    """Return what a child process without torch has timed, and its usage."""
     folder.mkdir(parents=True, exist_ok=True)
     with module(
         "child", arguments, folder, module="coordinator.research.bench.device_child", environment=ONE_THREAD
@@ -152,7 +152,7 @@ CALIBRATION = 16
 
 
 def default_cache() -> Path:
-    """Where features and the exported encoder are kept for the next time."""
+    """Return where features and the exported encoder are kept for the next time."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headwater" / "bench"
 
 
@@ -259,7 +259,7 @@ def _samples() -> tuple[Samples, Samples]:
 
 
 def resnet18(cache: Path) -> Bundle:
-    """A ResNet18 with random weights for 224 x 224 images, unpacked below ``cache``; exported the first time.
+    """Return a ResNet18 with random weights for 224 x 224 images, unpacked below ``cache``; exported the first time.
 
     Raises:
         MissingCapability: it has to be exported and torch or onnx is not installed.

@@ -133,7 +133,7 @@ def request_for(plan: FleetPlan) -> Request:
 
 
 def settings(plan: FleetPlan) -> dict[str, Any]:
-    """The coordinator's configuration, as JSON, without its broker."""
+    """Return the coordinator's configuration, as JSON, without its broker."""
     return {
         "federation": FEDERATION,
         "evaluate_every": 0,

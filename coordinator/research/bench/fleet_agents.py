@@ -405,5 +405,5 @@ class Timers:
         return count
 
     def due_in(self, now: float) -> float:
-        """Seconds until the next one may be due."""
+        """Return the seconds until the next one may be due."""
         return max(0.0, self._heap[0][0] - now) if self._heap else AGAIN_S

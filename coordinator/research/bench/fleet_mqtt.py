@@ -116,7 +116,7 @@ class Connection:
         self.unsent += packet(PUBLISH, text(topic) + struct.pack(">H", self._next()) + payload, 2)
 
     def handled(self) -> Iterator[tuple[str, bytes] | str]:
-        """What has arrived: topic and payload of each message, and the blob of each confirmed subscription.
+        """Yield what has arrived: topic and payload of each message, and the blob of each confirmed subscription.
 
         Raises:
             MeasuringFailed: the broker refuses the connection.
@@ -182,7 +182,7 @@ class MqttFleet:
             self._write(self._connections[name])
 
     def flood(self, kind: str) -> list[float]:
-        """Seconds from hello to welcome of one agent, while another sends `FLOOD_PER_S` messages a second.
+        """Return the seconds from hello to welcome of one agent, while another sends `FLOOD_PER_S` messages a second.
 
         ``kind``: none, junk, hello or update (a manifest of round 1).
         """

@@ -32,7 +32,7 @@ METHODS = ("fedavg", "fedpac")
 
 
 def size_bytes(text: str) -> int:
-    """Bytes of ``0.5MB``, ``45 MB`` or ``500000``.
+    """Return the bytes of ``0.5MB``, ``45 MB`` or ``500000``.
 
     Raises:
         UsageError: not a size, or one that cannot be sent.
@@ -146,7 +146,7 @@ def rounded(value: float, digits: int = 4) -> float:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least ``share`` of all do not exceed; NaN of none."""
+    """Return the smallest value that at least ``share`` of all do not exceed; NaN of none."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else math.nan
 
@@ -174,7 +174,7 @@ def machine() -> dict[str, Any]:
 
 
 def caveat(of: dict[str, Any], not_shown: str) -> str:
-    """What a reader has to know before comparing anything."""
+    """Return what a reader has to know before comparing anything."""
     versions = ", ".join(f"{name} {version}" for name, version in of["packages"].items())
     return (
         f"Caveats: {of['processor']}, {of['cores']} cores, load {of['load']} at the start, Python {of['python']}, "
@@ -197,7 +197,7 @@ class Usage:
 
 
 def usage(pid: int) -> Usage:
-    """What process ``pid`` has used.
+    """Return what process ``pid`` has used.
 
     Raises:
         MissingCapability: this system has no /proc.
@@ -249,7 +249,7 @@ class Measured(ChildProcess):
         self.pipe.send("line", line.encode())
 
     def answer(self) -> str:
-        """The next line that it sends.
+        """Return the next line that it sends.
 
         Raises:
             MeasuringFailed: it ended instead.

@@ -71,13 +71,13 @@ class Rounds:
 
 
 def brokers(requested: str) -> list[str]:
-    """Names of the brokers to measure: the requested one, or for ``all`` those that are installed."""
+    """Return the names of the brokers to measure: the requested one, or for ``all`` those that are installed."""
     installed = ["mosquitto", "amqtt"] if find_mosquitto() else ["amqtt"]
     return installed if requested == "all" else [requested]
 
 
 def broker(name: str) -> SupervisedBroker:
-    """A broker on any free port, as a context manager."""
+    """Return a broker on any free port, as a context manager."""
     kind = MosquittoBroker if name == "mosquitto" else EmbeddedBroker
     return kind(federation=FEDERATION)
 
@@ -153,7 +153,7 @@ def agent_file(folder: Path, name: str, url: str, source: str, tier: str = "trai
 
 
 def round_seconds(journal: Journal, run: str) -> list[float]:
-    """Seconds of each round of a finished run.
+    """Return the seconds of each round of a finished run.
 
     Raises:
         MeasuringFailed: the run failed.

@@ -39,7 +39,7 @@ class Timed:
     engine: dict[str, Any]
 
     def rows(self) -> Iterator[Row]:
-        """The figures. The ratio is the median of those of rounds that came one after the other."""
+        """Yield the figures. The ratio is the median of those of rounds that came one after the other."""
         wall = median(seconds for seconds, _ in self.plain)
         ratio = median(one[1] / other[1] for one, other in zip(self.evaluated, self.plain, strict=True))
         yield Row(f"{self.method}: round", wall, "s")
@@ -51,7 +51,7 @@ class Timed:
 
 
 def report(size: SimulationSize, folder: Path) -> dict[str, Any]:
-    """Seconds of each round, and the figures as ``rows``.
+    """Return the seconds of each round, and the figures as ``rows``.
 
     Raises:
         DataError: no such device.
@@ -93,7 +93,7 @@ def data_source(folder: Path, size: SimulationSize) -> str:
 
 
 def plan_for(method: str, source: str, size: SimulationSize) -> Plan:
-    """The simulation; it has many more rounds than are measured, and is closed when enough have been timed."""
+    """Return the simulation; it has many more rounds than are measured, and is closed when enough have been timed."""
     params = dict(W1_PARAMS) if method == "fedavg" else {**W1_PARAMS, "weight_decay": 5e-4}
     engine = {"engine": "pool", "workers": worker_count(size), "device": "cpu"}
     if size.is_stacked:

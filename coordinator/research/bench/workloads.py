@@ -80,7 +80,7 @@ class NoopMethod(Method):
         return Parts(encoder=torch.nn.ParameterDict(arrays))
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:
-        """The received tensors plus the client's number."""
+        """Return the received tensors plus the client's number."""
         return add(received, number_of(client.id))
 
 
@@ -93,7 +93,7 @@ class NoopTasks(TaskRunner):
         received: Tensors,
         encoder: Path | None = None,  # noqa: ARG002 - as `TaskRunner.do`
     ) -> UpdateManifest | Report:
-        """The received tensors plus a number (or an upload of another size), or an empty report."""
+        """Return the received tensors plus a number (or an upload of another size), or an empty report."""
         if job.purpose == "personalize":
             return Report(run=job.run, samples=1)
         number = number_of(self.config.id)
@@ -105,7 +105,7 @@ class NoopTasks(TaskRunner):
 
 
 def w1_encoder(task: Task, _: NoParams | None = None) -> nn.Module:
-    """The CNN of workload W1: conv 5x5 (16), conv 5x5 (32), each halved, then 512 features."""
+    """Return the CNN of workload W1: conv 5x5 (16), conv 5x5 (32), each halved, then 512 features."""
     from torch import nn
 
     from edge_agent.models.base import Layers
@@ -141,7 +141,7 @@ def w1_task() -> Task:
 
 
 def w1_source(client: int, clients: int) -> str:
-    """The data source of one agent."""
+    """Return the data source of one agent."""
     if has_fashion():
         return f"idx:{FASHION}?split=train&n={SAMPLES}&seed={client}"
     return f"digits:optdigits?client={client}&clients={clients}"

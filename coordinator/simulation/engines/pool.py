@@ -77,10 +77,10 @@ class Workers(Protocol[Handle, Placed]):
         """
 
     def wait(self) -> Iterable[tuple[Worker[Handle], Answer | str | None]]:
-        """What workers report, as soon as one does: None when it is ready, a reply, or why it has exited."""
+        """Return what workers report, as soon as one does: None when it is ready, a reply, or why it has exited."""
 
     def log_of(self, worker: Worker[Handle]) -> str:
-        """The file with what a worker has printed; empty: it is not on this machine."""
+        """Return the file with what a worker has printed; empty: it is not on this machine."""
 
     def close(self) -> None:
         """End all workers at once."""
