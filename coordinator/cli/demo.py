@@ -271,6 +271,7 @@ def _reading(summary: Mapping[str, Any], took: str) -> Iterator[str]:
         path = shlex.quote(str(bundle["path"]))
         yield f"  {program} fit --bundle {path} --data '{source}' --out my-head"
         yield f"  {program} evaluate --bundle {path} --data '{source}' --head my-head"
+        yield f"  {program} serve --bundle {path} --head my-head"
 
 
 def _make_demo_folder(folder: Path) -> None:

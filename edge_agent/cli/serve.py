@@ -273,5 +273,7 @@ def _show(arguments: argparse.Namespace, settings: HttpSettings, service: Servic
     how = f"curl --data-binary @FILE {url}classify"
     if isinstance(settings.address, Path):
         how = f"curl --unix-socket {settings.address} --data-binary @FILE http://localhost/classify"
-    rows = [("answers", answers), ("page", page), ("try", how)]
+    rows: list[tuple[str, object]] = [("answers", answers), ("page", page), ("try", how)]
+    if not settings.is_local and settings.tls is None:
+        rows.append(("note", "the connection is not encrypted: on this network others can read answers and the token"))
     print("\n".join(formats.pairs(rows)), flush=True)

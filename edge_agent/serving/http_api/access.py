@@ -22,6 +22,9 @@ from .messages import Access, Response, error_response
 TOKEN_BYTES = 24
 """How many random bytes a token is made of."""
 
+_OTHER_SITES = frozenset({"cross-site", "same-site"})
+"""What a browser says in ``Sec-Fetch-Site`` of requests that pages of other origins cause."""
+
 _SHORTEST = 16
 """How many letters a token has at least, also one that a person has chosen."""
 
@@ -66,6 +69,9 @@ class Guard:
             return error_response(421, "WrongHost", message)
         if access is Access.OPEN:
             return None
+        # Browsers say where a request comes from: by the origin where its answer could be read, else by this field.
+        if headers.get("sec-fetch-site", "") in _OTHER_SITES:
+            return error_response(403, "WrongOrigin", "pages of other sites may not ask this server")
         origin = headers.get("origin", "")
         if origin and urlsplit(origin).netloc.lower() != headers.get("host", "").lower():
             return error_response(403, "WrongOrigin", f"pages of {origin} may not ask this server")

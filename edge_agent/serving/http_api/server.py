@@ -375,6 +375,8 @@ class _Connection(BaseHTTPRequestHandler):
         """Return how many bytes the body has, or why it is not read."""
         if "transfer-encoding" in headers:
             return error_response(411, "NoLength", "the body comes in chunks; send it with Content-Length")
+        if len(self.headers.get_all("Content-Length", [])) > 1:  # a proxy may have gone by the other one
+            return error_response(400, "NoLength", "Content-Length is given more than once")
         text = headers.get("content-length", "0").strip()
         if not (text.isascii() and text.isdigit()):
             return error_response(400, "NoLength", "Content-Length is no number")
@@ -398,6 +400,7 @@ class _Connection(BaseHTTPRequestHandler):
             f"Content-Type: {response.content_type}",
             f"Content-Length: {len(response.body)}",
             "X-Content-Type-Options: nosniff",
+            "Cross-Origin-Resource-Policy: same-origin",
             "Cache-Control: no-store",
             *(f"{name}: {value}" for name, value in response.headers),
         ]

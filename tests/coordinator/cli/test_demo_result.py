@@ -55,7 +55,11 @@ def test_the_text_says_what_noise_is_and_names_programs_that_a_shell_finds(tmp_p
     text = "\n".join(demo._reading({**SUMMARY, "bundle": {"path": str(bundle)}}, "All of it took 70 s."))
     assert "As good as alone: the difference of 3 devices is within the noise of 300 held-out samples" in text
     commands = [shlex.split(line) for line in text.splitlines() if line.startswith("  ")]
-    assert [command for words in commands for command in ("fit", "evaluate") if command in words] == ["fit", "evaluate"]
+    assert [command for words in commands for command in ("fit", "evaluate", "serve") if command in words] == [
+        "fit",
+        "evaluate",
+        "serve",
+    ]
     for words in commands:
         assert words[words.index("--bundle") + 1] == str(bundle)
         assert Path(words[0]).is_file(), "it ended in 'command not found'"
