@@ -10,7 +10,7 @@ import secrets
 import signal
 import socket
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..core import capabilities
 from ..core.children import ThreadWorker, in_child, is_stopped, stop_on_signals
@@ -28,6 +28,9 @@ from .health import problem_of
 from .runtime import AgentRuntime, RefusedTopics
 from .tasks.runner import TaskRunner
 from .textfile import TextFile
+
+if TYPE_CHECKING:
+    from ..serving.beside import AnswersBeside
 
 log = logging.getLogger(__name__)
 
@@ -80,15 +83,29 @@ def _run(config: AgentConfig, tier: str) -> None:
             refused_topics=refused_topics_of(config),
         )
         agent = Agent(config, transport, TaskRunner(config, tier, beside=True), runtime)
+        answers = _answers_beside(config)
         try:
             agent.start()
             _notify("READY=1")
             _serve(agent, stop)
         finally:
             _notify("STOPPING=1")
+            if answers is not None:
+                answers.close()
             agent.close()
         if stop.signal == signal.SIGINT:
             raise KeyboardInterrupt
+
+
+def _answers_beside(config: AgentConfig) -> AnswersBeside | None:
+    """Start to answer from the pair in use in a process beside, where the configuration says so."""
+    if config.serve is None:
+        return None
+    from ..serving.beside import AnswersBeside
+
+    answers = AnswersBeside(config)
+    answers.start()
+    return answers
 
 
 ASK_RULES_LIMIT_S = 4.0

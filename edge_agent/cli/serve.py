@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,11 +14,9 @@ from .arguments import bundle_of, cache_of, head_folder, own_head
 from .where import check_exists, config_of_folder, state_of
 
 if TYPE_CHECKING:
+    from ..core.config import AgentConfig, ServeConfig
     from ..serving.pair_source import PairSource
-    from ..serving.service import Device, HttpSettings, Service, Ways
-
-PORT = 8480
-"""The port where nobody names another one."""
+    from ..serving.service import Device, HttpSettings, Service
 
 
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,16 +69,21 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         help="new files in this folder, which stay there",
     )
     inputs.add_argument(
-        "--every", type=float, default=1.0, metavar="S", help="seconds between two pictures of a camera (default: 1)"
+        "--every", dest="every_s", type=float, metavar="S", help="seconds between two pictures of a camera (default: 1)"
     )
     where = parser.add_argument_group("where and for whom")
     where.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine alone)"
+        "--host", metavar="ADDRESS", help="address to listen on (default: 127.0.0.1, this machine alone)"
     )
-    where.add_argument("--port", type=int, default=PORT, metavar="N", help=f"port, 0 = any free one (default: {PORT})")
+    where.add_argument("--port", type=int, metavar="N", help="port, 0 = any free one (default: 8480)")
     where.add_argument("--unix", type=Path, metavar="PATH", help="listen on this Unix socket instead")
     where.add_argument(
-        "--host-name", action="append", default=[], metavar="NAME", help="a name by which browsers call this server"
+        "--host-name",
+        dest="host_names",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a name by which browsers call this server",
     )
     where.add_argument(
         "--token-file",
@@ -95,16 +97,16 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     mqtt.add_argument("--mqtt-password-file", type=Path, metavar="FILE", help="file whose first line is the password")
     mqtt.add_argument("--mqtt-ca", type=Path, metavar="FILE", help="certificates that an mqtts broker may show")
     mqtt.add_argument("--name", metavar="NAME", help="what the device is called there (default: this machine's name)")
+    mqtt.add_argument("--discovery-prefix", metavar="TOPIC", help="Home Assistant's (default: homeassistant)")
     mqtt.add_argument(
-        "--discovery-prefix", default="homeassistant", metavar="TOPIC", help="Home Assistant's (default: homeassistant)"
-    )
-    mqtt.add_argument(
-        "--expire", type=int, default=300, metavar="S", help="without answers for so long: unavailable (default: 300)"
+        "--expire",
+        dest="expire_s",
+        type=int,
+        metavar="S",
+        help="without answers for so long: unavailable (default: 300)",
     )
     mqtt.add_argument("--share-image", action="store_true", help="publish the last image, too; it leaves the device")
-    mqtt.add_argument(
-        "--vote", type=int, default=1, metavar="N", help="equal answers in a row that change the state (default: 1)"
-    )
+    mqtt.add_argument("--vote", type=int, metavar="N", help="equal answers in a row that change the state (default: 1)")
 
 
 def serve(arguments: argparse.Namespace) -> int:
@@ -126,11 +128,13 @@ def serve(arguments: argparse.Namespace) -> int:
     """
     from ..core.children import stop_on_signals
     from ..serving.service import serving
+    from ..serving.settings import http_settings, ways_of
 
     source = _pair_source(arguments)
-    settings = _http_settings(arguments)
     device = _device(arguments, source)
-    ways = _ways(arguments)
+    wanted = _settings_of(arguments, device.config)
+    settings = http_settings(wanted, _token_file(arguments, wanted))
+    ways = ways_of(wanted)
 
     def show(service: Service) -> None:
         _show(arguments, settings, service)
@@ -184,70 +188,25 @@ def _device(arguments: argparse.Namespace, source: PairSource) -> Device:
     return Device(config)
 
 
-def _http_settings(arguments: argparse.Namespace) -> HttpSettings:
-    """Return where and for whom to serve.
+def _settings_of(arguments: argparse.Namespace, config: AgentConfig | None) -> ServeConfig:
+    """Return what the file says in ``[serve]``, where there is a file, with what was given on the command line.
 
     Raises:
-        UsageError: The port is impossible.
-        StateError: The token cannot be read or made.
+        ConfigError: An option is impossible; all of them are listed.
     """
-    from ..serving.http_api.access import own_token
-    from ..serving.inputs import sound_options
-    from ..serving.service import HttpSettings
+    from ..core.config import ServeConfig, parse
 
-    if not 0 <= arguments.port < 65536:
-        raise UsageError(f"--port {arguments.port}: expected 0..65535")
-    address: tuple[str, int] | Path = (arguments.host, arguments.port)
-    if arguments.unix is not None:
-        address = arguments.unix.absolute()
-    return HttpSettings(
-        address=address,
-        token=own_token(_token_file(arguments)),
-        host_names=frozenset(name.lower() for name in arguments.host_name),
-        sound=None if arguments.sound is None else sound_options(arguments.sound),
-    )
+    of_file = {} if config is None or config.serve is None else config.serve.model_dump()
+    given = {name: getattr(arguments, name, None) for name in ServeConfig.model_fields}
+    # An option that was not given is None, an empty list, or a switch that is off; the number 0 was given.
+    options = {name: value for name, value in given.items() if value is not None and value is not False and value != []}
+    return parse(ServeConfig, {**of_file, **options}, where="options of edge-agent serve")
 
 
-def _ways(arguments: argparse.Namespace) -> Ways:
-    """Return where inputs come from besides requests, and to whom answers are told.
-
-    Raises:
-        UsageError: A number is impossible, or a name is none that topics may hold.
-        ConfigError: The broker cannot be as it was named.
-    """
-    from ..core.config import BrokerConfig, default_agent_id, parse
-    from ..serving.mqtt.discovery import Described
-    from ..serving.mqtt.topics import AnswerTopics
-    from ..serving.service import MqttSettings, Ways
-    from ..serving.sources.choose import camera_of, folder_of
-
-    if arguments.vote < 1:
-        raise UsageError(f"--vote {arguments.vote}: expected 1 or more")
-    if not 0 <= arguments.every <= 86_400:
-        raise UsageError(f"--every {arguments.every:g}: expected 0 to 86400 seconds")
-    sources = (*map(camera_of, arguments.camera), *map(folder_of, arguments.watch))
-    if arguments.mqtt is None:
-        return Ways(votes=arguments.vote, sources=sources, every_s=arguments.every)
-    if arguments.expire < 10:
-        raise UsageError(f"--expire {arguments.expire}: expected 10 seconds or more")
-    device = default_agent_id() if arguments.name is None else re.sub(r"[^a-z0-9_-]+", "-", arguments.name.lower())
-    broker = {"url": arguments.mqtt, "user": arguments.mqtt_user, "password_file": arguments.mqtt_password_file}
-    if arguments.mqtt_ca is not None:
-        broker["tls"] = {"ca": arguments.mqtt_ca}
-    described = Described(arguments.name or device, (), expire_s=arguments.expire, has_image=arguments.share_image)
-    settings = MqttSettings(
-        parse(BrokerConfig, broker, where="--mqtt"),
-        AnswerTopics(device.strip("-_") or "device", prefix=arguments.discovery_prefix),
-        described,
-    )
-    return Ways(settings, arguments.vote, sources, arguments.every)
-
-
-def _token_file(arguments: argparse.Namespace) -> Path:
+def _token_file(arguments: argparse.Namespace, serve: ServeConfig) -> Path:
     """Return the file of the token: the one that was named, or one beside what the token protects."""
-    if arguments.token_file is not None:
-        named: Path = arguments.token_file
-        return named
+    if serve.token_file is not None:
+        return serve.token_file
     folder = cache_of(arguments) if arguments.bundle is not None else state_of(arguments)
     return folder / "serve" / "token"
 

@@ -421,6 +421,31 @@ class MetricsConfig(Frozen):
         return path
 
 
+class ServeConfig(Frozen):
+    """Answers from the pair in use, beside the agent, or by ``edge-agent serve``."""
+
+    host: str = Field("127.0.0.1", description="address to listen on; others than this machine's need the token")
+    port: int = Field(8480, ge=0, le=65535, description="port, 0 = any that is free")
+    unix: Path | None = Field(None, description="a Unix socket to listen on instead")
+    host_names: tuple[str, ...] = Field((), max_length=20, description="names by which browsers call this server")
+    token_file: Path | None = Field(None, description="file of the token; default: serve/token in the state folder")
+    sound: str | None = Field(
+        None, description="how sounds become inputs: options of the data of the encoder, 'rate=16000&form=image'"
+    )
+    camera: tuple[str, ...] = Field((), max_length=16, description="cameras to answer, as 'edge-agent serve --camera'")
+    watch: tuple[Path, ...] = Field((), max_length=16, description="folders whose new files are answered, and stay")
+    every_s: float = Field(1.0, ge=0, le=86_400, description="seconds between two pictures of a camera")
+    vote: int = Field(1, ge=1, le=1000, description="equal answers in a row that change the state")
+    mqtt: str | None = Field(None, description="broker for answers, such as mqtt://homeassistant.local")
+    mqtt_user: str | None = Field(None, description="user there")
+    mqtt_password_file: Path | None = Field(None, description="file whose first line is the password")
+    mqtt_ca: Path | None = Field(None, description="certificates that an mqtts broker may show")
+    name: str | None = Field(None, max_length=63, description="what the device is called there; default: host name")
+    discovery_prefix: str = Field("homeassistant", pattern=r"^[A-Za-z0-9_/-]+$", description="Home Assistant's")
+    expire_s: int = Field(300, ge=10, le=86_400, description="without answers for so long: unavailable")
+    share_image: bool = Field(default=False, description="publish the last image, too; it leaves the device")
+
+
 @dataclass(frozen=True)
 class FileKind:
     """The hints that `load` gives about one kind of configuration file; its model has them as ``file_kind``."""
@@ -485,6 +510,7 @@ class AgentConfig(Frozen):
     head: HeadConfig = Field(default_factory=HeadConfig)
     bundle: BundleConfig = Field(default_factory=BundleConfig)
     metrics: MetricsConfig = Field(default_factory=MetricsConfig)
+    serve: ServeConfig | None = None
 
     @property
     def takes_unsigned(self) -> bool:
@@ -639,6 +665,6 @@ def _anchor_value(value: Any, base: Path) -> Any:
         return (base / value).resolve()  # shown to people: without dots on the way
     if isinstance(value, BaseModel):
         return _anchor(value, base)
-    if isinstance(value, tuple) and any(isinstance(item, BaseModel) for item in value):
-        return tuple(_anchor(item, base) for item in value)
+    if isinstance(value, tuple) and any(isinstance(item, BaseModel | Path) for item in value):
+        return tuple(_anchor_value(item, base) for item in value)
     return value

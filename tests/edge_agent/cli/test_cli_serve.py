@@ -92,7 +92,10 @@ def test_a_new_head_is_taken_while_it_runs(start, make_bundle, tmp_path):
         (["--bundle", "nowhere"], "nowhere: it is not there"),
         (["--config", "nowhere.toml"], "nowhere.toml: it is not there"),
         (["--state", ".", "--head", "x"], "--head goes with --bundle"),
-        (["--bundle", "b.hwb", "--port", "70000"], "--port 70000"),
+        (["--bundle", "b.hwb", "--port", "70000", "--vote", "0"], "port = 70000"),
+        (["--bundle", "b.hwb", "--port", "70000", "--vote", "0"], "vote = 0"),
+        (["--bundle", "b.hwb", "--mqtt", "http://x"], "is not mqtt://host"),
+        (["--bundle", "b.hwb", "--camera", "webcam"], "expected auto, rpicam"),
         (["--bundle", "b.hwb", "--sound", "rate=1"], "rate"),
     ],
 )
