@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -82,28 +83,40 @@ def show_agents(
     with StateFolder(path).look() as folder:
         rows = rows_of(folder)
         if name is not None:
-            if (row := next((one for one in rows if one["id"] == name), None)) is None:
-                record = Ledger(path / IDENTITY / "agents").get(name)
-                if record is not None:
-                    raise UsageError(
-                        f"agent '{name}' ({_described(record, time.time())['state']}) was not heard yet; on the device "
-                        "'edge-agent run' starts it and 'edge-agent doctor' says what keeps it away"
-                    )
-                close = nearest(name, [one["id"] for one in rows])
-                hint = f"did you mean '{close}'? " if close else ""
-                raise UsageError(f"unknown agent '{name}': {hint}'headwater agents' shows those that are known")
-            result = {**row, "history": history_of(folder, name)}
-            present(result, _one(result), as_json=as_json)
+            agent = {**_find_agent(rows, name, path), "history": history_of(folder, name)}
+            present(agent, _show_agent(agent), as_json=as_json)
             return
-    chosen = [row for row in rows if find in row["id"] and (has_problem(row) or not faults)]
-    chosen.sort(key=sort_key(sort), reverse=reverse)
-    shown = chosen[:limit] if limit else chosen
-    counts = dict(sorted(Counter(row["state"] for row in rows).items()))
-    result = {"agents": shown, "selected": len(chosen), "known": len(rows), "states": counts}
-    present(result, _all(result), as_json=as_json)
+    selected = [row for row in rows if find in row["id"] and (has_problem(row) or not faults)]
+    selected.sort(key=sort_key(sort), reverse=reverse)
+    shown = selected[:limit] if limit else selected
+    states = dict(sorted(Counter(row["state"] for row in rows).items()))
+    result = {"agents": shown, "selected": len(selected), "known": len(rows), "states": states}
+    present(result, _show_fleet(result), as_json=as_json)
 
 
-def _all(result: dict[str, Any]) -> Iterator[Table | str]:
+def _find_agent(rows: list[Row], name: str, state: Path) -> Row:
+    """Return the row of an agent.
+
+    Raises:
+        UsageError: The coordinator has not heard it. The message says whether it is enrolled, and otherwise which
+            agent has a similar name.
+    """
+    for row in rows:
+        if row["id"] == name:
+            return row
+    record = Ledger(state / IDENTITY / "agents").get(name)
+    if record is not None:
+        raise UsageError(
+            f"agent '{name}' ({_enrolment_state(record, time.time())}) was not heard yet; on the device "
+            "'edge-agent run' starts it and 'edge-agent doctor' says what keeps it away"
+        )
+    close = nearest(name, [row["id"] for row in rows])
+    hint = f"did you mean '{close}'? " if close else ""
+    raise UsageError(f"unknown agent '{name}': {hint}'headwater agents' shows those that are known")
+
+
+def _show_fleet(result: dict[str, Any]) -> Iterator[Table | str]:
+    """Yield the table of the selected agents, with what is to be said about single ones below."""
     shown: list[Row] = result["agents"]
     if not result["known"]:
         yield NO_AGENTS
@@ -113,20 +126,45 @@ def _all(result: dict[str, Any]) -> Iterator[Table | str]:
     if not shown:
         yield "none of them is selected (--faults, --find)"
         return
-    part = f"{len(shown)} of {result['selected']} selected" if len(shown) < result["selected"] else "agents"
-    yield table_of(shown, part)
-    yield from (f"{row['id']} *: {note}" for row in shown for note in notes_of(row))
-    if any(row["better_alone"] for row in shown):
-        alone = [row["id"] for row in shown if row["better_alone"]]
+    is_cut = len(shown) < result["selected"]
+    yield table_of(shown, f"{len(shown)} of {result['selected']} selected" if is_cut else "agents")
+    for row in shown:
+        for note in notes_of(row):
+            yield f"{row['id']} *: {note}"
+    alone = [row["id"] for row in shown if row["better_alone"]]
+    if alone:
         yield f"better off alone, acc.local above acc.personal by more than noise: {listed(alone)}"
 
 
-def _one(agent: dict[str, Any]) -> Iterator[Table | str]:
-    seen = ago(agent["last_seen_s"])
+def _show_agent(agent: dict[str, Any]) -> Iterator[Table | str]:
+    """Yield what is known of one agent: what it is now, then its history, a table or line for each kind of event."""
+    yield from pairs(_facts_of(agent).items())
+    if fault := agent["fault"]:
+        yield from pairs([("fault", f"{fault['error']}: {fault['message']}"), ("remedy", fault["remedy"])])
+    for note in agent["notes"]:
+        yield f"note: {note}"
     history = agent["history"]
-    alone = {True: "yes: acc.local is above acc.personal by more than noise", False: "no"}
-    known = any(value is not None for value in agent["acc"].values())
-    facts = {
+    if history["accuracy"]:
+        yield ""
+        yield _table_of_accuracy(history["accuracy"])
+    if history["bundles"]:
+        yield ""
+        yield _table_of_bundles(history["bundles"])
+    for pin in history["pins"]:
+        yield _describe_pin(pin)
+    for fault in history["faults"]:
+        yield f"{show_time(fault['at'])} fault: {fault['error']}: {fault['message']}; {fault['remedy']}"
+    for update in history["rejected"]:
+        yield (
+            f"{show_time(update['at'])} update of {update['run']}, round {update['round']}, rejected: "
+            f"{update['reason']}"
+        )
+
+
+def _facts_of(agent: dict[str, Any]) -> dict[str, object]:
+    """Name -> value of what an agent is now; None where it is not known."""
+    seen = ago(agent["last_seen_s"])
+    facts: dict[str, object] = {
         "agent": agent["id"],
         "state": agent["state"],
         "tier": agent["tier"],
@@ -135,52 +173,63 @@ def _one(agent: dict[str, Any]) -> Iterator[Table | str]:
         "bundle": agent["bundle_id"],
         "head": agent["head"],
         "samples": agent["samples"],
-        **{f"acc.{scope}": value for scope, value in agent["acc"].items()},
-        "better off alone": alone[agent["better_alone"]] if known else None,
-        "memory": None if agent["rss_mb"] is None else f"{agent['rss_mb']:.1f} MB",
     }
+    for scope, value in agent["acc"].items():
+        facts[f"acc.{scope}"] = value
+    facts["better off alone"] = _is_better_alone(agent)
+    facts["memory"] = None if agent["rss_mb"] is None else f"{agent['rss_mb']:.1f} MB"
     if candidate := agent["candidate"]:
-        facts["tried, not in use"] = _candidate_text(candidate)
-    yield from pairs(facts.items())
-    if fault := agent["fault"]:
-        yield from pairs([("fault", f"{fault['error']}: {fault['message']}"), ("remedy", fault["remedy"])])
-    yield from (f"note: {note}" for note in agent["notes"])
-    if history["accuracy"]:
-        rows = [
-            (show_time(one["at"]), one["run"], one["round"] or "end", *(one["acc"][scope] for scope in SCOPES))
-            for one in history["accuracy"]
-        ]
-        yield ""
-        yield table("accuracy", ("at", "run", "round", *(f"acc.\n{scope}" for scope in SCOPES)), rows, left=2)
-    if history["bundles"]:
-        rows = [
-            (
-                show_time(one["at"]),
-                (one["bundle_id"] or "")[:12],
-                one["release"],
-                one["outcome"],
-                one["acc"],
-                one["reason"],
-            )
-            for one in history["bundles"]
-        ]
-        yield ""
-        yield table("bundles", ("at", "bundle", "release", "outcome", "acc.personal", "reason"), rows, left=6)
-    for one in history["pins"]:
-        until = f" until {show_time(one['until'])}" if one["until"] else ""
-        what = "unpinned" if one["release"] is None else f"pinned to release {one['release']}{until}: {one['reason']}"
-        yield f"{show_time(one['at'])} {what} ({one['by']})"
-    for fault in history["faults"]:
-        yield f"{show_time(fault['at'])} fault: {fault['error']}: {fault['message']}; {fault['remedy']}"
-    for one in history["rejected"]:
-        yield f"{show_time(one['at'])} update of {one['run']}, round {one['round']}, rejected: {one['reason']}"
+        facts["tried, not in use"] = _describe_candidate(candidate)
+    return facts
 
 
-def _candidate_text(candidate: dict[str, Any]) -> str:
+def _is_better_alone(agent: dict[str, Any]) -> str | None:
+    """Say whether local training serves an agent better; None where no accuracy of it is known."""
+    if all(value is None for value in agent["acc"].values()):
+        return None
+    if agent["better_alone"]:
+        return "yes: acc.local is above acc.personal by more than noise"
+    return "no"
+
+
+def _table_of_accuracy(events: Sequence[dict[str, Any]]) -> Table:
+    rows = [
+        (show_time(event["at"]), event["run"], event["round"] or "end", *(event["acc"][scope] for scope in SCOPES))
+        for event in events
+    ]
+    return table("accuracy", ("at", "run", "round", *(f"acc.\n{scope}" for scope in SCOPES)), rows, left=2)
+
+
+def _table_of_bundles(events: Sequence[dict[str, Any]]) -> Table:
+    rows = [
+        (
+            show_time(event["at"]),
+            (event["bundle_id"] or "")[:12],
+            event["release"],
+            event["outcome"],
+            event["acc"],
+            event["reason"],
+        )
+        for event in events
+    ]
+    return table("bundles", ("at", "bundle", "release", "outcome", "acc.personal", "reason"), rows, left=6)
+
+
+def _describe_pin(pin: dict[str, Any]) -> str:
+    """Say when and by whom an agent was pinned to a release or unpinned."""
+    until = f" until {show_time(pin['until'])}" if pin["until"] else ""
+    decision = f"pinned to release {pin['release']}{until}: {pin['reason']}"
+    if pin["release"] is None:
+        decision = "unpinned"
+    return f"{show_time(pin['at'])} {decision} ({pin['by']})"
+
+
+def _describe_candidate(candidate: dict[str, Any]) -> str:
     """Say which bundle an agent went back from, and what it reached there."""
-    by = f"release {candidate['release']}" if candidate["release"] else candidate["run"]
+    source = f"release {candidate['release']}" if candidate["release"] else candidate["run"]
+    text = f"bundle {candidate['bundle_id'][:12] or 'unknown'} of {source}"
     acc = ", ".join(f"acc.{scope} {value_text(value)}" for scope, value in candidate["acc"].items())
-    return f"bundle {candidate['bundle_id'][:12] or 'unknown'} of {by}{f': {acc}' if acc else ''}"
+    return f"{text}: {acc}" if acc else text
 
 
 @app.command("certificates")
@@ -190,16 +239,14 @@ def show_certificates(config: Config = None, state: State = None, as_json: Json 
     Example: headwater agents certificates
     """
     now = time.time()
-    agents = [_described(record, now) for record in enrolment(config, state).ledger.records()]
+    agents = [_describe_enrolment(record, now) for record in enrolment(config, state).ledger.records()]
+    if not agents:
+        present({"agents": agents}, ["no agents; 'headwater enroll NAME'"], as_json=as_json)
+        return
     columns = ("agent", "state", "valid until", "key", "token until", "renames", "owner", "samples at most")
     keys = ("name", "state", "until", "key", "token", "renames", "owner", "max_samples")
     rows = [tuple(str(agent[key] or "") for key in keys) for agent in agents]
-    parts = (
-        [table(counted(len(agents), "agent"), columns, rows, left=7)]
-        if agents
-        else ["no agents; 'headwater enroll NAME'"]
-    )
-    present({"agents": agents}, parts, as_json=as_json)
+    present({"agents": agents}, [table(counted(len(agents), "agent"), columns, rows, left=7)], as_json=as_json)
 
 
 @app.command("list", hidden=True)
@@ -256,25 +303,32 @@ def rename(
     print_token(issuer.token(new, life, replaces=name), as_json=as_json)
 
 
-def _described(record: AgentRecord, now: float) -> dict[str, Any]:
-    current = record.current()
+def _describe_enrolment(record: AgentRecord, now: float) -> dict[str, Any]:
+    """Return what ``--json`` says of an agent's certificates and tokens; ``now`` in seconds since 1970."""
+    certificate = record.current()
     token = record.token
-    is_open = token is not None and token.used_at is None
-    if current is not None:
-        state = "enrolled" if current.not_after >= now else "expired"
-    elif token is None or not is_open:
-        state = "revoked"
-    elif token.expires >= now:
-        state = "invited"
-    else:
-        state = "revoked" if record.is_revoked else "token expired"
+    if token is not None and token.used_at is not None:
+        token = None  # it let a device in, and says nothing about the future
     return {
         "name": record.name,
-        "state": state,
-        "until": show_utc(current.not_after) if current is not None else None,
-        "key": current.key if current is not None else None,
-        "token": show_utc(token.expires) if token is not None and is_open else None,
-        "renames": (token.replaces or None) if token is not None and is_open else None,
+        "state": _enrolment_state(record, now),
+        "until": None if certificate is None else show_utc(certificate.not_after),
+        "key": None if certificate is None else certificate.key,
+        "token": None if token is None else show_utc(token.expires),
+        "renames": None if token is None else token.replaces or None,
         "owner": record.owner or None,
         "max_samples": record.max_samples,
     }
+
+
+def _enrolment_state(record: AgentRecord, now: float) -> str:
+    """Name the state of an agent's enrolment at ``now``, in seconds since 1970."""
+    certificate = record.current()
+    if certificate is not None:
+        return "enrolled" if certificate.not_after >= now else "expired"
+    token = record.token
+    if token is None or token.used_at is not None:
+        return "revoked"
+    if token.expires >= now:
+        return "invited"
+    return "revoked" if record.is_revoked else "token expired"

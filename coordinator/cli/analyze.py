@@ -90,46 +90,70 @@ def _location(what: str, data: Sequence[str], config: Path | None, state: Path |
 def tables(result: dict[str, Any]) -> Iterator[Table]:
     """Yield tables by round, by client and by target."""
     title = f"{result['run_id']}: {result['method']}, {len(result['clients'])} clients, {result['kind']}"
-    measured = [one for one in result["rounds"] if len(one) > 1]
+    measured = [state for state in result["rounds"] if len(state) > 1]
     if measured:
-        names = list(dict.fromkeys(name for one in measured for name in _means(one)))
-        rows = [(one["round"], *(_means(one).get(name) for name in names)) for one in measured]
-        yield table(title, ("rounds\ndone", *(name.replace(" ", "\n") for name in names)), rows)
+        yield _table_of_rounds(title, measured)
     for scope, answer in result["accuracy"].items():
-        rows = [(name, *(one[part] for part in ("all", "head", "tail"))) for name, one in answer["clients"].items()]
-        mean = ("mean", *(answer[part] for part in ("all", "head", "tail")))
-        first = f" (the first {SHOWN_CLIENTS} of {len(rows)})" if len(rows) > SHOWN_CLIENTS else ""
-        yield table(
-            f"accuracy, {scope}{first}",
-            ("client", "all", "head\nclasses", "tail\nclasses"),
-            [*rows[:SHOWN_CLIENTS], mean],
-        )
-    if result["probe"] is not None:
-        rows = [(f"{r:.0%}", mean) for r, mean in zip(result["probe"]["ratios"], result["probe"]["mean"], strict=True)]
+        yield _table_of_clients(scope, answer)
+    probe = result["probe"]
+    if probe is not None:
+        rows = [(f"{share:.0%}", mean) for share, mean in zip(probe["ratios"], probe["mean"], strict=True)]
         yield table("nearest neighbours on features of highest Fisher score", ("features", "accuracy"), rows)
-    if result["communication"] is not None and result["communication"]["targets"]:
-        rows = []
-        for one in result["communication"]["targets"]:
-            sizes = ["", "", ""]
-            done = "not reached"
-            acc = one.get("best")
-            if one["reached"]:
-                sizes = [f"{one[name] / 1e6:.2f}" for name in ("bytes_up", "bytes_down", "bytes_per_agent")]
-                done = one["rounds_done"]
-                acc = one["acc"]
-            rows.append((f"acc.{one['scope']}", f"{one['target']:g}", done, acc, *sizes))
-        columns = ("scope", "target", "rounds\ndone", "accuracy", "up\nMB", "down\nMB", "MB for\nan agent")
-        yield table("rounds and bytes to an accuracy (mean over agents)", columns, rows)
+    communication = result["communication"]
+    if communication is not None and communication["targets"]:
+        yield _table_of_targets(communication["targets"])
+
+
+def _table_of_rounds(title: str, states: list[dict[str, Any]]) -> Table:
+    """Return a row for each measured state; a state that lacks a measure leaves its cell empty."""
+    means = [_means(state) for state in states]
+    names = list(dict.fromkeys(name for means_of_state in means for name in means_of_state))
+    rows = [
+        (state["round"], *(means_of_state.get(name) for name in names))
+        for state, means_of_state in zip(states, means, strict=True)
+    ]
+    return table(title, ("rounds\ndone", *(name.replace(" ", "\n") for name in names)), rows)
+
+
+def _table_of_clients(scope: str, answer: dict[str, Any]) -> Table:
+    """Return a row for each of the first clients, and one with the means of all."""
+    parts = ("all", "head", "tail")
+    rows = [(name, *(client[part] for part in parts)) for name, client in answer["clients"].items()]
+    title = f"accuracy, {scope}"
+    if len(rows) > SHOWN_CLIENTS:
+        title += f" (the first {SHOWN_CLIENTS} of {len(rows)})"
+    mean = ("mean", *(answer[part] for part in parts))
+    return table(title, ("client", "all", "head\nclasses", "tail\nclasses"), [*rows[:SHOWN_CLIENTS], mean])
+
+
+def _table_of_targets(targets: list[dict[str, Any]]) -> Table:
+    """Return a row for each accuracy: how many rounds and bytes it took, or the best that was reached instead."""
+    rows: list[tuple[object, ...]] = []
+    for target in targets:
+        wanted = (f"acc.{target['scope']}", f"{target['target']:g}")
+        if not target["reached"]:
+            rows.append((*wanted, "not reached", target.get("best"), "", "", ""))
+            continue
+        sizes = [f"{target[name] / 1e6:.2f}" for name in ("bytes_up", "bytes_down", "bytes_per_agent")]
+        rows.append((*wanted, target["rounds_done"], target["acc"], *sizes))
+    columns = ("scope", "target", "rounds\ndone", "accuracy", "up\nMB", "down\nMB", "MB for\nan agent")
+    return table("rounds and bytes to an accuracy (mean over agents)", columns, rows)
 
 
 def _means(state: dict[str, Any]) -> dict[str, float | None]:
-    """Return the means of one state by name."""
-    result: dict[str, float | None] = {}
+    """Name of a measure -> its mean over the clients, of the measures that one state has."""
+    means: dict[str, float | None] = {}
     for measure in ("separation", "cka", "before_after", "sparsity", "fisher"):
-        result |= {f"{measure} {kind}": spread["mean"] for kind, spread in state.get(measure, {}).items()}
-    result |= {measure: state[measure]["mean"] for measure in ("selection", "overlap") if measure in state}
+        for kind, spread in state.get(measure, {}).items():
+            means[f"{measure} {kind}"] = spread["mean"]
+    for measure in ("selection", "overlap"):
+        if measure in state:
+            means[measure] = state[measure]["mean"]
     mixing = state.get("mixing", {})
-    return result | {f"mixing {name}": mixing[name] for name in ("same_group", "own") if name in mixing}
+    for name in ("same_group", "own"):
+        if name in mixing:
+            means[f"mixing {name}"] = mixing[name]
+    return means
 
 
 def reading(result: dict[str, Any]) -> Iterator[str]:

@@ -206,32 +206,41 @@ def agents_now(status: dict[str, Any]) -> Table:
 
 
 def _does(agent: dict[str, Any], run: dict[str, Any]) -> str:
+    """Say in few words what an agent does in the run under way."""
     name = agent["id"]
     if not agent["present"]:
         return "offline"
-    if agent.get("condition", "ok") != "ok":
-        return str((agent.get("fault") or {}).get("error") or agent["condition"])
-    if name in run.get("rejected", {}):
-        return f"rejected, {run['round']}"
-    if name in run.get("accepted", ()):
-        return f"sent, {run['round']}"
-    if name in run.get("cohort", ()):
-        return f"at work, {run['round']}"
+    condition = agent.get("condition", "ok")
+    if condition != "ok":
+        fault = agent.get("fault") or {}
+        return str(fault.get("error") or condition)
+    for part, word in (("rejected", "rejected"), ("accepted", "sent"), ("cohort", "at work")):
+        if name in run.get(part, ()):
+            return f"{word}, {run['round']}"
     return f"bundle {agent['bundle_id'][:8]}" if agent["bundle_id"] else "ready"
 
 
 def _waiting(status: dict[str, Any], run: str) -> str:
-    now = status.get("run") or {}
-    waiting = status.get("waiting") or {}
-    whom = listed(waiting.get("whom", ()), "")
-    what = str(waiting.get("for", "")) + (f", not yet from {whom}" if whom else "")
-    tries = f"; {advised}" if (advised := advice(status)) else ""
-    if (silent := _silent_since(status)) is not None:
-        return f"nothing heard from the coordinator since {silent}; does 'headwater serve' still run?{tries}"
-    if now.get("id") == run or status.get("broker_away"):
-        return f"{what}{tries}"
-    if now.get("id"):
-        return f"queued behind {now['id']}, which is in round {now.get('round')} of {now.get('rounds')}"
+    """Say what a run waits for and from whom, and what to try where nothing is heard.
+
+    Args:
+        status: What the coordinator wrote about itself last.
+        run: The run that is followed. Another one may be under way.
+    """
+    tips = advice(status)
+    tries = f"; {tips}" if tips else ""
+    silent_since = _silent_since(status)
+    if silent_since is not None:
+        return f"nothing heard from the coordinator since {silent_since}; does 'headwater serve' still run?{tries}"
+    under_way = status.get("run") or {}
+    if under_way.get("id") == run or status.get("broker_away"):
+        waiting = status.get("waiting") or {}
+        whom = listed(waiting.get("whom", ()), "")
+        awaited = str(waiting.get("for", ""))
+        return f"{awaited}, not yet from {whom}{tries}" if whom else f"{awaited}{tries}"
+    if under_way.get("id"):
+        progress = f"round {under_way.get('round')} of {under_way.get('rounds')}"
+        return f"queued behind {under_way['id']}, which is in {progress}"
     return "the coordinator has not begun with it"
 
 
@@ -275,9 +284,12 @@ class Invocation:
 
     def command(self, command: str) -> str:
         """Return another command for the same state folder, in quotation marks."""
-        given = (("--config", self.config), ("--state", self.state))
-        options = "".join(f" {option} {shlex.quote(str(path))}" for option, path in given if path is not None)
-        return f"'headwater {command}{options}'"
+        words = [f"headwater {command}"]
+        if self.config is not None:
+            words.append(f"--config {shlex.quote(str(self.config))}")
+        if self.state is not None:
+            words.append(f"--state {shlex.quote(str(self.state))}")
+        return f"'{' '.join(words)}'"
 
 
 def ahead_of(journal: Journal, run: str) -> list[str]:

@@ -94,7 +94,7 @@ def init(
     from ..broker import find_mosquitto
     from ..identity.ledger import identity_folder
     from ..state.release_keys import Public, ReleaseKeys, read_public, role
-    from .keys import described
+    from .keys import describe_keys
 
     if (folder is None) == (config is None):
         raise UsageError(
@@ -126,7 +126,7 @@ def init(
     # 3. Say what was made, and what to do next.
     lines = [
         f"federation '{settings.federation}': authority {authority.fingerprint}",
-        f"releases: {described(ReleaseKeys(settings.state))}",
+        f"releases: {describe_keys(ReleaseKeys(settings.state))}",
         f"configuration in {path}, keys in {identity_folder(settings.state)} (back it up, show it to nobody)",
         f"devices connect to {host}, ports {port} and {enroll_port}; open both in a firewall",
         *_next_steps(path, is_new=config is None),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from edge_agent import __version__
 from edge_agent.bundle.trust import (
@@ -195,21 +196,22 @@ def rotate(
     Example: headwater keys rotate --key root.key
     """
     keys = ReleaseKeys(state_path(config, state))
-    if not (release_key or root_key or threshold or root_threshold) and not keys.online_key.exists():
+    names_change = bool(release_key or root_key or threshold or root_threshold)
+    if not names_change and not keys.online_key.exists():
         raise UsageError("people sign the releases of this federation: name all release keys with --release-key")
-    signers = [read_key(path) for path in key or ()]
-    if keys.root_key.exists():
-        here = read_key(keys.root_key)
-        if Key.of(public_bytes(here)).id in keys.newest().roles["root"].keyids:
-            signers.append(here)
     newest = keys.newest()
-    own = None if release_key or root_key or threshold or root_threshold else keys.next_key()
-    release = _new_role(Signers.of(newest, "targets"), map(read_public, release_key or ()), threshold)
-    if own is not None:
+    signers = [read_key(path) for path in key or ()]
+    signers += _root_keys_here(keys, newest)
+    # Without a word on keys or thresholds, the coordinator's own release key is the one that changes.
+    own = None if names_change else keys.next_key()
+    if own is None:
+        release = _new_role(Signers.of(newest, "targets"), map(read_public, release_key or ()), threshold)
+    else:
         release = _with_own(keys, Signers.of(newest, "targets"), Public(public_bytes(own), COORDINATOR))
     root = _new_role(Signers.of(newest, "root"), map(read_public, root_key or ()), root_threshold)
     if not yes:
         _check_wanted(newest, {"root": root.role, "targets": release.role})
+    # The place is checked before a new key of the coordinator is kept.
     if out is not None:
         ready_for(out)
     changed = keys.change(utc_now(), signers, root=root, release=release, own=own)
@@ -224,6 +226,15 @@ def rotate(
         )
     keys.accept(changed)
     _present(keys, as_json)
+
+
+def _root_keys_here(keys: ReleaseKeys, newest: RootMetadata) -> list[Ed25519PrivateKey]:
+    """Return the root key of the state folder in a list; an empty one where it is elsewhere or counts no more."""
+    if not keys.root_key.exists():
+        return []
+    root_key = read_key(keys.root_key)
+    counts = Key.of(public_bytes(root_key)).id in newest.roles["root"].keyids
+    return [root_key] if counts else []
 
 
 @app.command("accept")
@@ -285,16 +296,13 @@ def sign(
         "needed": needed,
         "signed": after,
     }
-    more = f"; {needed - count} more needed: 'headwater keys sign {bundle} --key FILE'" if count < needed else ""
-    until = f"{bundle}: version {release.version}, installable until {release.expires}"
-    lines = [f"{until}, signed by {_names(after)}: {count} of {needed} needed{more}"]
-    if before is not None and before["signers"] and before["version"] != release.version:
-        lines.append(f"discarded: the signature(s) of {_names(before)} on version {before['version']}")
-    elif before is not None:
-        again_by = {one["id"] for one in before["signers"]} & {Key.of(public_bytes(one)).id for one in signing}
-        if again_by:
-            who = _names({"signers": [one for one in before["signers"] if one["id"] in again_by]})
-            lines.append(f"{who} had signed this version already")
+    line = f"{bundle}: version {release.version}, installable until {release.expires}"
+    line += f", signed by {_name_signers(_signers_in(after))}: {count} of {needed} needed"
+    if count < needed:
+        line += f"; {needed - count} more needed: 'headwater keys sign {bundle} --key FILE'"
+    lines = [line]
+    if before is not None:
+        lines += _compare_with_before(before, release.version, signing)
     if needs_newer(release, __version__):
         lines.append(
             f"warning: only agents of version {release.min_agent} or newer install it, and this is headwater "
@@ -303,17 +311,45 @@ def sign(
     present(result, lines, as_json=as_json)
 
 
-def _names(signed: Mapping[str, Any] | None) -> str:
-    signers = [] if signed is None else signed["signers"]
-    return ", ".join(one["name"] or f"{one['id'][:16]}…" for one in signers) or "no key"
+def _compare_with_before(before: Mapping[str, Any], version: int, signing: Iterable[Ed25519PrivateKey]) -> list[str]:
+    """Say what became of the signatures that a bundle had before it was signed.
+
+    Args:
+        before: What `signature_of` said of it then.
+        version: The version that the bundle has now. Signatures on another one are discarded.
+        signing: The keys that signed now.
+    """
+    if before["version"] != version:
+        if not before["signers"]:
+            return []
+        signers = _name_signers(before["signers"])
+        return [f"discarded: the signature(s) of {signers} on version {before['version']}"]
+    ids = {Key.of(public_bytes(key)).id for key in signing}
+    twice = [signer for signer in before["signers"] if signer["id"] in ids]
+    return [f"{_name_signers(twice)} had signed this version already"] if twice else []
+
+
+def _signers_in(signed: Mapping[str, Any] | None) -> Sequence[Mapping[str, Any]]:
+    """Return who signed a bundle, of an answer of `signature_of`."""
+    return () if signed is None else signed["signers"]
+
+
+def _name_signers(signers: Sequence[Mapping[str, Any]]) -> str:
+    """Return the names of keys in one line; the beginning of its id for a key without a name."""
+    return ", ".join(signer["name"] or f"{signer['id'][:16]}…" for signer in signers) or "no key"
 
 
 def _new_role(before: Signers, public: Iterable[Public], threshold: int | None) -> Signers:
     """Return a role with these keys, where there are any, and with this threshold, where one is given."""
-    given = [*public] or [
-        Public(bytes.fromhex(key.keyval.public), before.names.get(keyid, "")) for keyid, key in before.keys.items()
+    keys = [*public] or _publics_of(before)
+    return role(keys, threshold or before.role.threshold)
+
+
+def _publics_of(signers: Signers) -> list[Public]:
+    """Return the keys of a role with their names."""
+    return [
+        Public(bytes.fromhex(key.keyval.public), signers.names.get(keyid, "")) for keyid, key in signers.keys.items()
     ]
-    return role(given, threshold or before.role.threshold)
 
 
 def _with_own(keys: ReleaseKeys, before: Signers, own: Public) -> Signers:
@@ -323,9 +359,8 @@ def _with_own(keys: ReleaseKeys, before: Signers, own: Public) -> Signers:
         raise UsageError(
             f"{keys.online_key}: its key signs no releases (any more); name all release keys with --release-key"
         )
-    others = {keyid: key for keyid, key in before.keys.items() if keyid != present_id}
-    stay = [Public(bytes.fromhex(key.keyval.public), before.names.get(keyid, "")) for keyid, key in others.items()]
-    return role([*stay, own], before.role.threshold)
+    others = before._replace(keys={keyid: key for keyid, key in before.keys.items() if keyid != present_id})
+    return role([*_publics_of(others), own], before.role.threshold)
 
 
 def _check_wanted(before: RootMetadata, after: Mapping[RoleName, Role]) -> None:
@@ -337,18 +372,19 @@ def _check_wanted(before: RootMetadata, after: Mapping[RoleName, Role]) -> None:
     ]
     if falls:
         raise UsageError(f"{'; '.join(falls)}; nothing was changed, --yes does it")
-    if all(
-        (set(after[name].keyids), after[name].threshold)
-        == (set(before.roles[name].keyids), before.roles[name].threshold)
-        for name in _ROLES
-    ):
+    if all(_is_same(before.roles[name], after[name]) for name in _ROLES):
         raise UsageError(
             f"these keys count since root {before.version}, which ends at {before.expires}; nothing was changed, "
             "--yes makes one more root with a later end"
         )
 
 
-def described(keys: ReleaseKeys) -> str:
+def _is_same(before: Role, after: Role) -> bool:
+    """Return whether the same keys, as many of them, sign in a role; their order says nothing."""
+    return set(before.keyids) == set(after.keyids) and before.threshold == after.threshold
+
+
+def describe_keys(keys: ReleaseKeys) -> str:
     """Return in one line who signs the releases of a federation."""
     root = keys.newest()
     release = root.roles["targets"]
@@ -422,7 +458,7 @@ def _present(keys: ReleaseKeys, as_json: bool) -> None:
         "release_keys": _shown(root, "targets"),
         "signs_here": keys.online_key.exists(),
     }
-    lines = [f"federation '{root.federation}': {described(keys)}", f"devices trust {keys.root}"]
+    lines = [f"federation '{root.federation}': {describe_keys(keys)}", f"devices trust {keys.root}"]
     for name, what in _ROLES.items():
         of = root.roles[name]
         lines += [

@@ -133,7 +133,8 @@ class _Cells(Table):
 
         for position, column in enumerate(columns):
             is_text = position < left
-            longest = max(len(line) for cell in (column, *(row[position] for row in rows)) for line in cell.split("\n"))
+            cells = [column, *(row[position] for row in rows)]
+            longest = max(len(line) for cell in cells for line in cell.split("\n"))
             self.least_width += GAP + (min(longest, WORD_CHARS) if is_text else longest)
             self.add_column(column, justify="left" if is_text else "right", overflow="fold", no_wrap=not is_text)
         for row in rows:

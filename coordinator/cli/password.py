@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import secrets
 import stat
@@ -77,20 +76,18 @@ def password(
         raise UsageError(f"federation '{federation[:80]}' does not match {NAME_PATTERN}")
     if state is None and (config is not None or Path("coordinator.toml").exists()):
         state = state_path(config, None)
-    has_secret = state is None or (state / MASTER).exists()
-    for file in (users, path, *([acl] if acl else [])):
+    had_secret = state is None or (state / MASTER).exists()
+    # Everything that can be refused is, before anything changes.
+    for file in (users, path, *([] if acl is None else [acl])):
         ready_for(file)
-    access_for(users, account)  # an account that is not there should change nothing
+    access_for(users, account)
     secret = secrets.token_urlsafe(PASSWORD_BYTES)
     was_there = set_password(users, agent, secret, account=account)
     write_atomic(path, f"{secret}\n".encode(), access=access_of(path) if path.exists() else Access.private())
     key_file = _write_key(path, agent, federation, state)
     has_changed = acl is not None and add_rules(acl, federation, account=account)
-    status = users.stat()
-    owner = str(status.st_uid)
-    mode = f"{stat.S_IMODE(status.st_mode):o}"
-    with contextlib.suppress(KeyError):  # an account without a name, as in many containers
-        owner = users.owner()
+    owner = _owner_of(users)
+    mode = f"{stat.S_IMODE(users.stat().st_mode):o}"
     result = {
         "agent": agent,
         "users": str(users),
@@ -101,16 +98,16 @@ def password(
         "mode": mode,
         "acl_changed": has_changed,
     }
-    lines = [
-        f"{agent} is in {users}; its password is in {path}{'; the previous password is invalid' if was_there else ''}",
-        f'broker.user = "{agent}", broker.password_file = "{path}"',
-        f"{users} belongs to '{owner}' (mode {mode})",
-    ]
+    lines = [f"{agent} is in {users}; its password is in {path}"]
+    if was_there:
+        lines[0] += "; the previous password is invalid"
+    lines.append(f'broker.user = "{agent}", broker.password_file = "{path}"')
     if key_file is not None:
-        lines.insert(2, f'broker.command_key_file = "{key_file}"')
-        if not has_secret:
-            lines.insert(3, f"{state} had no secret of commands, and has one now; is it the coordinator's folder?")
-    elif agent != COORDINATOR_USER:
+        lines.append(f'broker.command_key_file = "{key_file}"')
+        if not had_secret:
+            lines.append(f"{state} had no secret of commands, and has one now; is it the coordinator's folder?")
+    lines.append(f"{users} belongs to '{owner}' (mode {mode})")
+    if key_file is None and agent != COORDINATOR_USER:
         lines.append("no key for the agent's commands was made: name the coordinator's state folder with --state")
     if owner != BROKER_ACCOUNT:
         lines.append(f"a broker that runs as another user cannot read it: sudo chown <its user> {users}")
@@ -121,6 +118,14 @@ def password(
         "broker reads it by itself"
     )
     present(result, lines, as_json=as_json)
+
+
+def _owner_of(file: Path) -> str:
+    """Return the name of the account that a file belongs to; its number where it has no name, as in many containers."""
+    try:
+        return file.owner()
+    except KeyError:
+        return str(file.stat().st_uid)
 
 
 def _write_key(password_file: Path, agent: str, federation: str, state: Path | None) -> Path | None:
