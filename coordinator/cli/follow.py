@@ -284,12 +284,12 @@ class Invocation:
 
     def command(self, command: str) -> str:
         """Return another command for the same state folder, in quotation marks."""
-        words = [f"headwater {command}"]
+        parts = [f"headwater {command}"]
         if self.config is not None:
-            words.append(f"--config {shlex.quote(str(self.config))}")
+            parts.append(f"--config {shlex.quote(str(self.config))}")
         if self.state is not None:
-            words.append(f"--state {shlex.quote(str(self.state))}")
-        return f"'{' '.join(words)}'"
+            parts.append(f"--state {shlex.quote(str(self.state))}")
+        return f"'{' '.join(parts)}'"
 
 
 def ahead_of(journal: Journal, run: str) -> list[str]:

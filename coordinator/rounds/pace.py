@@ -22,16 +22,29 @@ QUANTILE = 0.8
 """Of these times, rounded up: of up to four it is the longest, of ten the third: single bad rounds change nothing."""
 
 LATE_FACTOR = 4.0
-"""An agent without an update when its round closed is taken to need this many times as long as the round was."""
+"""An agent without an update when its round closed is taken to need this many times as long as the round was.
+
+A convention: how long it takes is not known. It is asked for a quarter of the work or less in the next round. With a
+lower factor an agent that is much slower misses more rounds; with a higher one an agent that was nearly ready trains
+too little, for one round: its true time counts as soon as it delivers.
+"""
 
 GRACE_FACTOR = 1.5
-"""After the quorum an agent is waited for until this many times its expected time; see `GRACE_LEAST_S`."""
+"""After the quorum an agent is waited for until this many times its expected time; see `GRACE_LEAST_S`.
+
+Where the times of an agent are log-normal, a round closes without it in 0.7 % of rounds if their logarithm has a
+standard deviation of 0.25, in 4.9 % if it has one of 0.5, and the others wait half as long as usual at most.
+"""
 
 GRACE_LEAST_S = 1.0
 """After the quorum an agent is waited for at least so many seconds beyond its expected time."""
 
 DEADLINE_FACTOR = 3.0
-"""Before the quorum, where half of the cohort has delivered."""
+"""Before the quorum, after half of the cohort delivered, an agent is waited for so many times its expected time.
+
+Without the quorum a round has to be repeated, so the limit is one that agents hardly reach by chance: 0.1 % of rounds
+for log-normal times with a standard deviation of 0.5 in the logarithm.
+"""
 
 SLOW_FACTOR = 2.0
 """A slow agent is expected to take more than this many times the median of the cohort; see `SLOW_LEAST_S`."""

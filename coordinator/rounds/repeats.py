@@ -11,7 +11,11 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping
 
 NEAR_BOUND = 0.9
-"""An update is at a bound of size that comes so near to it: one that stays a little below is no other."""
+"""An update is at a bound of size that comes so near to it: one that stays a little below is no other.
+
+With 1.0 an attacker of four clients costs 0.86 points in the mean over attacks, with 0.9 and with 0.75 0.70 and 0.75
+(examples/results/poisoning.md, "Other limits").
+"""
 
 TOLERATED_ROUNDS = 2
 """With a count up to one below this an agent counts as any other."""

@@ -6,7 +6,7 @@ import argparse
 import logging
 import textwrap
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -127,14 +127,9 @@ def status(arguments: argparse.Namespace) -> int:
       edge-agent status --config agent.toml --json
     """
     config, lacks_data = _config_of(arguments)
+    # What the agent wrote about itself last; while none runs, what it said of its work holds no more.
     reported = read_json(config.state / "status.json") or {}
-    running = False
-    if config.state.is_dir():
-        try:
-            with folder_lock(config.state, "edge-agent status"):
-                pass
-        except StateError:
-            running = True
+    running = _is_running(config.state)
     result: dict[str, Any] = {
         "id": config.id if arguments.state is None else reported.get("id"),
         "running": running,
@@ -158,6 +153,7 @@ def status(arguments: argparse.Namespace) -> int:
     if arguments.state is None:
         result["tier"] = result["tier"] or config.tier
     result["commands"] = _commands(config, result["commands"] or {}, by_folder=arguments.state is not None)
+    # What lies in the folder now. A part that cannot be read is the fault that is shown; the others are shown as well.
     try:
         trust = TrustStore(config.state / "bundles").described(time.time())
         takes_unsigned = config.takes_unsigned if arguments.state is None else None
@@ -183,6 +179,17 @@ def status(arguments: argparse.Namespace) -> int:
         result.update(condition="stalled", fault=problem)  # which the agent itself could not write down
     output.result(arguments, result, lambda: formats.pairs(_rows(result)))
     return 0 if result["condition"] in {None, "ok"} else 1
+
+
+def _is_running(state: Path) -> bool:
+    """Return whether an agent holds the state folder."""
+    if not state.is_dir():
+        return False
+    try:
+        with folder_lock(state, "edge-agent status"):
+            return False
+    except StateError:
+        return True
 
 
 def _config_of(arguments: argparse.Namespace) -> tuple[AgentConfig, bool]:
@@ -326,30 +333,34 @@ def _values_to_show(status: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rows(status: dict[str, Any]) -> Iterator[tuple[str, object]]:
-    known = _values_to_show(status)
-    if number := known.pop("release", None):
-        known["bundle_id"] = f"{status['bundle_id'][:12]}, release {number}"
-    elif bundle := known.get("bundle_id"):
-        known["bundle_id"] = bundle[:12]
-    for name, value in known.items():
-        if name == "fault" and isinstance(value, dict):
-            yield name, f"{value.get('error')}: {value.get('message')}"
-            yield "remedy", f"{value.get('remedy')} (fault of {show_time(value.get('at'))})"
-        elif name == "refused":
-            yield from (
-                ("refused", f"bundle {one['bundle_id'][:12]} at {show_time(one['at'])}: {one['reason']}")
-                for one in value
-            )
+    """Yield what the command prints of a status: a name and a value for each line."""
+    values = _values_to_show(status)
+    # Bundle and release are one line.
+    release = values.pop("release", None)
+    if values.get("bundle_id"):
+        bundle = status["bundle_id"][:12]
+        values["bundle_id"] = f"{bundle}, release {release}" if release else bundle
+    for name, value in values.items():
+        if name in _ROWS:
+            yield from _ROWS[name](value)
         elif name in _TEXTS:
             yield name, _TEXTS[name](value)
-        elif name in {"figures", "lineage"}:
-            yield from figure_rows.variant_rows(value) if name == "figures" else figure_rows.lineage_rows(value)
-        elif name == "metrics" and isinstance(value, dict):
-            yield from _metric_rows(value)
         elif isinstance(value, dict):
             yield name, ", ".join(f"{key} {formats.value_text(inner)}" for key, inner in value.items())
+        elif isinstance(value, bool):
+            yield name, "yes" if value else "no"
         else:
-            yield name, ("yes" if value else "no") if isinstance(value, bool) else value
+            yield name, value
+
+
+def _fault_rows(fault: dict[str, Any]) -> Iterator[tuple[str, object]]:
+    yield "fault", f"{fault.get('error')}: {fault.get('message')}"
+    yield "remedy", f"{fault.get('remedy')} (fault of {show_time(fault.get('at'))})"
+
+
+def _refused_rows(refused: list[dict[str, Any]]) -> Iterator[tuple[str, object]]:
+    for bundle in refused:
+        yield "refused", f"bundle {bundle['bundle_id'][:12]} at {show_time(bundle['at'])}: {bundle['reason']}"
 
 
 def _metric_rows(metrics: dict[str, Any]) -> Iterator[tuple[str, object]]:
@@ -359,3 +370,13 @@ def _metric_rows(metrics: dict[str, Any]) -> Iterator[tuple[str, object]]:
         yield "skipped", f"{metrics['n_skipped']} cannot be used, first {metrics.get('skipped_first')}"
     if metrics.get("better_alone"):
         yield "note", output.BETTER_ALONE.removeprefix("note: ")
+
+
+_ROWS: Mapping[str, Callable[[Any], Iterable[tuple[str, object]]]] = {
+    "fault": _fault_rows,
+    "refused": _refused_rows,
+    "figures": figure_rows.variant_rows,
+    "lineage": figure_rows.lineage_rows,
+    "metrics": _metric_rows,
+}
+"""Name of a value of a status -> the lines that it has; any other value has one line."""

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from ..data.collected import Collection
 
 
+SHOWN_REASONS = 5
+"""Samples that are left out are named with their reasons, up to so many."""
+
 FEW_SAMPLES = 20
 """Of a class with fewer samples to fit its owner is told when the head has become worse."""
 
@@ -77,13 +80,18 @@ def add(arguments: argparse.Namespace) -> int:
         samples = labelled(samples, arguments.label)
     added = collection.add(samples, config.data.budget)
     content = {**asdict(added), "renamed": dict(added.renamed), "skipped": list(left_out)}
-    dropped = f", {added.dropped} older ones dropped: at most {config.data.budget} are kept" if added.dropped else ""
-    known = f", {added.known} were there already" if added.known else ""
-    known += f", {added.moved} of them of another class till now" if added.moved else ""
-    rows = [("samples", f"{added.added} added{known}{dropped}")]
+    count = f"{added.added} added"
+    if added.known:
+        count += f", {added.known} were there already"
+    if added.moved:
+        count += f", {added.moved} of them of another class till now"
+    if added.dropped:
+        count += f", {added.dropped} older ones dropped: at most {config.data.budget} are kept"
+    rows = [("samples", count)]
     rows += [("class", f"'{old}' is called '{new}' on this device") for old, new in added.renamed.items()]
-    rows += [("left out", reason) for reason in left_out[:5]]
-    rows += [("left out", f"… and {len(left_out) - 5} more")] if len(left_out) > 5 else []
+    rows += [("left out", reason) for reason in left_out[:SHOWN_REASONS]]
+    if len(left_out) > SHOWN_REASONS:
+        rows.append(("left out", f"… and {len(left_out) - SHOWN_REASONS} more"))
     return _refitted(arguments, config, content, rows)
 
 
@@ -112,9 +120,8 @@ def classes(arguments: argparse.Namespace) -> int:
 
     names = arguments.names
     action = arguments.action
-    if not {"list": len(names) == 0, "rename": len(names) == 2, "merge": len(names) > 2, "remove": len(names) > 0}[
-        action
-    ]:
+    takes_names = {"list": len(names) == 0, "rename": len(names) == 2, "merge": len(names) > 2, "remove": bool(names)}
+    if not takes_names[action]:
         raise UsageError(
             f"classes {action} {' '.join(names)}: expected list, rename OLD NEW, merge A B INTO or remove NAME"
         )
@@ -142,11 +149,12 @@ def classes(arguments: argparse.Namespace) -> int:
                 f"classes remove {' '.join(names)}: no other class has samples, so no head could be fitted; add "
                 "samples of another class first"
             )
-        gone = collection.remove(names, known)
-        content = {"removed": names, "samples_removed": gone}
+        removed = collection.remove(names, known)
+        content = {"removed": names, "samples_removed": removed}
         rows = [("removed", ", ".join(names))]
-        hint = "'edge-agent rollback --head' brings back the head alone"
-        rows += [("samples", f"{gone} removed for good; {hint}")] if gone else []
+        if removed:
+            hint = "'edge-agent rollback --head' brings back the head alone"
+            rows.append(("samples", f"{removed} removed for good; {hint}"))
     return _refitted(arguments, config, content, rows)
 
 
@@ -187,39 +195,37 @@ def _refitted(
 ) -> int:
     """Fit the head again where no agent does, and print what was done."""
     from ..agent.head_tier import refit
-    from ..personal.local.validation import interval
 
     before = _metrics_of(config)
-    why = _why_not_here(arguments, config)
+    # Step 1: fit it, unless the agent does, or only the configuration's data would make the head complete.
+    obstacle = _why_not_here(arguments, config)
     refitted: Refitted | None = None
-    if not why:
+    if not obstacle:
         try:
             with folder_lock(config.state, "edge-agent add"):
                 refitted = refit(config, compare=True)
         except StateError as error:
             if not error.holder:
                 raise
-            why = "the agent of this device is running and fits it"
-            why += "; the head before answers until then" if before else ""
-    metrics = _metrics_of(config) if not why else {}
-    content = {**content, "refitted": not why, "not_refitted": why or None, "metrics": metrics or None}
+            obstacle = "the agent of this device is running and fits it"
+            if before:
+                obstacle += "; the head before answers until then"
+    metrics = {} if obstacle else _metrics_of(config)
+    content = {**content, "refitted": not obstacle, "not_refitted": obstacle or None, "metrics": metrics or None}
     content["acc.personal_before"] = before.get("acc.personal")
-    if why:
-        return output.result(arguments, content, lambda: formats.pairs([*rows, ("head", f"not fitted here: {why}")]))
-    count = int(metrics.get("n_test") or 0)
-    share = metrics.get("acc.personal")
-    text = formats.percent(share)
-    if share is not None:
-        low, high = interval(round(share * count), count)
-        text += f"  (95 %: {100 * low:.1f} to {100 * high:.1f} %)"
-    if before:
-        of = f"{before.get('n_test')} held-out samples"
-        text += f"; before {formats.percent(before.get('acc.personal'))} of {of}, which were others in part"
-    shown = [*rows, ("head", _head_text(metrics, before)), ("acc.personal", text)]
-    shown += [("learned from", f"{metrics.get('n_train')} samples to fit, {count} held out")]
+    if obstacle:
+        rows = [*rows, ("head", f"not fitted here: {obstacle}")]
+        return output.result(arguments, content, lambda: formats.pairs(rows))
+    # Step 2: say how good the new head is, beside the one before.
+    shown = [
+        *rows,
+        ("head", _head_text(metrics, before)),
+        ("acc.personal", _accuracy_text(metrics, before)),
+        ("learned from", f"{metrics.get('n_train')} samples to fit, {metrics.get('n_test') or 0} held out"),
+    ]
     notes = []
     if metrics.get("classes") == 1:
-        notes = ["note: the head knows one class alone, and answers every input so; add samples of another class"]
+        notes.append("note: the head knows one class alone, and answers every input so; add samples of another class")
     by_class: list[str] = []
     if refitted is not None:
         content["per_class"] = [asdict(row) for row in class_rows(refitted)]
@@ -227,6 +233,22 @@ def _refitted(
         by_class = ["", *_class_table(refitted)] if len(content["per_class"]) > 1 else []
         notes += [f"warning: {line}" for line in content["warnings"]]
     return output.result(arguments, content, lambda: [*formats.pairs(shown), *by_class, *notes])
+
+
+def _accuracy_text(metrics: dict[str, Any], before: dict[str, Any]) -> str:
+    """Return the accuracy on held-out samples with its interval, and that of the head before where there was one."""
+    from ..personal.local.validation import interval
+
+    share = metrics.get("acc.personal")
+    text = formats.percent(share)
+    if share is not None:
+        count = int(metrics.get("n_test") or 0)
+        low, high = interval(round(share * count), count)
+        text += f"  (95 %: {100 * low:.1f} to {100 * high:.1f} %)"
+    if before:
+        samples = f"{before.get('n_test')} held-out samples"
+        text += f"; before {formats.percent(before.get('acc.personal'))} of {samples}, which were others in part"
+    return text
 
 
 def _head_text(metrics: dict[str, Any], before: dict[str, Any]) -> str:
@@ -316,23 +338,37 @@ def _why_not_here(arguments: argparse.Namespace, config: AgentConfig) -> str:
 
 def _states(config: AgentConfig, collection: Collection, manifest: Manifest) -> dict[str, Any]:
     """Return the classes with their numbers of added samples and their states, in the order of the head."""
-    from ..heads import saved
-
     index = collection.index()
-    trained = set[str]()
-    names = list[str]()
-    try:
-        head = saved.load(config.state / "head", {k: v.fingerprint for k, v in manifest.variants.items()})
-        names = list(head.class_names)
-        arrays = head.head.arrays
-        trained = {names[label] for label in arrays["only_class" if "only_class" in arrays else "classes"].tolist()}
-    except HeadwaterError:  # no head yet, or one of another bundle
-        names = []
+    names, trained = _classes_of_head(config, manifest)
+    counts = Counter((sample.label, sample.held_out) for sample in index.samples)
     rows = []
     for name in dict.fromkeys([*names, *index.classes]):
-        counts = [sum(e.label == name and e.held_out is held for e in index.samples) for held in (False, True)]
-        state = "trained" if name in trained else "collected" if sum(counts) else "empty"
-        if (now := index.name_of(name)) != name:
-            state = f"{state}; {'removed' if now is None else f'renamed to {now}'} with the next fit"
-        rows.append({"class": name, "train": counts[0], "held_out": counts[1], "state": state})
+        train = counts[name, False]
+        held_out = counts[name, True]
+        state = "empty"
+        if name in trained:
+            state = "trained"
+        elif train or held_out:
+            state = "collected"
+        # A change of the classes holds from the next fit on.
+        name_then = index.name_of(name)
+        if name_then is None:
+            state += "; removed with the next fit"
+        elif name_then != name:
+            state += f"; renamed to {name_then} with the next fit"
+        rows.append({"class": name, "train": train, "held_out": held_out, "state": state})
     return {"classes": rows, "samples": len(index.samples), "fitted": index.version == index.fitted}
+
+
+def _classes_of_head(config: AgentConfig, manifest: Manifest) -> tuple[list[str], set[str]]:
+    """Return the names of the head's classes, and those that it can answer; none without a head of this bundle."""
+    from ..heads import saved
+
+    fingerprints = {precision: variant.fingerprint for precision, variant in manifest.variants.items()}
+    try:
+        head = saved.load(config.state / "head", fingerprints)
+        arrays = head.head.arrays
+        labels = arrays["only_class" if "only_class" in arrays else "classes"].tolist()
+        return list(head.class_names), {head.class_names[label] for label in labels}
+    except HeadwaterError:
+        return [], set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
     from ..bundle.unpacked import Bundle
     from ..data import Samples
+    from ..personal.local.validation import LearningCurve
     from ..personal.personalize import Result
 
 _CURVE_FITS = 8
@@ -87,21 +89,23 @@ def _evaluate_saved(arguments: argparse.Namespace, bundle: Bundle) -> int:
     from ..personal.personalize import load_head, of_one_class, score_saved, why_no_global
 
     saved = load_head(arguments.head, bundle, arguments.precision)
+    # Step 1: samples that are new to the head, of classes that it knows.
     fitted_on, test, known = _to_score(arguments, bundle, saved.learned, saved.class_names)
     sitting = same_sitting(fitted_on, test)
     test, others = _of_known_classes(test, saved.class_names, arguments.test or arguments.data)
     if others and arguments.strict:
         raise DataError(f"the head does not know {', '.join(others)}; remove these samples, or fit another head")
+    # Step 2: those that a device alone would learn from, as the head did. Without all of them that would be unfair.
     train = None
     if _all_here(fitted_on, saved.learned):
         train, renamed = _of_known_classes(fitted_on, saved.class_names, arguments.data)
-        train = None if renamed else train  # a device alone would learn from what is left, the head learned from all
+        if renamed:
+            train = None
     scores, features = score_saved(
         bundle, saved, encoder_of(arguments, bundle, saved), test, fit_options(arguments), train
     )
     parts = (test if train is None else train, test)
     count = len(test)
-    one_class = of_one_class(*parts)
     no_global = why_no_global(bundle, saved.class_names)
     content: dict[str, Any] = {
         **scores.metrics(),
@@ -111,7 +115,7 @@ def _evaluate_saved(arguments: argparse.Namespace, bundle: Bundle) -> int:
         "n_fitted_on": known,
         "same_sitting": sitting,
         "intervals": intervals_of(scores, count),
-        "one_class": one_class,
+        "one_class": of_one_class(*parts),
         "no_global": no_global,
         "skipped": len(test.skipped),
         "unknown_classes": others,
@@ -127,28 +131,39 @@ def _evaluate_saved(arguments: argparse.Namespace, bundle: Bundle) -> int:
             "note: no acc.local: a device alone would learn from the samples that the head was fitted on; give them as "
             "--data, and those to score as --test"
         )
-    notes += [f"note: no acc.global: {no_global}"] if no_global else []
-    error = None
+    if no_global:
+        notes.append(f"note: no acc.global: {no_global}")
+    # Step 3: whether its probabilities and its answer "unknown" are what they should be.
+    error = calibration_error(saved.predict_proba(features), test.labels) if count >= LEAST_FOR_CALIBRATION else None
     alarms = None
     drift = None
-    if count >= LEAST_FOR_CALIBRATION:
-        error = calibration_error(saved.predict_proba(features), test.labels)
-    if (rule := saved.confidence.unknown) is not None and count:
+    rule = saved.confidence.unknown
+    if rule is not None and count:
         unknown = int(rule.is_unknown(features).sum())
         alarms = unknown / count
         drift = rule.has_drifted(unknown, count)
-        notes += [output.drift(unknown, count, rule.rate)] if drift else []
+        if drift:
+            notes.append(output.drift(unknown, count, rule.rate))
     content |= {"ece": error, "false_alarms": alarms, "drift": drift}
-    of = f"{saved.precision} features" if saved.local is None else "without the encoder"
-    few = f"–  ({count} samples, {LEAST_FOR_CALIBRATION} are needed)"
-    rows = [("head", f"{saved.title}, {of}"), ("samples", _known_text(count, known, saved.learned))]
-    rows += [
+    learns_from = f"{saved.precision} features" if saved.local is None else "without the encoder"
+    rows = [
+        ("head", f"{saved.title}, {learns_from}"),
+        ("samples", _known_text(count, known, saved.learned)),
         *accuracy_rows(scores, count),
         *same_sitting_rows(sitting),
-        ("calibration error", few if error is None else formats.percent(error)),
+        ("calibration error", _error_text(error, count)),
+        ("called unknown", "–  (the head has no rule for that)" if rule is None else formats.percent(alarms)),
     ]
-    rows += [("called unknown", "–  (the head has no rule for that)" if rule is None else formats.percent(alarms))]
     return output.result(arguments, content, lambda: [*formats.pairs(rows), *notes])
+
+
+def _error_text(error: float | None, count: int) -> str:
+    """Return the calibration error of a head on ``count`` samples; the number that is needed where they are too few."""
+    from ..personal.confidence import LEAST_FOR_CALIBRATION
+
+    if error is None:
+        return f"–  ({count} samples, {LEAST_FOR_CALIBRATION} are needed)"
+    return formats.percent(error)
 
 
 def _compare(arguments: argparse.Namespace, bundle: Bundle, parts: tuple[Samples, Samples]) -> int:
@@ -171,30 +186,52 @@ def _compare(arguments: argparse.Namespace, bundle: Bundle, parts: tuple[Samples
         [_costs(result) for result in results],
     )
     content: dict[str, Any] = {"heads": [_metrics(result) for result in results], "failed": failed, "curve": None}
-    for result in results[:1]:
-        shown = dict(accuracy_rows(result.scores, result.n_test))
-        counts = f"{result.n_train} samples to fit, {result.n_test} held out"
-        lines += ["", f"acc.global  {shown['acc.global']}", f"acc.local   {shown['acc.local']}", counts]
-        lines += [f"{name}: {text}" for name, text in same_sitting_rows(result.same_sitting)]
-        lines += [f"batch norm  {norm_text(result)}"]
-        lines += [f"{step} {seconds:.2f} s" for step, seconds in features.steps.items()]
-        lines += detail_tables(result)
-        if _CURVE_FITS * result.seconds <= _CURVE_BUDGET_S:
-            points = curve(features, result.head.name)
+    if results:
+        best = results[0]
+        lines += ["", *_describe_best(best, features.steps)]
+        if _CURVE_FITS * best.seconds <= _CURVE_BUDGET_S:
+            points = curve(features, best.head.name)
             content["curve"] = {**asdict(points), "advice": points.advice}
-            rows = [(p.samples, formats.percent(p.mean), formats.percent(p.spread)) for p in points.points]
-            header = (f"samples to fit {result.head.name}", "accuracy in cross-validation", "spread")
-            lines += ["", *(output.table(header, rows) if rows else ()), points.advice]
-            lines += folds_note(result.same_sitting, points.same_sitting)
+            lines += _describe_curve(best, points)
         else:
-            lines += [f"no learning curve: head '{result.head.name}' would take more than {_CURVE_BUDGET_S} s for it"]
-        lines += notes_on(result.scores, parts)
-        lines += [f"note: no acc.global: {result.no_global}"] if result.no_global else []
+            lines.append(f"no learning curve: head '{best.head.name}' would take more than {_CURVE_BUDGET_S} s for it")
+        lines += notes_on(best.scores, parts)
+        if best.no_global:
+            lines.append(f"note: no acc.global: {best.no_global}")
     skipped = skipped_of(parts)
     lines += [*output.skipped(skipped), *(f"{name}: {reason}" for name, reason in failed.items())]
     content["same_sitting"] = same_sitting(*parts)
     content |= {"skipped": len(skipped), "not_held_out": not_held_out(*parts), "steps": dict(features.steps)}
     return output.result(arguments, content, lambda: lines)
+
+
+def _describe_best(best: Result, steps: Mapping[str, float]) -> Iterator[str]:
+    """Yield what else is known of the head that answered best.
+
+    Args:
+        best: The head and its figures.
+        steps: Step before the fits, such as the features -> seconds that it took.
+    """
+    shown = dict(accuracy_rows(best.scores, best.n_test))
+    yield f"acc.global  {shown['acc.global']}"
+    yield f"acc.local   {shown['acc.local']}"
+    yield f"{best.n_train} samples to fit, {best.n_test} held out"
+    for name, text in same_sitting_rows(best.same_sitting):
+        yield f"{name}: {text}"
+    yield f"batch norm  {norm_text(best)}"
+    for step, seconds in steps.items():
+        yield f"{step} {seconds:.2f} s"
+    yield from detail_tables(best)
+
+
+def _describe_curve(best: Result, points: LearningCurve) -> Iterator[str]:
+    """Yield the accuracy by number of samples as a table, and whether more samples would help."""
+    rows = [(point.samples, formats.percent(point.mean), formats.percent(point.spread)) for point in points.points]
+    yield ""
+    if rows:
+        yield from output.table((f"samples to fit {best.head.name}", "accuracy in cross-validation", "spread"), rows)
+    yield points.advice
+    yield from folds_note(best.same_sitting, points.same_sitting)
 
 
 def _evaluate_numeric(arguments: argparse.Namespace, bundle: Bundle) -> int:

@@ -4,6 +4,7 @@
 cell of the grid for each seed, with the clients' own code, our aggregation, our objections and our exclusions; only
 transport is left out. A file that is there is continued. ``--honest`` prints instead what honest updates look like on
 several splits: how far they differ in size and direction, and what the bounds cost. The bounds were chosen by that.
+``--limits`` prints what FedAvg loses with other values of the limits that are constants of the code.
 
 Attackers know everything: the bounds, and the honest updates of the round before they send their own. Updates that the
 collector would reject (NaN) are left out as it does.
@@ -20,12 +21,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Protocol
+from unittest.mock import patch
 
 import numpy as np
 import torch
 
 from coordinator.config import NO_BOUNDS, AggregationConfig
 from coordinator.journal.entries import RoundOpened
+from coordinator.rounds import bounds
 from coordinator.rounds.aggregation import aggregate
 from coordinator.rounds.bounds import norms_of
 from coordinator.rounds.directions import Comparison
@@ -966,6 +969,52 @@ def honest_row(name: str, clients: int, split: str, seeds: int) -> str:
     return f"| {name} | {clients} | {split} | {sizes} | {cosines} | {fmean(lost):.1f} | {suspects} | {left_out} |"
 
 
+# --- other limits ----------------------------------------------------------------------------------------------------
+
+LIMITS = {
+    "OUTLIER_SHARE": (0.125, 0.25, 0.5, 1.0),
+    "SUSPECT_SHARE": (0.05, 0.1, 0.2),
+    "NEAR_BOUND": (0.75, 0.9, 1.0),
+}
+"""Constants of `coordinator.rounds.bounds` -> the values that are tried, one constant at a time."""
+
+LIMIT_SEEDS = range(40, 44)
+"""Seeds that no limit was chosen by."""
+
+
+def limits() -> None:
+    """Print what attacks on FedAvg cost, in the mean and at most, with other values of `LIMITS`."""
+    print("| limit | value | 1 of 4 | 1 of 20 | 4 of 20 | honest updates suspect |")
+    print("|---|---|---|---|---|---|")
+    parts = [part for part in PARTS if part.method == "fedavg" and part.rules == BY_MEANS]
+    for name, values in LIMITS.items():
+        for value in values:
+            with patch.object(bounds, name, value):
+                cells = [limit_cell(part) for part in parts]
+            texts = " | ".join(text for text, _ in cells)
+            print(f"| {name} | {value} | {texts} | {sum(suspects for _, suspects in cells)} |", flush=True)
+
+
+def limit_cell(part: Part) -> tuple[str, int]:
+    """Return points lost over the attacks of a part, mean and worst, and how many honest updates were suspect."""
+    lost: list[float] = []
+    suspects = 0
+    for seed in LIMIT_SEEDS:
+        federation = federation_of(part.method, part.clients, seed)
+        alone = federation.run(ATTACKS["absent"], part.attackers, RULES["no bounds"])
+        for attack in part.attacks:
+            attacked = federation.run(ATTACKS[attack], part.attackers, RULES[DEFAULT])
+            lost.append(100 * (alone.accuracy - attacked.accuracy))
+            suspects += attacked.honest_suspect
+    return f"{fmean(lost):.2f} ({max(lost):.1f})", suspects
+
+
+@functools.cache
+def federation_of(method: str, clients: int, seed: int) -> Federation:
+    """Return a federation that is split once, however often it runs."""
+    return Federation(method, clients, seed)
+
+
 def main() -> None:
     """Run what is asked for; a JSON file that is there is continued."""
     parser = argparse.ArgumentParser()
@@ -974,8 +1023,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--parts", nargs="*", default=[part.title for part in PARTS])
     parser.add_argument("--honest", nargs="*", metavar="METHOD")
+    parser.add_argument("--limits", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.limits:
+        limits()
+        return
     if options.honest is not None:
         honest(options.seeds, options.honest or list(METHODS))
         return

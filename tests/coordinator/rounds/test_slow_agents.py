@@ -7,12 +7,14 @@ work that it is asked for, and ends when its round is over.
 from __future__ import annotations
 
 import contextlib
+import math
+from statistics import NormalDist
 
 import pytest
 from federation_harness import Federation, Killed
 
 from coordinator.config import RoundConfig
-from coordinator.rounds.pace import GRACE_FACTOR, HISTORY, LEAST_WORK, Pace
+from coordinator.rounds.pace import DEADLINE_FACTOR, GRACE_FACTOR, HISTORY, LEAST_WORK, QUANTILE, Pace
 
 SHIPPED = RoundConfig().model_dump()
 USUAL_S = 10.0
@@ -254,3 +256,14 @@ def test_an_agent_on_a_slow_link_is_waited_for_as_long_as_it_took_whatever_its_s
     pace = paced(a=[(10, 1, 0)], slow=[(20, 1, 0)])
     assert pace.grace_until({"a": 100, "slow": 100}, {"slow": 0.5}, 1, 150) == 130
     assert pace.deadline({"slow": 100}, {"slow": 0.5}, 1, 10, 700) == 160
+
+
+@pytest.mark.parametrize(
+    ("factor", "spread", "missed"),
+    [(GRACE_FACTOR, 0.25, 0.007), (GRACE_FACTOR, 0.5, 0.049), (DEADLINE_FACTOR, 0.5, 0.001)],
+)
+def test_an_agent_whose_times_vary_as_usual_is_missed_as_seldom_as_the_factors_say(factor, spread, missed):
+    """The agent's times are log-normal; what is expected of it is the quantile that the code takes of many of them."""
+    expected = spread * NormalDist().inv_cdf(QUANTILE)
+    beyond = (expected + math.log(factor)) / spread
+    assert 1 - NormalDist().cdf(beyond) == pytest.approx(missed, abs=0.0005)
