@@ -259,7 +259,7 @@ def test_an_agent_on_a_slow_link_is_waited_for_as_long_as_it_took_whatever_its_s
 
 
 @pytest.mark.parametrize(
-    ("factor", "spread", "missed"),
+    "factor, spread, missed",
     [(GRACE_FACTOR, 0.25, 0.007), (GRACE_FACTOR, 0.5, 0.049), (DEADLINE_FACTOR, 0.5, 0.001)],
 )
 def test_an_agent_whose_times_vary_as_usual_is_missed_as_seldom_as_the_factors_say(factor, spread, missed):
