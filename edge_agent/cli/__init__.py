@@ -29,6 +29,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "fit": ("fit", "fit", "fit a personal head on local data"),
     "predict": ("predict", "predict", "classify inputs with a bundle and a head"),
     "serve": ("serve", "serve", "answer inputs over HTTP until stopped, with a page to look at"),
+    "export": ("one_file", "export", "write a personal model as one ONNX file for any runtime"),
     "evaluate": ("evaluate", "evaluate", "score a saved head, or compare heads on local data"),
     "add": ("collect", "add", "add labelled samples of this device, and fit its head again"),
     "classes": ("collect", "classes", "list, rename, merge or remove this device's classes"),

@@ -12,6 +12,7 @@ from typing import Literal
 import numpy as np
 from pydantic import Field
 
+from ..core.graph import DOUBLE, Graph, Value
 from ..core.task import Tensors
 from .base import FitData, Head, HeadParams, softmax
 
@@ -50,6 +51,16 @@ def normalise(features: np.ndarray, kind: FeatureNorm, arrays: Tensors) -> np.nd
     return wide
 
 
+def write_norm(graph: Graph, features: Value, kind: FeatureNorm, arrays: Tensors) -> Value:
+    """Write what `normalise` computes: features (n, d) float64."""
+    wide = graph.cast(features, DOUBLE)
+    if kind == "standard":
+        return graph.add("Div", graph.add("Sub", wide, arrays["feature_mean"]), arrays["feature_scale"])
+    if kind == "l2":
+        return graph.unit(wide, DOUBLE)
+    return wide
+
+
 class NormedHead(Head):
     """A head that answers with the softmax of logits of normalised features; by default, those of one linear layer."""
 
@@ -66,6 +77,10 @@ class NormedHead(Head):
     def _predict(self, features: np.ndarray) -> np.ndarray:
         return softmax(self._logits(normalise(features, self.params.feature_norm, self.arrays)))
 
+    def _write(self, graph: Graph, features: Value) -> Value:
+        inputs = write_norm(graph, features, self.params.feature_norm, self.arrays)
+        return graph.softmax(self._write_logits(graph, inputs))
+
     @abstractmethod
     def _fit_inputs(self, inputs: np.ndarray, labels: np.ndarray, classes: int, rng: np.random.Generator) -> Tensors:
         """Fit on normalised ``inputs`` (n, d) float64 and ``labels`` (n,) below ``classes``; return arrays."""
@@ -73,6 +88,10 @@ class NormedHead(Head):
     def _logits(self, inputs: np.ndarray) -> np.ndarray:
         """Return logits (n, k) of normalised ``inputs``."""
         return np.asarray(inputs @ self.arrays["weight"].T + self.arrays["bias"])
+
+    def _write_logits(self, graph: Graph, inputs: Value) -> Value:
+        """Write what `_logits` computes; ``inputs`` (n, d) float64."""
+        return graph.linear(inputs, self.arrays["weight"].astype(DOUBLE), self.arrays["bias"].astype(DOUBLE))
 
 
 _USUAL = (0.02, 0.98)
@@ -137,6 +156,27 @@ def shared_logits(arrays: Mapping[str, np.ndarray], features: np.ndarray) -> np.
     if "shared.weight" not in arrays:
         return None
     return np.asarray(features @ arrays["shared.weight"].T + arrays["shared.bias"])
+
+
+def write_shared_logits(graph: Graph, features: Value, arrays: Mapping[str, np.ndarray], dtype: str) -> Value | None:
+    """Write what `shared_logits` computes for features (n, d) of ``dtype``."""
+    if "shared.weight" not in arrays:
+        return None
+    return graph.linear(features, arrays["shared.weight"].astype(dtype), arrays["shared.bias"].astype(dtype))
+
+
+def write_ensemble(graph: Graph, personal: Value, shared: Value | None, kind: str) -> Value:
+    """Write what `ensemble` computes; logits (n, k) float32."""
+    personal_logits = graph.cast(personal, DOUBLE)
+    if shared is None:
+        return graph.softmax(personal_logits)
+    shared_logits_wide = graph.cast(shared, DOUBLE)
+    if kind == "none":
+        return graph.softmax(shared_logits_wide)
+    if kind == "logits":
+        return graph.softmax(graph.add("Add", personal_logits, shared_logits_wide))
+    both = graph.add("Add", graph.softmax(personal_logits), graph.softmax(shared_logits_wide))
+    return graph.add("Div", both, np.array(2.0))
 
 
 def ensemble(personal: np.ndarray, shared: np.ndarray | None, kind: str) -> np.ndarray:

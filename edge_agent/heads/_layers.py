@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..core.errors import TrainingFailed
+from ..core.graph import Graph, Value
 from ..core.task import Tensors
 from ._time import check_time
 
@@ -62,6 +63,10 @@ class Linear:
         """Return weights and their gradients."""
         return [(self.weight, self._gradients[0]), (self.bias, self._gradients[1])]
 
+    def write(self, graph: Graph, inputs: Value) -> Value:
+        """Write what `forward` computes; ``inputs`` have the dtype of the weights."""
+        return graph.linear(inputs, self.weight, self.bias)
+
 
 class Rectify:
     """A rectified linear unit, max(0, x), which overwrites its inputs."""
@@ -82,6 +87,10 @@ class Rectify:
     def pairs(self) -> Pairs:
         """Return no weights, because there are none to train."""
         return []
+
+    def write(self, graph: Graph, inputs: Value) -> Value:
+        """Write what `forward` computes."""
+        return graph.add("Relu", inputs)
 
 
 class BatchNorm:
@@ -136,6 +145,11 @@ class BatchNorm:
         """Return weight (gamma) and bias (beta) with their gradients."""
         return [(self.weight, self._gradients[0]), (self.bias, self._gradients[1])]
 
+    def write(self, graph: Graph, inputs: Value) -> Value:
+        """Write what `forward` computes without training; ``inputs`` have the dtype of the weights."""
+        normal = graph.add("Mul", graph.add("Sub", inputs, self.mean), 1 / np.sqrt(self.variance + EPSILON))
+        return graph.add("Add", graph.add("Mul", normal, self.weight), self.bias)
+
     @staticmethod
     def _move(running: np.ndarray, batch: np.ndarray) -> None:
         """Move a running statistic (size,) towards that of the batch, in place."""
@@ -163,6 +177,12 @@ class Chain:
         for index in reversed(range(len(self.layers))):
             error = self.layers[index].backward(error, to_inputs=to_inputs or index > 0)
         return error
+
+    def write(self, graph: Graph, inputs: Value) -> Value:
+        """Write what `forward` computes without training."""
+        for layer in self.layers:
+            inputs = layer.write(graph, inputs)
+        return inputs
 
     def pairs(self) -> Pairs:
         """Return all weights and their gradients."""

@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ..core.errors import DataError, StateError
+from ..core.errors import DataError, StateError, UsageError
+from ..core.graph import Graph, Value
 from ..core.task import Frozen, Tensors
 
 
@@ -103,8 +104,7 @@ class Head(ABC):
         Raises:
             StateError: The head has not been fitted, or was fitted on another feature size.
         """
-        if not self.arrays:
-            raise StateError(f"head '{self.name}' has not been fitted; call fit or load before predict_proba")
+        self._check_fitted("predict_proba")
         if features.ndim != 2 or (self.feature_dim and features.shape[1] != self.feature_dim):
             raise StateError(
                 f"features {features.shape}, head '{self.name}' was fitted on (n, {self.feature_dim}); "
@@ -122,6 +122,37 @@ class Head(ABC):
         self.arrays = dict(arrays)
         self.num_classes = num_classes
         self.feature_dim = feature_dim
+
+    def write(self, graph: Graph, features: Value) -> Value:
+        """Write what `predict_proba` computes as operators.
+
+        Args:
+            graph: Gets the operators.
+            features: A tensor (n, d) float32 of it.
+
+        Returns:
+            The class probabilities, a tensor (n, num_classes) float64.
+
+        Raises:
+            StateError: The head has not been fitted.
+            UsageError: This kind of head has no form as operators.
+        """
+        self._check_fitted("write")
+        if "only_class" in self.arrays:
+            certain = np.zeros(self.num_classes)
+            certain[self.arrays["only_class"][0]] = 1.0
+            return graph.repeat(certain, features)
+        return graph.spread(self._write(graph, features), self.arrays["classes"], self.num_classes)
+
+    def _check_fitted(self, caller: str) -> None:
+        if not self.arrays:
+            raise StateError(f"head '{self.name}' has not been fitted; call fit or load before {caller}")
+
+    def _write(self, graph: Graph, features: Value) -> Value:
+        """Write what `_predict` computes: a tensor (n, len(classes)) float64; a head need not be able to."""
+        raise UsageError(
+            f"head '{self.name}' cannot be written as ONNX operators; fit another one, such as lr, or give it `_write`"
+        )
 
     @abstractmethod
     def _fit(self, data: FitData, classes: np.ndarray, rng: np.random.Generator) -> Tensors:

@@ -14,9 +14,10 @@ from typing import Literal
 import numpy as np
 from pydantic import Field
 
+from ..core.graph import FLOAT, Graph, Value
 from ..core.task import Tensors
 from . import _layers as layers
-from ._features import ensemble, shared_logits
+from ._features import ensemble, shared_logits, write_ensemble, write_shared_logits
 from .base import FitData, Head, HeadParams
 from .tuned import SHARED_C, shared_rows_tuned
 
@@ -94,6 +95,13 @@ class DualFedHead(Head):
         pieces = [rows[begin : begin + _ROWS] for begin in range(0, len(rows), _ROWS)]
         logits = np.concatenate([projector.forward(piece, train=False) @ weight.T + bias for piece in pieces])
         return ensemble(logits, shared_logits(arrays, rows), self.params.ensemble)
+
+    def _write(self, graph: Graph, features: Value) -> Value:
+        arrays = self.arrays
+        projected = layers.chain_of(arrays, "projector", 1).write(graph, features)
+        logits = graph.linear(projected, arrays["personal_head.weight"], arrays["personal_head.bias"])
+        shared = write_shared_logits(graph, features, arrays, FLOAT)
+        return write_ensemble(graph, logits, shared, self.params.ensemble)
 
 
 class Trainer:

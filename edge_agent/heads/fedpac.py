@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from pydantic import Field
 
+from ..core.graph import DOUBLE, Graph, Value
 from ..core.task import Tensors
 from . import _layers as layers
 from .base import FitData, Head, HeadParams, softmax
@@ -67,6 +68,13 @@ class FedPACHead(Head):
     def _predict(self, features: np.ndarray) -> np.ndarray:
         logits = features.astype(np.float64) @ self.arrays["weight"].T + self.arrays["bias"]
         return softmax(logits[:, self.arrays["classes"]])
+
+    def _write(self, graph: Graph, features: Value) -> Value:
+        # The rows of the classes that the device has are enough.
+        classes = self.arrays["classes"]
+        weight = self.arrays["weight"][classes].astype(DOUBLE)
+        bias = self.arrays["bias"][classes].astype(DOUBLE)
+        return graph.softmax(graph.linear(graph.cast(features, DOUBLE), weight, bias))
 
     @staticmethod
     def contribute(  # type: ignore[override]  # a function, not bound to a head

@@ -16,6 +16,7 @@ from typing import Literal
 import numpy as np
 from pydantic import Field
 
+from ..core.graph import FLOAT, Graph, Value
 from ..core.task import Tensors
 from . import _layers as layers
 from ._features import (
@@ -26,6 +27,8 @@ from ._features import (
     mistake_of_share,
     normalise,
     shared_logits,
+    write_ensemble,
+    write_shared_logits,
 )
 from .base import FitData, Head, HeadParams
 from .lr import LogisticRegressionParams, fit_logistic
@@ -140,6 +143,22 @@ class FedPickHead(Head):
         rows = np.ascontiguousarray(features, np.float32)
         logits, _ = predict_logits(self.arrays, rows, self.params)
         return ensemble(logits, shared_logits(self.arrays, rows), self.params.ensemble)
+
+    def _write(self, graph: Graph, features: Value) -> Value:
+        arrays = self.arrays
+        picked = graph.add("Mul", features, self._write_mask(graph, features))
+        logits = graph.linear(picked, arrays["relevant_head.weight"], arrays["relevant_head.bias"])
+        shared = write_shared_logits(graph, features, arrays, FLOAT)
+        return write_ensemble(graph, logits, shared, self.params.ensemble)
+
+    def _write_mask(self, graph: Graph, features: Value) -> Value:
+        """Write what `predict_mask` computes: the mask (n, d) float32, or (d,) where it is the same for all inputs."""
+        if "mask.kept" in self.arrays:
+            return graph.constant(self.arrays["mask.kept"].astype(FLOAT))
+        scores = layers.chain_of(self.arrays, "mask", 1).write(graph, features)
+        if self.params.mask == "soft":
+            return graph.add("Sigmoid", graph.add("Div", scores, np.array(self.params.temperature, FLOAT)))
+        return graph.cast(graph.add("Greater", scores, np.array(self.params.cut, FLOAT)), FLOAT)
 
 
 def predict_logits(arrays: Tensors, rows: np.ndarray, params: FedPickHeadParams) -> tuple[np.ndarray, float]:

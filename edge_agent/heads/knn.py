@@ -9,8 +9,18 @@ from __future__ import annotations
 import numpy as np
 from pydantic import Field
 
+from ..core.graph import DOUBLE, Graph, Value
 from ..core.task import Tensors
-from ._features import FeatureNorm, NormedParams, fit_norm, normalise, shared_logits, shared_rows
+from ._features import (
+    FeatureNorm,
+    NormedParams,
+    fit_norm,
+    normalise,
+    shared_logits,
+    shared_rows,
+    write_norm,
+    write_shared_logits,
+)
 from .base import FitData, Head, softmax
 
 _CELLS = 2_000_000
@@ -55,6 +65,31 @@ class KNNHead(Head):
             return near
         share = float(self.arrays["mix"][0])
         return share * near + (1 - share) * shared
+
+    def _write(self, graph: Graph, features: Value) -> Value:
+        arrays = self.arrays
+        count = len(arrays["classes"])
+        stored = arrays["stored"].astype(DOUBLE)
+        # 1. Squared distances of the nearest stored rows, less the smallest one.
+        queries = write_norm(graph, features, self.params.feature_norm, arrays)
+        products = graph.add("MatMul", queries, np.ascontiguousarray(-2 * stored.T))
+        squares = graph.add("Add", graph.add("Add", products, (stored**2).sum(axis=1)), graph.squared_lengths(queries))
+        nearest, positions = graph.nearest(squares, min(self.params.neighbours, len(stored)))
+        above_zero = graph.add("Max", nearest, np.zeros(1))
+        farther = graph.add("Sub", above_zero, graph.columns(above_zero, 0, 1))
+        # 2. Their weighted votes.
+        weights = graph.add("Exp", graph.add("Div", farther, np.array(-stored.shape[1] * self.params.scale)))
+        members = graph.add("Gather", np.eye(count)[arrays["members"]], positions)
+        weighted = graph.add("Mul", graph.add("Unsqueeze", weights, np.array([2])), members)
+        votes = graph.add("ReduceSum", weighted, np.array([1]), keepdims=0)
+        near = graph.add("Div", votes, graph.sum_rows(votes))
+        # 3. The shared classifier's share.
+        logits = write_shared_logits(graph, graph.cast(features, DOUBLE), arrays, DOUBLE)
+        if logits is None:
+            return near
+        share = float(arrays["mix"][0])
+        near_part = graph.add("Mul", near, np.array(share))
+        return graph.add("Add", near_part, graph.add("Mul", graph.softmax(logits), np.array(1 - share)))
 
     def _mix(self, arrays: Tensors, features: np.ndarray, count: int, rng: np.random.Generator) -> float:
         """Return lambda, 0..1: the configured one, else the best one on samples that are held out of the neighbours.

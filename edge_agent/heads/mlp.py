@@ -10,6 +10,7 @@ from itertools import pairwise
 import numpy as np
 from pydantic import Field
 
+from ..core.graph import DOUBLE, Graph, Value
 from ..core.task import Tensors
 from . import _layers as layers
 from ._features import NormedHead, NormedParams
@@ -53,6 +54,10 @@ class PerceptronHead(NormedHead):
 
     def _logits(self, inputs: np.ndarray) -> np.ndarray:
         return perceptron(self.arrays, len(inputs)).forward(inputs)
+
+    def _write_logits(self, graph: Graph, inputs: Value) -> Value:
+        wide = {name: array.astype(DOUBLE) for name, array in self.arrays.items()}
+        return perceptron(wide, 1).write(graph, inputs)
 
 
 def perceptron(arrays: Tensors, rows: int) -> layers.Chain:

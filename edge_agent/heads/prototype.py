@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 from pydantic import Field
 
+from ..core.graph import Graph, Value
 from ..core.task import Tensors
 from ._features import FeatureNorm, NormedHead, NormedParams
 
@@ -38,3 +39,7 @@ class PrototypeHead(NormedHead):
         means = self.arrays["means"]
         # |x|^2 is the same for all classes, and softmax does not see what all classes share.
         return np.asarray((2 * inputs @ means.T - np.sum(means**2, axis=1)) / self.arrays["scale"])
+
+    def _write_logits(self, graph: Graph, inputs: Value) -> Value:
+        means = self.arrays["means"]
+        return graph.add("Div", graph.linear(inputs, 2 * means, -np.sum(means**2, axis=1)), self.arrays["scale"])

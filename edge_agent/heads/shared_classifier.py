@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..core.errors import UsageError
+from ..core.graph import DOUBLE, Graph, Value
 from ..core.task import Tensors
 from ._features import shared_logits, shared_rows
 from .base import FitData, Head, softmax
@@ -30,3 +31,8 @@ class SharedHead(Head):
     def _predict(self, features: np.ndarray) -> np.ndarray:
         logits = shared_logits(self.arrays, features.astype(np.float64))
         return softmax(np.asarray(logits))
+
+    def _write(self, graph: Graph, features: Value) -> Value:
+        weight = self.arrays["shared.weight"].astype(DOUBLE)
+        bias = self.arrays["shared.bias"].astype(DOUBLE)
+        return graph.softmax(graph.linear(graph.cast(features, DOUBLE), weight, bias))

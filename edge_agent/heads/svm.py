@@ -20,6 +20,7 @@ from pydantic import Field
 
 from ..core.child_process import Child, function_command
 from ..core.errors import MissingCapability, TrainingFailed
+from ..core.graph import Graph, Value
 from ..core.storage import read_tensors, write_tensors
 from ..core.task import Tensors
 from ._features import FeatureNorm, NormedHead, NormedParams
@@ -78,6 +79,17 @@ class SVMHead(NormedHead):
             squares = np.sum(block**2, axis=1)[:, None] - 2 * block @ support.T + np.sum(support**2, axis=1)
             kernels.append(np.exp(-self.arrays["gamma"] * np.maximum(squares, 0)))
         return np.asarray(np.concatenate(kernels) @ self.arrays["dual"].T + self.arrays["bias"])
+
+    def _write_logits(self, graph: Graph, inputs: Value) -> Value:
+        if self.params.kernel == "linear":
+            return super()._write_logits(graph, inputs)
+        support = self.arrays["support"]
+        products = graph.add("MatMul", inputs, np.ascontiguousarray(-2 * support.T))
+        squares = graph.add("Add", graph.squared_lengths(inputs), products)
+        squares = graph.add("Add", squares, np.sum(support**2, axis=1))
+        above_zero = graph.add("Max", squares, np.zeros(1))
+        kernels = graph.add("Exp", graph.add("Mul", above_zero, -self.arrays["gamma"]))
+        return graph.linear(kernels, self.arrays["dual"], self.arrays["bias"])
 
 
 def fit_linear(inputs: np.ndarray, signs: np.ndarray, params: SVMParams) -> tuple[np.ndarray, np.ndarray]:

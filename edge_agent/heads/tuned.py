@@ -10,6 +10,7 @@ import numpy as np
 from pydantic import Field
 
 from ..core.errors import UsageError
+from ..core.graph import DOUBLE, Graph, Value
 from ..core.task import Tensors
 from ._features import shared_rows
 from .base import FitData, Head, HeadParams, softmax
@@ -37,6 +38,11 @@ class TunedHead(Head):
 
     def _predict(self, features: np.ndarray) -> np.ndarray:
         return softmax(features.astype(np.float64) @ self.arrays["weight"].T + self.arrays["bias"])
+
+    def _write(self, graph: Graph, features: Value) -> Value:
+        weight = self.arrays["weight"].astype(DOUBLE)
+        bias = self.arrays["bias"].astype(DOUBLE)
+        return graph.softmax(graph.linear(graph.cast(features, DOUBLE), weight, bias))
 
 
 SHARED_C = Field(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..core.errors import StateError
+from ..core.graph import DOUBLE, FLOAT, Graph, Value
 from ..core.task import Tensors
 from ..data import Samples
 from ..heads.base import softmax
@@ -22,6 +23,9 @@ NEIGHBOURS = 3
 
 MOST_ROWS = 4096
 """Training samples that an unknown rule holds, or what its rate needs; of more, a random part."""
+
+_SMALLEST = 1e-30
+"""What a probability of 0 counts as where its logarithm is taken."""
 
 _CELLS = 2_000_000
 _BINS = 10
@@ -72,6 +76,16 @@ class UnknownRule:
         """Return which rows of ``features`` (n, d) are unlike the training samples, (n,) bool."""
         return np.asarray(self.distances(features) > self.threshold)
 
+    def write(self, graph: Graph, features: Value) -> tuple[Value, Value]:
+        """Write `distances` (n, 1) float64 and `is_unknown` (n, 1) bool of ``features`` (n, d) float32 as operators."""
+        queries = graph.cast(graph.unit(features, FLOAT), DOUBLE)
+        products = graph.add("MatMul", queries, np.ascontiguousarray(-2.0 * self.rows.T.astype(np.float64)))
+        squares = graph.add("Max", graph.add("Add", products, np.array(2.0)), np.zeros(1))
+        rank = min(NEIGHBOURS, len(self.rows))
+        nearest, _ = graph.nearest(squares, rank)
+        distances = graph.add("Sqrt", graph.columns(nearest, rank - 1, rank))
+        return distances, graph.add("Greater", distances, np.array(self.threshold))
+
     def has_drifted(self, unknown: int, total: int) -> bool:
         """Return whether ``unknown`` of ``total`` inputs exceed what false alarms explain (binomial, p < 0.001)."""
         return unknown > 0 and _binomial_tail(unknown, total, self.rate) < 0.001
@@ -104,6 +118,12 @@ class Calibration:
     def __call__(self, probabilities: np.ndarray) -> np.ndarray:
         """Calibrated probabilities (n, K); the most probable class stays the same, and 0 stays 0."""
         return tempered(probabilities, self.temperature)
+
+    def write(self, graph: Graph, probabilities: Value) -> Value:
+        """Write what a call computes as operators; ``probabilities`` (n, K) float64."""
+        logs = graph.add("Log", graph.add("Max", probabilities, np.array([_SMALLEST])))
+        shares = graph.softmax(graph.add("Div", logs, np.array(self.temperature)))
+        return graph.add("Where", graph.add("Greater", probabilities, np.array(0.0)), shares, np.array(0.0))
 
 
 def calibrate(probabilities: np.ndarray, labels: np.ndarray, folds: np.ndarray) -> Calibration | None:
@@ -144,7 +164,7 @@ def calibration_error(probabilities: np.ndarray, labels: np.ndarray) -> float:
 
 def tempered(probabilities: np.ndarray, temperature: float) -> np.ndarray:
     """Return the softmax of log probabilities (n, K) over the temperature; 0 stays 0."""
-    result = softmax(np.log(np.maximum(probabilities, 1e-30)) / temperature)
+    result = softmax(np.log(np.maximum(probabilities, _SMALLEST)) / temperature)
     return np.where(probabilities > 0, result, 0.0)
 
 

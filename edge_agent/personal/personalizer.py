@@ -21,7 +21,7 @@ from ..bundle.unpacked import Bundle
 from ..core.config import DataConfig, parse
 from ..core.errors import DataError, UsageError
 from ..core.locks import shared_folder_lock
-from ..core.storage import check_writable
+from ..core.storage import check_writable, write_atomic
 from ..data import Samples
 from ..data.partition import own_samples
 from ..heads import AUTO, numeric, saved
@@ -519,6 +519,24 @@ class Personalizer:
             raise UsageError("there is no head to save yet; fit one first")
         check_writable(Path(path))
         return saved.save(Path(path), self.head)
+
+    def export(self, path: str | Path) -> Path:
+        """Write encoder and head as one ONNX file for any runtime, as 'edge-agent export' does; returns its path.
+
+        Raises:
+            UsageError: There is no head, it has no form as ONNX operators, or no file can be written there.
+            MissingCapability: The package ``onnx`` is not installed.
+            StateError: The file would answer otherwise than the head.
+        """
+        from .one_file import write_one_file
+
+        head = self.numeric if self.numeric is not None else self.head
+        if head is None:
+            raise UsageError("there is no head to export yet; fit one first")
+        target = Path(path)
+        check_writable(target.parent)
+        write_atomic(target, write_one_file(self.bundle, self.encoder, head).content)
+        return target
 
     def load(self, path: str | Path) -> Personalizer:
         """Load the head that was saved in the folder ``path``, with its encoder, and return this object.

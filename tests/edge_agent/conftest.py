@@ -67,14 +67,21 @@ def golden_inputs(task: Task, rng: np.random.Generator) -> tuple[dict[str, np.nd
     if isinstance(spec, WindowInput):
         raw = rng.normal(size=(spec.length + 7 * spec.stride, spec.channels)).astype(np.float32)
         windows = np.stack([raw[start : start + spec.length].T for start in range(0, 8 * spec.stride, spec.stride)])
-        return {"raw": raw, "class_names": names}, (windows - np.float32(spec.mean[0])) / np.float32(spec.std[0])
+        return {"raw": raw, "class_names": names}, (windows - of_channels(spec.mean, 1)) / of_channels(spec.std, 1)
     raw = rng.integers(0, 256, (8, spec.height, spec.width, spec.channels), dtype=np.uint8)
     photo = rng.integers(0, 256, (spec.height * 3 // 2, spec.width * 4 // 3, spec.channels), dtype=np.uint8)
     image = Image.fromarray(photo if spec.channels == 3 else photo[:, :, 0])
     resized = np.asarray(image.resize((spec.width, spec.height), Image.Resampling.BILINEAR))
     resized = resized.reshape(spec.height, spec.width, spec.channels).transpose(2, 0, 1)
-    inputs = ((raw.transpose(0, 3, 1, 2) / 255 - spec.mean[0]) / spec.std[0]).astype(np.float32)
+    inputs = ((raw.transpose(0, 3, 1, 2) / 255 - of_channels(spec.mean, 2)) / of_channels(spec.std, 2)).astype(
+        np.float32
+    )
     return {"raw": raw, "photo": photo, "resized": np.ascontiguousarray(resized), "class_names": names}, inputs
+
+
+def of_channels(values: tuple[float, ...], axes: int) -> np.ndarray:
+    """One value, or one for each channel, in front of so many further axes."""
+    return np.reshape(np.asarray(values, np.float32), (-1, *[1] * axes))
 
 
 @pytest.fixture

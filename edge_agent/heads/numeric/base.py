@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ...core.errors import DataError, StateError
+from ...core.errors import DataError, StateError, UsageError
+from ...core.graph import Graph, Value
 from ...core.task import Tensors
 from ..base import HeadParams
 
@@ -75,8 +76,7 @@ class NumericHead(ABC):
         Raises:
             StateError: The head has not been fitted, or was fitted on another feature size.
         """
-        if not self.arrays:
-            raise StateError(f"head '{self.name}' has not been fitted; call fit or load before predict")
+        self._check_fitted("predict")
         if features.ndim != 2 or features.shape[1] != self.feature_dim:
             raise StateError(
                 f"features {features.shape}, head '{self.name}' was fitted on (n, {self.feature_dim}); "
@@ -94,6 +94,24 @@ class NumericHead(ABC):
         """The score above which an input is an anomaly; None for heads of targets, and after too few samples."""
         value = self.arrays.get("threshold")
         return None if value is None else float(value)
+
+    def write(self, graph: Graph, features: Value) -> Value:
+        """Write what `predict` computes as operators: one number (n, 1) float64 for each row of ``features`` (n, d).
+
+        Raises:
+            StateError: The head has not been fitted.
+            UsageError: This kind of head has no form as operators.
+        """
+        self._check_fitted("write")
+        return self._write(graph, features)
+
+    def _check_fitted(self, caller: str) -> None:
+        if not self.arrays:
+            raise StateError(f"head '{self.name}' has not been fitted; call fit or load before {caller}")
+
+    def _write(self, graph: Graph, features: Value) -> Value:
+        """Write what `_predict` computes: a tensor (n, 1) float64; a head need not be able to."""
+        raise UsageError(f"head '{self.name}' cannot be written as ONNX operators; add `_write` to it")
 
     @abstractmethod
     def _fit(self, data: NumericData) -> Tensors:

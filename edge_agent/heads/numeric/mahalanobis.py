@@ -15,6 +15,7 @@ import numpy as np
 from pydantic import Field
 
 from ...core.errors import DataError
+from ...core.graph import DOUBLE, Graph, Value
 from ...core.task import Tensors
 from ..base import HeadParams
 from .base import NumericData, NumericHead
@@ -54,6 +55,19 @@ class MahalanobisHead(NumericHead):
 
     def _predict(self, features: np.ndarray) -> np.ndarray:
         return distances(features, self.arrays)
+
+    def _write(self, graph: Graph, features: Value) -> Value:
+        center = self.arrays["center"]
+        axes = self.arrays["axes"]
+        rows = graph.add("Sub", graph.cast(features, DOUBLE), center)
+        along = graph.add("MatMul", rows, np.ascontiguousarray(axes.T))
+        along_squares = graph.add("Mul", along, along)
+        squares = graph.sum_rows(graph.add("Div", along_squares, self.arrays["variances"]))
+        if len(axes) < len(center):
+            rest = graph.add("Sub", graph.squared_lengths(rows), graph.sum_rows(along_squares))
+            across = graph.add("Max", rest, np.zeros(1))
+            squares = graph.add("Add", squares, graph.add("Div", across, self.arrays["floor"]))
+        return graph.add("Sqrt", graph.add("Div", squares, np.array(float(len(center)))))
 
 
 def gaussian(features: np.ndarray) -> Tensors:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import numpy as np
 
 from ...core.errors import DataError
+from ...core.graph import Graph, Value
 from ...core.task import Tensors
-from .._features import NormedParams, fit_norm, normalise
+from .._features import NormedParams, fit_norm, normalise, write_norm
 from ..ridge import fit_ridge
 from .base import NumericData, NumericHead
 
@@ -33,3 +34,7 @@ class RidgeRegressionHead(NumericHead):
     def _predict(self, features: np.ndarray) -> np.ndarray:
         inputs = normalise(features, self.params.feature_norm, self.arrays)
         return np.asarray(inputs @ self.arrays["weight"][0] + self.arrays["bias"][0])
+
+    def _write(self, graph: Graph, features: Value) -> Value:
+        inputs = write_norm(graph, features, self.params.feature_norm, self.arrays)
+        return graph.linear(inputs, self.arrays["weight"], self.arrays["bias"])

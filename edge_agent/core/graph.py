@@ -1,0 +1,117 @@
+"""A computation as ONNX operators, written down before it becomes part of a file.
+
+Heads write their answers into a `Graph`; `personal.one_file` makes an ONNX file of it. Nothing here needs the package
+``onnx``. Operators are those of the domain ``ai.onnx`` whose form is the same from opset 13 on, so that any opset of an
+encoder will do: reductions go by ReduceSum and TopK, because the axes of the others moved with opset 18.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NewType
+
+import numpy as np
+
+Value = NewType("Value", str)
+"""The name of a tensor in a graph."""
+
+FLOAT = "float32"
+DOUBLE = "float64"
+LEAST_OPSET = 13
+"""Version of the operators of ``ai.onnx`` from which on they have the form in which they are written here."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """One operator with the names of its inputs and outputs, and its attributes: numbers, texts or lists of these."""
+
+    operator: str
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    attributes: dict[str, Any]
+
+
+@dataclass
+class Graph:
+    """Operators in the order in which they run, and the constants that they use.
+
+    Attributes:
+        prefix: How the names of all tensors begin, so that they differ from those of a graph that this one joins.
+        nodes: The operators.
+        constants: Name -> array of the constants.
+    """
+
+    prefix: str = "head."
+    nodes: list[Node] = field(default_factory=list)
+    constants: dict[Value, np.ndarray] = field(default_factory=dict)
+
+    def constant(self, array: np.ndarray) -> Value:
+        """Add a constant, and return its name; integers become int64, which operators expect of axes and positions."""
+        name = Value(f"{self.prefix}constant{len(self.constants)}")
+        self.constants[name] = array.astype(np.int64) if array.dtype.kind == "i" else array
+        return name
+
+    def add(self, operator: str, *inputs: Value | np.ndarray, **attributes: Any) -> Value:
+        """Add an operator with one output, and return the name of that; arrays among its inputs become constants."""
+        (output,) = self.add_many(operator, *inputs, outputs=1, **attributes)
+        return output
+
+    def add_many(
+        self, operator: str, *inputs: Value | np.ndarray, outputs: int, **attributes: Any
+    ) -> tuple[Value, ...]:
+        """Add an operator with several outputs, and return their names."""
+        names = tuple(self.constant(value) if isinstance(value, np.ndarray) else value for value in inputs)
+        name = f"{self.prefix}{operator.lower()}{len(self.nodes)}"
+        results = tuple(Value(f"{name}.{number}") for number in range(outputs))
+        self.nodes.append(Node(operator, names, results, attributes))
+        return results
+
+    # --- what several heads need ---
+
+    def cast(self, value: Value, dtype: str) -> Value:
+        """Return a tensor as `FLOAT` or `DOUBLE`."""
+        return self.add("Cast", value, to=dtype)
+
+    def linear(self, rows: Value, weight: np.ndarray, bias: np.ndarray) -> Value:
+        """Return ``rows @ weight.T + bias`` (n, k) for ``rows`` (n, d), all of one dtype."""
+        return self.add("Add", self.add("MatMul", rows, np.ascontiguousarray(weight.T)), bias)
+
+    def softmax(self, logits: Value) -> Value:
+        """Return the softmax of each row of ``logits`` (n, k)."""
+        return self.add("Softmax", logits, axis=1)
+
+    def sum_rows(self, rows: Value) -> Value:
+        """Return the sum of each row of a matrix (n, k), as a column (n, 1)."""
+        return self.add("ReduceSum", rows, np.array([1]), keepdims=1)
+
+    def squared_lengths(self, rows: Value) -> Value:
+        """Return the squared length of each row of a matrix (n, d), as a column (n, 1)."""
+        return self.sum_rows(self.add("Mul", rows, rows))
+
+    def unit(self, rows: Value, dtype: str) -> Value:
+        """Return the rows of a matrix (n, d) of ``dtype``, scaled to length 1; rows of zeros stay."""
+        lengths = self.add("Sqrt", self.squared_lengths(rows))
+        is_zero = self.add("Not", self.add("Greater", lengths, np.array(0, dtype)))
+        # A row of zeros is divided by 1.
+        return self.add("Div", rows, self.add("Add", lengths, self.cast(is_zero, dtype)))
+
+    def nearest(self, values: Value, count: int) -> tuple[Value, Value]:
+        """Return the ``count`` smallest values (n, count) of each row, ascending, and their positions (n, count)."""
+        smallest, positions = self.add_many("TopK", values, np.array([count]), outputs=2, axis=1, largest=0, sorted=1)
+        return smallest, positions
+
+    def columns(self, values: Value, first: int, after: int) -> Value:
+        """Return the columns from ``first`` up to ``after``, without that, of a matrix."""
+        return self.add("Slice", values, np.array([first]), np.array([after]), np.array([1]))
+
+    def spread(self, values: Value, positions: np.ndarray, count: int) -> Value:
+        """Return a matrix (n, ``count``) float64 with the columns of ``values`` (n, k) at ``positions``, and zeros."""
+        selection = np.zeros((len(positions), count))
+        selection[np.arange(len(positions)), positions] = 1.0
+        return self.add("MatMul", values, selection)
+
+    def repeat(self, row: np.ndarray, rows: Value) -> Value:
+        """Return the array ``row`` (k,) once for each row of the matrix ``rows``, as a matrix (n, k)."""
+        count = self.add("Gather", self.add("Shape", rows), np.array([0]))
+        shape = self.add("Concat", count, np.array([len(row)]), axis=0)
+        return self.add("Expand", row[None], shape)

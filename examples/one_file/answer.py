@@ -1,0 +1,16 @@
+"""Answer a photo with a model of ``edge-agent export``: ``python answer.py cat.onnx photo.jpg``."""
+
+import json
+import sys
+
+import numpy as np
+import onnxruntime
+from PIL import Image, ImageOps
+
+session = onnxruntime.InferenceSession(sys.argv[1])
+about = json.loads(session.get_modelmeta().custom_metadata_map["headwater"])
+_, height, width, channels = about["input"]["shape"]
+photo = ImageOps.exif_transpose(Image.open(sys.argv[2])).convert("RGB" if channels == 3 else "L")
+pixels = np.asarray(photo.resize((width, height), Image.Resampling.BILINEAR)).reshape(1, height, width, channels)
+(probabilities,) = session.run(["probabilities"], {"image": pixels})
+print(about["labels"][probabilities[0].argmax()], f"{probabilities[0].max():.3f}")
