@@ -120,7 +120,8 @@ def status(arguments: argparse.Namespace) -> int:
     the exit code is 1 unless it is ok. Bundle, head and its metrics are those that are installed now, also while no
     agent runs. It also shows samples that were added on this device, whether the head has learned from them, files that
     wait in the watch folder, how many images or recordings of the data source cannot be used, and what the agent has on
-    its disk beside the bounds of its configuration. With --state, in place of --config, what only the configuration
+    its disk beside the bounds of its configuration. ``inputs`` says whether those that 'edge-agent serve' answers here
+    have changed since the head was fitted. With --state, in place of --config, what only the configuration
     says is left out: the bounds, the watch folder, and whether unsigned bundles are installed.
 
     Example:
@@ -147,6 +148,7 @@ def status(arguments: argparse.Namespace) -> int:
         "metrics": None,
         "collected": None,
         "waiting": None,
+        "inputs": _inputs_of(config.state),
         "disk": None,
         "privacy": None,
     }
@@ -190,6 +192,14 @@ def _is_running(state: Path) -> bool:
             return False
     except StateError:
         return True
+
+
+def _inputs_of(state: Path) -> dict[str, Any] | None:
+    """Return how the inputs were that a server on this device answered last; None where none has said it."""
+    from ..serving.inputs_watch import read_record, record_file
+
+    record = read_record(record_file(state))
+    return None if record is None else record.model_dump(mode="json")
 
 
 def _config_of(arguments: argparse.Namespace) -> tuple[AgentConfig, bool]:
@@ -372,11 +382,18 @@ def _metric_rows(metrics: dict[str, Any]) -> Iterator[tuple[str, object]]:
         yield "note", output.BETTER_ALONE.removeprefix("note: ")
 
 
+def _inputs_rows(inputs: dict[str, Any]) -> Iterator[tuple[str, object]]:
+    from ..serving.inputs_watch import InputsState, describe
+
+    yield "inputs", describe(InputsState(inputs["state"]), inputs["since"])
+
+
 _ROWS: Mapping[str, Callable[[Any], Iterable[tuple[str, object]]]] = {
     "fault": _fault_rows,
     "refused": _refused_rows,
     "figures": figure_rows.variant_rows,
     "lineage": figure_rows.lineage_rows,
     "metrics": _metric_rows,
+    "inputs": _inputs_rows,
 }
 """Name of a value of a status -> the lines that it has; any other value has one line."""

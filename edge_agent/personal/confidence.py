@@ -24,6 +24,9 @@ NEIGHBOURS = 3
 MOST_ROWS = 4096
 """Training samples that an unknown rule holds, or what its rate needs; of more, a random part."""
 
+MOST_CLASSES = 10_000
+"""No head knows more classes."""
+
 _SMALLEST = 1e-30
 """What a probability of 0 counts as where its logarithm is taken."""
 
@@ -37,15 +40,25 @@ class UnknownRule:
     """Inputs are unknown when their features are farther from all that were learned than these are from each other.
 
     ``rows`` (n, d) float32: features of the training samples, of length 1. ``threshold``: distance above which an input
-    is unknown (Sun et al., ICML 2022). ``rate``: the false-alarm rate that was asked for, 0..1.
+    is unknown (Sun et al., ICML 2022). ``rate``: the false-alarm rate that was asked for, 0..1. ``groups`` (n,) int64:
+    the recording of each row; None: each sample is one by itself. ``labels`` (n,) int64: the class of each row; None:
+    an earlier version saved the rule.
     """
 
     rows: np.ndarray
     threshold: float
     rate: float
+    groups: np.ndarray | None = None
+    labels: np.ndarray | None = None
 
     @classmethod
-    def fit(cls, features: np.ndarray, rate: float, groups: np.ndarray | None = None) -> UnknownRule | None:
+    def fit(
+        cls,
+        features: np.ndarray,
+        rate: float,
+        groups: np.ndarray | None = None,
+        labels: np.ndarray | None = None,
+    ) -> UnknownRule | None:
         """Return the rule for ``features`` (n, d), or None where ``rate`` cannot be estimated from so few.
 
         The distance of each sample is that to the others, or to those of other ``groups`` (n,), recordings, where there
@@ -65,8 +78,12 @@ class UnknownRule:
             part = np.random.default_rng(0).choice(len(rows), most, replace=False)
             rows = rows[part]
             row_groups = row_groups[part]
+            labels = None if labels is None else labels[part]
         distances = np.sort(_distances(rows, rows, row_groups))
-        return cls(rows, float(distances[math.ceil((len(rows) + 1) * (1 - rate)) - 1]), rate)
+        threshold = float(distances[math.ceil((len(rows) + 1) * (1 - rate)) - 1])
+        has_recordings = len(np.unique(row_groups)) < len(rows)
+        kept_groups = row_groups.astype(np.int64) if has_recordings else None
+        return cls(rows, threshold, rate, kept_groups, None if labels is None else labels.astype(np.int64))
 
     def distances(self, features: np.ndarray) -> np.ndarray:
         """Return the distances (n,), 0..2, of rows of ``features`` (n, d) to their third nearest training sample."""
@@ -208,6 +225,10 @@ class Confidence:
         if rule is not None:
             result["unknown_rows"] = rule.rows
             result["unknown"] = np.array([rule.threshold, rule.rate])
+            if rule.groups is not None:
+                result["unknown_groups"] = rule.groups
+            if rule.labels is not None:
+                result["unknown_labels"] = rule.labels
         return result
 
     @classmethod
@@ -223,13 +244,18 @@ class Confidence:
             if "calibration" in arrays:
                 calibration = Calibration(*arrays["calibration"].tolist())
             if "unknown" in arrays:
-                unknown = UnknownRule(arrays["unknown_rows"], *arrays["unknown"].tolist())
-        except (KeyError, TypeError) as error:
+                threshold, rate = arrays["unknown"].tolist()
+                groups = arrays.get("unknown_groups")
+                labels = arrays.get("unknown_labels")
+                unknown = UnknownRule(arrays["unknown_rows"], threshold, rate, groups, labels)
+        except (KeyError, TypeError, ValueError) as error:
             raise StateError(f"confidence: arrays {', '.join(sorted(arrays))} do not belong together") from error
         if calibration is not None and not 0 < calibration.temperature < math.inf:
             raise StateError(f"confidence: temperature {calibration.temperature}, expected a number above 0")
         if unknown is not None and (unknown.rows.ndim != 2 or unknown.rows.shape[1] != feature_dim):
             raise StateError(f"confidence: rows {unknown.rows.shape}, expected (n, {feature_dim})")
+        if unknown is not None:
+            _check_positions(unknown)
         return cls(calibration, unknown)
 
     def metrics(self) -> dict[str, float | int | str | None]:
@@ -253,6 +279,18 @@ class Confidence:
     def is_unknown(self, features: np.ndarray) -> np.ndarray | None:
         """Return which rows of ``features`` (n, d) are unlike the training samples, (n,) bool; None without a rule."""
         return None if self.unknown is None else self.unknown.is_unknown(features)
+
+
+def _check_positions(rule: UnknownRule) -> None:
+    """Raises StateError where the recordings or classes of a rule's rows are not one small number for each row."""
+    for name, positions in (("groups", rule.groups), ("labels", rule.labels)):
+        if positions is None:
+            continue
+        count = len(rule.rows)
+        if positions.shape != (count,) or positions.dtype.kind != "i":
+            raise StateError(f"confidence: {name} {positions.dtype} {positions.shape}, expected {count} integers")
+    if rule.labels is not None and not 0 <= rule.labels.min() <= rule.labels.max() < MOST_CLASSES:
+        raise StateError(f"confidence: labels up to {rule.labels.max()}, expected 0 to {MOST_CLASSES - 1}")
 
 
 @dataclass(frozen=True)
@@ -306,7 +344,7 @@ def estimated(samples: Samples, features: np.ndarray, answers: OutOfFold | None,
         calibration = calibrate(answers.probabilities, samples.labels[answers.rows], answers.folds)
     unknown = None
     if rate:
-        unknown = UnknownRule.fit(features, rate, samples.groups)
+        unknown = UnknownRule.fit(features, rate, samples.groups, samples.labels)
     return Confidence(calibration, unknown)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 from xml.sax.saxutils import escape
@@ -65,6 +66,7 @@ class History:
 
     def __init__(self, length: int = LENGTH) -> None:
         self._entries: collections.deque[Entry] = collections.deque(maxlen=length)
+        self._pinned: dict[int, Entry] = {}
         self._count = 0
         self._lock = threading.Lock()
 
@@ -92,9 +94,24 @@ class History:
         with self._lock:
             return [entry for entry in self._entries if entry.number > after]
 
+    def newest(self) -> Entry | None:
+        """Return the last answer; None before the first."""
+        with self._lock:
+            return self._entries[-1] if self._entries else None
+
+    def pin(self, entries: Iterable[Entry]) -> None:
+        """Keep these answers, and no others, beyond the time when they are among the last."""
+        with self._lock:
+            self._pinned = {entry.number: self._pinned.get(entry.number, entry) for entry in entries}
+
+    def pinned(self) -> list[Entry]:
+        """Return the answers that were pinned, in the order in which they were given to `pin`."""
+        with self._lock:
+            return [*self._pinned.values()]
+
     def find(self, number: int) -> Entry | None:
         """Return one answer; None where it is not kept any more."""
-        for entry in self.entries():
+        for entry in [*self.entries(), *self.pinned()]:
             if entry.number == number:
                 return entry
         return None
@@ -105,6 +122,8 @@ class History:
             for position, entry in enumerate(self._entries):
                 if entry.number == number:
                     self._entries[position] = dataclasses.replace(entry, corrected=label)
+            if number in self._pinned:
+                self._pinned[number] = dataclasses.replace(self._pinned[number], corrected=label)
 
 
 def picture_of(entry: Entry, pair: Pair) -> tuple[bytes, str]:

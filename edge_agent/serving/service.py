@@ -24,6 +24,7 @@ from .http_api.open_inference import OpenInferenceRoutes
 from .http_api.page import PageRoutes
 from .http_api.server import HttpLimits, HttpServer
 from .inputs import Decoder
+from .inputs_watch import InputsWatch, record_file
 from .mqtt.discovery import Described
 from .mqtt.publisher import Publisher, will_of
 from .mqtt.topics import AnswerTopics
@@ -143,12 +144,19 @@ class Service:
         self.predictor.observe(self.vote)
         self.publisher = None if ways.mqtt is None else self._publisher_of(ways.mqtt)
         self.corrections = Corrections(device.config, self.history, device.why_not)
+        self.inputs = InputsWatch(
+            self.history,
+            None if device.config is None else record_file(device.config.state),
+            tell=None if self.publisher is None else self.publisher.see_inputs,
+        )
+        self.predictor.observe(self.inputs)
         self.watch = PairWatch(source, self.predictor)
         self.feeds = []
         for inputs in ways.sources:
             self.feeds.append(Feed(inputs, self.predictor, lambda pair: Decoder(pair.input, http.sound), ways.every_s))
         self.metrics.show_sources(self.feeds)
-        parts = {"sources": lambda: [feed.as_json() for feed in self.feeds]}
+        self.metrics.show_inputs(self.inputs)
+        parts = {"sources": lambda: [feed.as_json() for feed in self.feeds], "inputs": self.inputs.as_json}
         groups: list[Routes] = [
             ClassifyRoutes(self.predictor, http.sound),
             OpenInferenceRoutes(self.predictor),

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from ..answer import ClassAnswer, PairId
+from ..inputs_watch import InputsState, InputsWatch
 from ..pair import Pair
 from ..predictor import Observation
 from ..sources.feed import Feed
@@ -58,10 +59,15 @@ class Metrics:
         self._pair: PairId | None = None
         self._switches = 0
         self._feeds: Sequence[Feed] = ()
+        self._inputs: InputsWatch | None = None
 
     def show_sources(self, feeds: Sequence[Feed]) -> None:
         """Show the states of sources, too, from now on."""
         self._feeds = feeds
+
+    def show_inputs(self, inputs: InputsWatch) -> None:
+        """Show whether inputs have changed, too, from now on."""
+        self._inputs = inputs
 
     def see(self, observation: Observation) -> None:
         """Count an answer; see `Observer`."""
@@ -108,6 +114,10 @@ class Metrics:
                 lines.append(_sample("headwater_head_info", self._pair.as_json(), 1))
         if self._feeds:
             lines += self._source_lines()
+        state = InputsState.NOT_ENOUGH if self._inputs is None else self._inputs.status.state
+        if state is not InputsState.NOT_ENOUGH:
+            lines += _head("headwater_inputs_changed", "gauge", "1 while inputs are unlike what the head learned from.")
+            lines.append(_sample("headwater_inputs_changed", {}, state is InputsState.CHANGED))
         return "\n".join(lines) + "\n"
 
     def _source_lines(self) -> list[str]:

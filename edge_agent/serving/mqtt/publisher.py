@@ -118,7 +118,7 @@ class Publisher:
             self._is_described = False
         self._transport.wake()
 
-    def see_inputs(self, *, have_changed: bool) -> None:
+    def see_inputs(self, have_changed: bool) -> None:
         """Have it published whether the inputs have changed since the head was fitted."""
         with self._lock:
             if have_changed == self._known.have_inputs_changed:

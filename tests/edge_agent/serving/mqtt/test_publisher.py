@@ -210,7 +210,7 @@ def test_changed_inputs_are_published_once(publisher, broker):
     connect(publisher, broker)
     broker.topics()
     for have_changed in (False, True, True):
-        publisher.see_inputs(have_changed=have_changed)
+        publisher.see_inputs(have_changed)
         publisher.step(0)
     assert [(topic, payload) for topic, payload, _ in broker.published if topic == TOPICS.inputs] == [
         (TOPICS.inputs, b"OFF"),
