@@ -12,7 +12,7 @@ import math
 import re
 import shlex
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
@@ -44,7 +44,7 @@ MARKER = ".headwater-demo"
 
 
 _OF_A_DEMO = re.compile(
-    rf"{re.escape(MARKER)}|{re.escape(MARK)}|coordinator|agents|logs|(train|head)-[a-z]+\.toml|\..+\.tmp"
+    rf"{re.escape(MARKER)}|{re.escape(MARK)}|coordinator|agents|logs|pictures|(train|head)-[a-z]+\.toml|\..+\.tmp"
 )
 """Names of what a demonstration makes in its folder; anything else there is somebody's own."""
 
@@ -88,6 +88,10 @@ Folder = Annotated[
 
 Web = Annotated[bool, typer.Option("--web", help="Show it live in a browser, and stay until Ctrl-C.")]
 
+Serve = Annotated[
+    bool, typer.Option("--serve", help="Let a new device answer at the end, on a page, and stay until Ctrl-C.")
+]
+
 
 @from_model(
     RunConfig,
@@ -103,6 +107,7 @@ def demo(
     given: Given,
     folder: Folder = Path("headwater-demo"),
     web: Web = False,
+    serve: Serve = False,
     as_json: Json = False,
     verbose: Verbose = False,
 ) -> None:
@@ -116,6 +121,8 @@ def demo(
     Example: headwater demo --method fedavg --rounds 10
 
     Example: headwater demo --web
+
+    Example: headwater demo --serve
     """
     from ..processes.compute import InlineCompute
     from ..service.app import coordinator
@@ -149,13 +156,47 @@ def demo(
         follow(service.state, run, step)
         results = service.state.run(run)
         if not web:
-            stack.close()
+            stack.close()  # ends coordinator and agents
         _present(results, folder, time.monotonic() - begin, as_json=as_json)
-        if web:
-            console.print("the web view, the coordinator and the agents stay until Ctrl-C", soft_wrap=True)
-            with stop_on_signals() as stop:
-                while not stop.is_set():
-                    step()
+        if serve:
+            page = stack.enter_context(_served_device(folder, config.task, options["seed"]))
+            console.print(f"device head-{HEAD_STYLES[-1]} answers; open {page}", soft_wrap=True)
+        if web or serve:
+            _stay(step if web else None)
+
+
+def _stay(step: Callable[[], None] | None) -> None:
+    """Wait for Ctrl-C.
+
+    Args:
+        step: Moves coordinator and agents on meanwhile; None: they have ended.
+    """
+    what = "the page stays" if step is None else "the web view, the coordinator and the agents stay"
+    console.print(f"{what} until Ctrl-C", soft_wrap=True)
+    with stop_on_signals() as stop:
+        while not stop.is_set():
+            if step is None:
+                stop.wait(1.0)
+            else:
+                step()
+
+
+def _served_device(folder: Path, task: Task, seed: int) -> contextlib.AbstractContextManager[str]:
+    """Return a context in which a new device answers, which gives the address of its page."""
+    from .demo_page import served
+
+    style = HEAD_STYLES[-1]
+    log = folder / "logs" / "serve.log"
+    source = _source(len(STYLES) - 1, style, seed)
+    if not isinstance(task.input, ImageInput):
+        raise UsageError("the demo's inputs are images")
+    return served(folder / f"head-{style}.toml", source, task.input, log)
+
+
+def _source(number: int, style: str, seed: int) -> str:
+    """Return the data source of one of the demo's agents."""
+    count = f"&n={SAMPLES_OF_RENDERED}" if style == "rendered" else ""
+    return f"digits:{style}?client={number}&clients={len(STYLES)}&seed={seed}{count}"
 
 
 def _web_settings(config: CoordinatorConfig) -> Settings:
@@ -333,8 +374,7 @@ def _agents(folder: Path, url: str, seed: int) -> Iterator[dict[str, ChildProces
             tier = "train" if number < len(TRAIN_STYLES) else "head"
             name = f"{tier}-{style}"
             path = folder / f"{tier}-{style}.toml"
-            count = f"&n={SAMPLES_OF_RENDERED}" if style == "rendered" else ""
-            source = f"digits:{style}?client={number}&clients={len(STYLES)}&seed={seed}{count}"
+            source = _source(number, style, seed)
             path.write_text(
                 f'id = "{name}"\nfederation = "demo"\ntier = "{tier}"\nstate = "agents/{name}"\nheartbeat_s = 5\n\n'
                 f'[broker]\nurl = "{url}"\n\n[data]\nsource = "{source}"\ntest_fraction = {HELD_OUT[tier]}\n',

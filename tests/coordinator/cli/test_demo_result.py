@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from coordinator.cli import demo
+from coordinator.cli.demo_page import served
 from coordinator.cli.output import show
-from edge_agent.core.errors import UsageError
+from edge_agent.core.errors import HeadwaterError, UsageError
+from edge_agent.core.task import ImageInput
 
 
 def agent(name, tier, local, personal, **more):
@@ -81,3 +83,14 @@ def test_an_earlier_demo_goes_and_files_of_somebody_else_in_it_stay(tmp_path):
 def test_demo_does_not_bound_the_share_of_the_device_whose_style_is_learned_last(tmp_path):
     """Bounded, it looked suspect from round 8 on, and lost 15 points by taking part."""
     assert demo._coordinator_config(tmp_path).aggregation.max_share is None
+
+
+def test_a_device_that_cannot_answer_is_an_error_with_its_log(tmp_path):
+    config = tmp_path / "device.toml"
+    config.write_text("id = 3\n", encoding="utf-8")
+    log = tmp_path / "serve.log"
+    with (
+        pytest.raises(HeadwaterError, match=r"the device answers nothing: .*serve\.log"),
+        served(config, "digits:rendered?n=20", ImageInput(), log),
+    ):
+        pass
