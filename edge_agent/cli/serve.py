@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import signal
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core import formats
 from ..core.errors import UsageError
+from . import output
 from .arguments import bundle_of, cache_of, head_folder, own_head
 from .where import check_exists, config_of_folder, state_of
 
@@ -17,6 +19,9 @@ if TYPE_CHECKING:
     from ..core.config import AgentConfig, ServeConfig
     from ..serving.pair_source import PairSource
     from ..serving.service import Device, HttpSettings, Service
+
+_FORGET_S = 30.0
+"""Seconds that a broker is waited for from which the device is removed."""
 
 
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
@@ -106,6 +111,9 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         help="without answers for so long: unavailable (default: 300)",
     )
     mqtt.add_argument("--share-image", action="store_true", help="publish the last image, too; it leaves the device")
+    mqtt.add_argument(
+        "--mqtt-forget", action="store_true", help="remove this device from the broker and Home Assistant, and end"
+    )
     mqtt.add_argument("--vote", type=int, metavar="N", help="equal answers in a row that change the state (default: 1)")
 
 
@@ -133,6 +141,8 @@ def serve(arguments: argparse.Namespace) -> int:
     source = _pair_source(arguments)
     device = _device(arguments, source)
     wanted = _settings_of(arguments, device.config)
+    if arguments.mqtt_forget:
+        return _forget(arguments, wanted)
     settings = http_settings(wanted, _token_file(arguments, wanted))
     ways = ways_of(wanted)
 
@@ -144,6 +154,28 @@ def serve(arguments: argparse.Namespace) -> int:
     if stop.signal == signal.SIGINT:
         raise KeyboardInterrupt
     return 0
+
+
+def _forget(arguments: argparse.Namespace, wanted: ServeConfig) -> int:
+    """Remove the device from the broker and from Home Assistant, which happens to entities that are described no more.
+
+    Raises:
+        UsageError: No broker is named.
+        BrokerAway: The broker does not answer.
+    """
+    from ..serving.mqtt.publisher import forget
+    from ..serving.settings import mqtt_settings
+    from ..wire.mqtt import MqttTransport
+
+    settings = mqtt_settings(wanted)
+    if settings is None:
+        raise UsageError(
+            "--mqtt-forget removes a device from a broker; name it with --mqtt, and the device with --name"
+        )
+    device = settings.topics.device
+    forget(MqttTransport(settings.broker, f"headwater-forget-{device}"), settings.topics, _FORGET_S, time.monotonic)
+    result = {"forgotten": device, "broker": settings.broker.url}
+    return output.result(arguments, result, lambda: [f"{device} is removed from {settings.broker.url}"])
 
 
 def _pair_source(arguments: argparse.Namespace) -> PairSource:

@@ -41,10 +41,10 @@ def ways_of(config: ServeConfig) -> Ways:
         ConfigError: The broker cannot be as it was named.
     """
     sources = (*map(camera_of, config.camera), *map(folder_of, config.watch))
-    return Ways(_mqtt_settings(config), config.vote, sources, config.every_s)
+    return Ways(mqtt_settings(config), config.vote, sources, config.every_s)
 
 
-def _mqtt_settings(config: ServeConfig) -> MqttSettings | None:
+def mqtt_settings(config: ServeConfig) -> MqttSettings | None:
     """Return how answers are published; None where no broker is named.
 
     Raises:

@@ -2,7 +2,9 @@
 
 It is the device form of MQTT discovery: one retained message with ``device``, ``origin`` and ``components``. An entity
 keeps its ``unique_id``, so that it stays the same one when classes come and go. Names of entities follow from
-``default_entity_id``. The state expires, so it is not retained, and the configuration and the availability are.
+``default_entity_id``. Configuration and availability are retained, and the state is not: an old answer must not look
+like a new one. Entities have no ``expire_after``: Home Assistant takes every description for the end of what it knew,
+and would show them as unavailable whenever a class is added. The publisher says itself when answers are too old.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ UNKNOWN = "unknown input"
 """The option for inputs that are unlike all training samples: the state ``unknown`` has a meaning of its own there."""
 
 EXPIRE_S = 300
-"""Seconds without an answer after which Home Assistant shows the sensors as unavailable."""
+"""Seconds without an answer after which the device is offline, and Home Assistant shows its entities as unavailable."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Described:
         name: The device's name, for people.
         classes: The classes; none where the head answers with numbers.
         is_score: Of a head that answers with numbers: whether the number says how unusual an input is.
-        expire_s: Seconds without an answer after which the state is unavailable.
+        expire_s: Seconds without an answer after which the device is offline.
         has_image: Whether the last image is published, too.
         page: The address of the device's page; empty: it has none that others reach.
     """
@@ -81,20 +83,22 @@ def discovery_message(topics: AnswerTopics, described: Described) -> dict[str, A
 def _answers(topics: AnswerTopics, described: Described) -> dict[str, dict[str, Any]]:
     """Return the entities for what is answered: a class with its probability, or a number."""
     if described.classes:
-        answer = _sensor(topics, described, "answer", "Answer", "{{ value_json['class'] }}")
+        answer = _sensor(topics, "answer", "Answer", "{{ value_json['class'] }}")
         answer |= {
             "device_class": "enum",
             "options": [*described.classes, UNKNOWN],
             "json_attributes_topic": topics.state,
         }
-        probability = _sensor(topics, described, "probability", "Probability", "{{ value_json['probability'] }}")
+        probability = _sensor(topics, "probability", "Probability", "{{ value_json['probability'] }}")
         probability |= {"unit_of_measurement": "%", "state_class": "measurement", "suggested_display_precision": 1}
         return {"answer": answer, "probability": probability}
-    value = _sensor(topics, described, "value", "Score" if described.is_score else "Value", "{{ value_json['value'] }}")
+    value = _sensor(topics, "value", "Score" if described.is_score else "Value", "{{ value_json['value'] }}")
     value |= {"state_class": "measurement", "json_attributes_topic": topics.state}
     if not described.is_score:
         return {"value": value}
-    anomaly = _sensor(topics, described, "anomaly", "Anomaly", "{{ 'ON' if value_json['anomaly'] else 'OFF' }}")
+    is_anomaly = "value_json['anomaly']"
+    template = f"{{{{ 'None' if {is_anomaly} is none else 'ON' if {is_anomaly} else 'OFF' }}}}"
+    anomaly = _sensor(topics, "anomaly", "Anomaly", template)
     anomaly |= {
         "platform": "binary_sensor",
         "device_class": "problem",
@@ -103,7 +107,7 @@ def _answers(topics: AnswerTopics, described: Described) -> dict[str, dict[str, 
     return {"value": value, "anomaly": anomaly}
 
 
-def _sensor(topics: AnswerTopics, described: Described, key: str, name: str, template: str) -> dict[str, Any]:
+def _sensor(topics: AnswerTopics, key: str, name: str, template: str) -> dict[str, Any]:
     """Return a sensor whose value is a part of the state message."""
     return {
         "platform": "sensor",
@@ -112,7 +116,6 @@ def _sensor(topics: AnswerTopics, described: Described, key: str, name: str, tem
         "default_entity_id": f"sensor.{_slug(topics.device)}_{key}",
         "state_topic": topics.state,
         "value_template": template,
-        "expire_after": described.expire_s,
     }
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from typing import Any
 
-from ...core.errors import MessageError
+from ...core.errors import BrokerAway, MessageError
 from ...data.pictures import image_type
 from ...heads.saved import SavedNumeric
 from ...wire.transport import Connected, Disconnected, Message, Transport, Will, WillOf
@@ -36,7 +36,17 @@ _WAIT_S = 1.0
 """Seconds between two looks at the clock while nothing happens."""
 
 _AGAIN_SHARE = 3
-"""A state that goes on to hold is published again so many times before it would expire."""
+"""A state that goes on to hold is published again so many times before it would be too old."""
+
+_NO_STATE = dict.fromkeys(("class", "probability", "value", "anomaly"))
+"""What is published before the first answer: Home Assistant takes None for a state that is not known."""
+
+_AFTER_DESCRIBED_S = (2.0, 10.0)
+"""Seconds after a description at which the state is published once more.
+
+Home Assistant takes a description in its own time, and a state that comes before it has done so is lost: the entity
+would have none until the next change.
+"""
 
 
 def will_of(topics: AnswerTopics) -> WillOf:
@@ -83,6 +93,7 @@ class Publisher:
         self._is_described = False
         self._last_answer_at: float | None = None
         self._published_at = float("-inf")
+        self._repeats_at: list[float] = []
         self._is_available: bool | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mqtt-out", daemon=True)
@@ -183,6 +194,10 @@ class Publisher:
         if known.described is not None and not self._is_described:
             self._publish_json(self._topics.discovery, discovery_message(self._topics, known.described), retain=True)
             self._is_described = True
+            self._repeats_at = [self._clock() + seconds for seconds in _AFTER_DESCRIBED_S]
+            # Before the first answer: what held before this program started holds no more.
+            if known.state is None:
+                self._publish_json(self._topics.state, _NO_STATE)
         # 2. Whether what is said counts. The entities would stay unavailable for ever without a first word about it.
         is_available = self._is_fresh()
         if is_available is not self._is_available:
@@ -190,8 +205,11 @@ class Publisher:
             self._transport.publish(self._topics.availability, payload, retain=True)
             self._is_available = is_available
             has_news = True
-        # 3. What holds: changes at once, and the same again before it expires.
+        # 3. What holds: changes at once, and the same again now and then.
         is_due = self._clock() - self._published_at >= self._template.expire_s / _AGAIN_SHARE
+        while self._repeats_at and self._clock() >= self._repeats_at[0]:
+            del self._repeats_at[0]
+            is_due = True
         if known.state is not None and is_available and (has_news or is_due):
             self._publish_json(self._topics.state, state_message(known.state))
             self._published_at = self._clock()
@@ -213,6 +231,32 @@ class Publisher:
     def _publish_image(self, image: bytes) -> None:
         with contextlib.suppress(MessageError):  # larger than the broker takes: the answer counts without it
             self._transport.publish(self._topics.image, image, qos=0)
+
+
+def forget(transport: Transport, topics: AnswerTopics, limit_s: float, clock: Callable[[], float]) -> None:
+    """Remove a device from the broker, and so from Home Assistant.
+
+    An empty retained message ends what was retained, and the one of discovery is the removal of the device.
+
+    Args:
+        transport: The connection to the broker; it is started and closed here.
+        topics: The topics of the device.
+        limit_s: Seconds that the broker is waited for.
+        clock: Seconds that go on.
+
+    Raises:
+        BrokerAway: The broker has not answered in time.
+    """
+    transport.start()
+    try:
+        until = clock() + limit_s
+        while not isinstance(transport.receive(_WAIT_S), Connected):
+            if clock() > until:
+                raise BrokerAway(f"the broker has not answered within {limit_s:.0f} s; nothing was removed there")
+        for topic in (topics.discovery, topics.availability, topics.inputs, topics.image):
+            transport.publish(topic, b"", retain=True)
+    finally:
+        transport.close()
 
 
 def state_message(state: State) -> dict[str, Any]:

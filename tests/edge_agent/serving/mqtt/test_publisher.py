@@ -9,9 +9,10 @@ from types import SimpleNamespace
 import pytest
 from serving_site import png, square
 
+from edge_agent.core.errors import BrokerAway
 from edge_agent.serving.answer import ClassAnswer, NumberAnswer, PairId
 from edge_agent.serving.mqtt.discovery import UNKNOWN, Described, discovery_message
-from edge_agent.serving.mqtt.publisher import Publisher, state_message, will_of
+from edge_agent.serving.mqtt.publisher import Publisher, forget, state_message, will_of
 from edge_agent.serving.mqtt.topics import AnswerTopics
 from edge_agent.serving.pair import Pair
 from edge_agent.serving.vote import State
@@ -126,6 +127,17 @@ def test_after_a_new_start_of_broker_or_home_assistant_all_is_said_again(publish
     assert broker.topics() == [CONFIG, TOPICS.availability, TOPICS.state]
 
 
+def test_a_state_is_said_again_after_a_description_which_home_assistant_takes_in_its_own_time(publisher, broker, time):
+    publisher.see(observation())
+    publisher.see_state(state(), is_change=True)
+    connect(publisher, broker)
+    assert TOPICS.state in broker.topics()
+    for later, is_said in ((1.0, False), (2.0, True), (3.0, False), (10.0, True), (11.0, False)):
+        time.now = later
+        publisher.step(0)
+        assert (TOPICS.state in broker.topics()) is is_said, later
+
+
 def test_other_messages_cause_nothing(publisher, broker):
     connect(publisher, broker)
     broker.topics()
@@ -139,15 +151,17 @@ def test_only_changes_are_published_until_the_state_would_expire(publisher, brok
     connect(publisher, broker)
     publisher.see(observation())
     publisher.see_state(state(), is_change=True)
-    publisher.step(0)
+    for second in (0.0, 2.0, 10.0):  # what follows a description
+        time.now = second
+        publisher.step(0)
     broker.topics()
-    for second in range(1, 100):
+    for second in range(11, 100):
         time.now = float(second)
         publisher.see(observation())
         publisher.see_state(state(), is_change=False)
         publisher.step(0)
     assert broker.topics() == []
-    time.now = 100.0
+    time.now = 110.0
     publisher.step(0)
     assert broker.topics() == [TOPICS.state]
 
@@ -286,3 +300,29 @@ def test_numbers_and_anomalies():
     assert (message["value"], message["anomaly"], message["since"]) == (5.0, True, "1970-01-01T00:00:00+00:00")
     number = NumberAnswer(21.5, is_score=False, is_anomaly=None, threshold=None, pair=PAIR)
     assert "anomaly" not in state_message(State(number.state, number, 0.0))
+
+
+# --- a device that leaves ---
+
+
+def test_a_forgotten_device_leaves_no_retained_message(broker):
+    broker.events = [None, Connected(1)]
+    forget(broker, TOPICS, 30, iter(range(100)).__next__)
+    assert {(topic, payload, retain) for topic, payload, retain in broker.published} == {
+        (topic, b"", True) for topic in (CONFIG, TOPICS.availability, TOPICS.inputs, TOPICS.image)
+    }
+    assert broker.is_closed
+
+
+def test_a_broker_that_is_away_is_said_and_nothing_is_removed(broker):
+    with pytest.raises(BrokerAway, match="has not answered within 30 s; nothing was removed"):
+        forget(broker, TOPICS, 30, iter(range(0, 1000, 10)).__next__)
+    assert broker.published == []
+    assert broker.is_closed
+
+
+def test_entities_do_not_expire_when_they_are_described_anew():
+    """Home Assistant showed them as unavailable whenever a class was added, until the answer changed."""
+    for described in DESCRIBED:
+        components = discovery_message(TOPICS, described)["components"]
+        assert not any("expire_after" in component for component in components.values())
