@@ -76,6 +76,28 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     inputs.add_argument(
         "--every", dest="every_s", type=float, metavar="S", help="seconds between two pictures of a camera (default: 1)"
     )
+    inputs.add_argument(
+        "--mqtt-in",
+        action="append",
+        default=[],
+        metavar="TOPIC",
+        help="each message of this topic of the broker of --mqtt: the bytes of a picture or a recording",
+    )
+    inputs.add_argument(
+        "--sensor",
+        action="append",
+        default=[],
+        metavar="SOURCE",
+        help="a stream of samples, a line of numbers each: - (standard input), a pipe, a serial device, a CSV file, or "
+        "mqtt:TOPIC; its windows are answered",
+    )
+    inputs.add_argument("--hop", type=int, metavar="N", help="samples between two windows (default: the task's stride)")
+    inputs.add_argument(
+        "--rate", type=float, metavar="HZ", help="samples in a second, where the stream has no column 'time'"
+    )
+    inputs.add_argument(
+        "--speed", type=float, metavar="X", help="play a file X times as fast as it was made (default: at once)"
+    )
     where = parser.add_argument_group("where and for whom")
     where.add_argument(
         "--host", metavar="ADDRESS", help="address to listen on (default: 127.0.0.1, this machine alone)"

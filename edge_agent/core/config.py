@@ -435,6 +435,15 @@ class ServeConfig(Frozen):
     camera: tuple[str, ...] = Field((), max_length=16, description="cameras to answer, as 'edge-agent serve --camera'")
     watch: tuple[Path, ...] = Field((), max_length=16, description="folders whose new files are answered, and stay")
     every_s: float = Field(1.0, ge=0, le=86_400, description="seconds between two pictures of a camera")
+    mqtt_in: tuple[str, ...] = Field(
+        (), max_length=16, description="topics of the broker of mqtt: each message is an input"
+    )
+    sensor: tuple[str, ...] = Field(
+        (), max_length=16, description="streams of samples, a line each: a pipe, a device, a file, or mqtt:TOPIC"
+    )
+    hop: int | None = Field(None, ge=1, description="samples between two windows; default: the stride of the task")
+    rate: float | None = Field(None, gt=0, description="samples in a second, where streams do not say the time")
+    speed: float | None = Field(None, gt=0, description="a file is played so many times as fast as it was made")
     vote: int = Field(1, ge=1, le=1000, description="equal answers in a row that change the state")
     mqtt: str | None = Field(None, description="broker for answers, such as mqtt://homeassistant.local")
     mqtt_user: str | None = Field(None, description="user there")

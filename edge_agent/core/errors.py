@@ -32,6 +32,7 @@ HeadwaterError                  exit 1   something failed
 ├── Busy                        exit 1   more inputs wait to be answered than may; trying again later helps
 ├── NotReady                    exit 1   there is no model yet that could answer
 ├── SourceLost                  exit 1   a camera, an address or a folder gives no inputs any more
+│   └── SourceEnded             exit 1   a source has given all that it had
 ├── RunFailed                   exit 1   a run cannot go on, or has ended without a result
 ├── SumMissed                   exit 1   an attempt at a secure sum gave none; the round begins again
 ├── MeasuringFailed             exit 1   what a benchmark measures has ended, or does not answer
@@ -253,6 +254,10 @@ class NotReady(HeadwaterError):
 
 class SourceLost(HeadwaterError):
     """A camera, an address or a folder gives no inputs any more; it is opened again after a pause."""
+
+
+class SourceEnded(SourceLost):
+    """A source has given all that it had, and is not opened again."""
 
 
 class RunFailed(HeadwaterError):

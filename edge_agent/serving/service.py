@@ -31,6 +31,8 @@ from .mqtt.topics import AnswerTopics
 from .pair_source import PairSource, PairWatch
 from .predictor import Predictor
 from .sources.feed import Feed
+from .sources.samples import Lines
+from .sources.sensor_feed import SensorFeed
 from .sources.source import Source
 from .vote import Vote
 
@@ -111,12 +113,18 @@ class Ways:
         votes: How many equal answers change what holds.
         sources: Cameras, addresses and folders whose inputs are answered.
         every_s: Seconds between two inputs of a source, at least.
+        sensors: Streams of samples whose windows are answered.
+        hop: Samples between the starts of two windows; None: the task's.
+        rate: Samples of sensors in a second, where their streams do not say the time.
     """
 
     mqtt: MqttSettings | None = None
     votes: int = 1
     sources: tuple[Source, ...] = ()
     every_s: float = 1.0
+    sensors: tuple[Lines, ...] = ()
+    hop: int | None = None
+    rate: float | None = None
 
 
 class Service:
@@ -151,9 +159,11 @@ class Service:
         )
         self.predictor.observe(self.inputs)
         self.watch = PairWatch(source, self.predictor)
-        self.feeds = []
+        self.feeds: list[Feed | SensorFeed] = []
         for inputs in ways.sources:
             self.feeds.append(Feed(inputs, self.predictor, lambda pair: Decoder(pair.input, http.sound), ways.every_s))
+        for lines in ways.sensors:
+            self.feeds.append(SensorFeed(lines, self.predictor, hop=ways.hop, rate=ways.rate))
         self.metrics.show_sources(self.feeds)
         self.metrics.show_inputs(self.inputs)
         parts = {"sources": lambda: [feed.as_json() for feed in self.feeds], "inputs": self.inputs.as_json}

@@ -12,7 +12,7 @@ from .inputs import sound_options
 from .mqtt.discovery import Described
 from .mqtt.topics import AnswerTopics
 from .service import HttpSettings, MqttSettings, Ways
-from .sources.choose import camera_of, folder_of
+from .sources.choose import camera_of, folder_of, sensor_of, topic_of
 
 
 def http_settings(config: ServeConfig, token_file: Path) -> HttpSettings:
@@ -40,8 +40,13 @@ def ways_of(config: ServeConfig) -> Ways:
         UsageError: A camera or a folder cannot be as it was named.
         ConfigError: The broker cannot be as it was named.
     """
-    sources = (*map(camera_of, config.camera), *map(folder_of, config.watch))
-    return Ways(mqtt_settings(config), config.vote, sources, config.every_s)
+    mqtt = mqtt_settings(config)
+    broker = None if mqtt is None else mqtt.broker
+    own = AnswerTopics("").base
+    topics = (topic_of(topic, broker, own) for topic in config.mqtt_in)
+    sources = (*map(camera_of, config.camera), *map(folder_of, config.watch), *topics)
+    sensors = tuple(sensor_of(text, config.rate, config.speed, broker, own) for text in config.sensor)
+    return Ways(mqtt, config.vote, sources, config.every_s, sensors, config.hop, config.rate)
 
 
 def mqtt_settings(config: ServeConfig) -> MqttSettings | None:

@@ -227,6 +227,7 @@ READS = {
     ("edge_agent.core.own_folders", "read_text"): "the system's note about a descriptor, below /proc",
     ("edge_agent.core.storage", "open"): "`open_regular` itself, on Windows, and a file of a random name",
     ("edge_agent.core.own_folders", "read_bytes"): "a mark, on Windows",
+    ("edge_agent.serving.sources.samples", "open"): "a pipe or a serial device that a person named, in its own thread",
     ("edge_agent.agent.own_method", "read_bytes"): "the source of an imported module",
     ("edge_agent.agent.release_record", "read_text"): "the system's boot id",
     ("edge_agent.agent.candidate", "read_text"): "files of the system below /proc",

@@ -11,6 +11,7 @@ from ..inputs_watch import InputsState, InputsWatch
 from ..pair import Pair
 from ..predictor import Observation
 from ..sources.feed import Feed
+from ..sources.sensor_feed import SensorFeed
 from .messages import Access, Request, Response, Route
 
 BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
@@ -58,10 +59,10 @@ class Metrics:
         self._seconds = {stage: Histogram() for stage in STAGES}
         self._pair: PairId | None = None
         self._switches = 0
-        self._feeds: Sequence[Feed] = ()
+        self._feeds: Sequence[Feed | SensorFeed] = ()
         self._inputs: InputsWatch | None = None
 
-    def show_sources(self, feeds: Sequence[Feed]) -> None:
+    def show_sources(self, feeds: Sequence[Feed | SensorFeed]) -> None:
         """Show the states of sources, too, from now on."""
         self._feeds = feeds
 
@@ -128,6 +129,9 @@ class Metrics:
         lines += _head("headwater_source_answered_total", "counter", "Inputs of a source that were answered.")
         for feed in self._feeds:
             lines.append(_sample("headwater_source_answered_total", {"source": feed.name}, feed.state.answered))
+        lines += _head("headwater_source_refused_total", "counter", "Inputs of a source that could not be answered.")
+        for feed in self._feeds:
+            lines.append(_sample("headwater_source_refused_total", {"source": feed.name}, feed.state.refused))
         return lines
 
     def _show(self, _request: Request) -> Response:

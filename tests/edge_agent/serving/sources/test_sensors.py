@@ -1,0 +1,336 @@
+"""Streams of samples: lines, windows, gaps, and that no sample is lost."""
+
+from __future__ import annotations
+
+import os
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from edge_agent.core.config import BrokerConfig
+from edge_agent.core.errors import Busy, DataError, SourceEnded, SourceLost, UsageError
+from edge_agent.core.task import Task, WindowInput
+from edge_agent.heads import saved
+from edge_agent.personal.personalizer import Personalizer, load_bundle
+from edge_agent.serving.pair import Pair
+from edge_agent.serving.predictor import Predictor
+from edge_agent.serving.sources.choose import sensor_of, topic_of
+from edge_agent.serving.sources.mqtt_in import MqttLines, MqttSource
+from edge_agent.serving.sources.samples import MOST_LINE_BYTES, LineReader, PlayedAt, StreamLines
+from edge_agent.serving.sources.sensor_feed import SensorFeed
+from edge_agent.wire.transport import Connected, Disconnected, Message
+
+WAIT_S = 30
+TASK = Task(
+    input=WindowInput(channels=2, length=10, stride=5, mean=(1.0,), std=(2.0,)),
+    class_names=("still", "shaken"),
+    encoder="linear",
+    encoder_params={},
+)
+
+
+@pytest.fixture
+def pair(make_bundle, tmp_path):
+    bundle = make_bundle(task=TASK).path
+    rng = np.random.default_rng(0)
+    labels = np.arange(40) % 2
+    windows = (rng.normal(size=(40, 2, 10)) * np.where(labels, 5.0, 0.5)[:, None, None]).astype(np.float32)
+    personal = Personalizer.open(bundle, cache=tmp_path / "cache")
+    personal.fit(windows, np.array(TASK.class_names)[labels], head="lr")
+    personal.save(tmp_path / "head")
+    assert saved.load(tmp_path / "head").class_names == TASK.class_names
+    return Pair.open(load_bundle(bundle, tmp_path / "cache"), tmp_path / "head")
+
+
+class Given:
+    """Lines that are there from the beginning."""
+
+    name = "sensor test"
+
+    def __init__(self, lines):
+        self._lines = list(lines)
+
+    def open(self):
+        if not self._lines:
+            raise SourceEnded("all")
+
+    def read(self, wait_s):
+        if not self._lines:
+            raise SourceEnded("all")
+        return self._lines.pop(0)
+
+    def close(self):
+        pass
+
+
+def lines_of(samples, times=None):
+    """A stream of samples (n, channels) with names of its columns."""
+    names = ["time"] * (times is not None) + ["x", "y", "z"][: samples.shape[1]]
+    yield (",".join(names) + "\n").encode()
+    for number, row in enumerate(samples):
+        at = [] if times is None else [times[number]]
+        yield (",".join(f"{value:.6f}" for value in [*at, *row]) + "\n").encode()
+
+
+class Watcher:
+    """What was answered: the windows as the encoder saw them, and what they were called."""
+
+    def __init__(self):
+        self.inputs = []
+        self.sources = []
+
+    def see(self, observation):
+        self.inputs.append(observation.inputs[0])
+        self.sources.append(observation.source)
+
+    def see_switch(self, pair):
+        pass
+
+
+def answer_all(pair, lines, **options):
+    """Answer a stream to its end; returns the feed and what was answered."""
+    predictor = Predictor()
+    watcher = Watcher()
+    predictor.observe(watcher)
+    predictor.switch(pair)
+    feed = SensorFeed(Given(lines), predictor, **options)
+    feed.start()
+    feed._thread.join(WAIT_S)
+    assert feed.state.condition == "ended", feed.state
+    return feed, watcher
+
+
+SAMPLES = np.random.default_rng(1).normal(size=(47, 2))
+
+
+@pytest.mark.parametrize("hop", [None, 1, 5, 10, 13])
+def test_windows_are_those_of_the_recording_cut_by_hand(pair, hop):
+    feed, watcher = answer_all(pair, lines_of(SAMPLES), hop=hop)
+    step = 5 if hop is None else hop
+    expected = [(SAMPLES[start : start + 10].T - 1.0) / 2.0 for start in range(0, 47 - 10 + 1, step)]
+    assert len(watcher.inputs) == len(expected)
+    for window, by_hand in zip(watcher.inputs, expected, strict=True):
+        np.testing.assert_allclose(window, by_hand, atol=1e-5)
+    assert feed.state.samples == 47
+    assert feed.as_json()["text"] == "ended after 47 samples"
+
+
+def test_answers_carry_the_time_of_the_end_of_their_window(pair):
+    times = 100 + 0.02 * np.arange(47)
+    _, watcher = answer_all(pair, lines_of(SAMPLES, times))
+    assert watcher.sources[:2] == ["sensor test at 100.180 s", "sensor test at 100.280 s"]
+    _, watcher = answer_all(pair, lines_of(SAMPLES), rate=50.0)
+    assert watcher.sources[:2] == ["sensor test at 0.200 s", "sensor test at 0.300 s"]
+    _, watcher = answer_all(pair, lines_of(SAMPLES))
+    assert watcher.sources[:2] == ["sensor test sample 10", "sensor test sample 15"]
+
+
+def test_no_window_spans_a_gap_in_time(pair):
+    times = 0.02 * np.arange(47)
+    times[23:] += 3.0
+    feed, watcher = answer_all(pair, lines_of(SAMPLES, times))
+    by_hand = [*range(0, 23 - 10 + 1, 5), *range(23, 47 - 10 + 1, 5)]
+    assert len(watcher.inputs) == len(by_hand)
+    np.testing.assert_allclose(watcher.inputs[3], (SAMPLES[23:33].T - 1.0) / 2.0, atol=1e-5)
+    assert feed.state.gaps == 1
+
+
+def test_a_line_that_is_no_sample_ends_the_window_and_is_said_with_its_number(pair):
+    lines = list(lines_of(SAMPLES))
+    lines[13] = b"1.0,oops\n"
+    feed, watcher = answer_all(pair, lines)
+    assert feed.state.gaps == 1
+    np.testing.assert_allclose(watcher.inputs[1], (SAMPLES[13:23].T - 1.0) / 2.0, atol=1e-5)
+    lines[13] = b"1.0,2.0,3.0\n"
+    predictor = Predictor()
+    predictor.switch(pair)
+    feed = SensorFeed(Given(lines[:14]), predictor)
+    feed.start()
+    feed._thread.join(WAIT_S)
+    assert feed.state.gaps == 1
+
+
+def test_many_such_lines_in_a_row_are_one_interruption(pair, caplog):
+    lines = list(lines_of(SAMPLES))
+    lines[13:13] = [b"oops\n"] * 100
+    feed, _ = answer_all(pair, lines)
+    assert feed.state.gaps == 1
+    assert caplog.text.count("sample_not_read") == 1
+
+
+def test_windows_wait_while_others_are_answered_and_none_is_lost(pair, monkeypatch):
+    predictor = Predictor()
+    watcher = Watcher()
+    predictor.observe(watcher)
+    predictor.switch(pair)
+    answer = predictor.answer
+    calls = []
+
+    def often_busy(decode, source):
+        calls.append(source)
+        if len(calls) % 3:
+            raise Busy(8, 1)
+        return answer(decode, source)
+
+    monkeypatch.setattr(predictor, "answer", often_busy)
+    feed = SensorFeed(Given(lines_of(SAMPLES)), predictor)
+    feed.start()
+    feed._thread.join(WAIT_S)
+    assert feed.state.answered == len(watcher.inputs) == 8
+    assert len(calls) == 24
+
+
+def test_an_encoder_of_other_channels_is_said(pair):
+    feed, watcher = answer_all(pair, lines_of(np.zeros((12, 3))))
+    assert watcher.inputs == []
+    assert (feed.state.answered, feed.state.refused) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    "line, expected",
+    [
+        (b"1, 2.5\n", [1.0, 2.5]),
+        (b"1;2.5\n", [1.0, 2.5]),
+        (b"1\t2.5\r\n", [1.0, 2.5]),
+        (b"  1 2.5  \n", [1.0, 2.5]),
+        (b"-1e3,+2\n", [-1000.0, 2.0]),
+    ],
+)
+def test_a_sample_may_be_separated_in_several_ways(line, expected):
+    assert LineReader().read(line).values.tolist() == expected
+
+
+@pytest.mark.parametrize(
+    "line, mistake",
+    [
+        (b"1,nan\n", "holds '1 nan'; expected numbers alone"),
+        (b"1,inf\n", "expected numbers alone"),
+        (b"1,\xff\n", "expected numbers alone"),
+        (b"1,2,3\n", "line 2 has 3 values, the lines before 2"),
+        (b"1," * MOST_LINE_BYTES, "line 2 has more than 65536 bytes"),
+    ],
+)
+def test_lines_that_are_no_samples(line, mistake):
+    reader = LineReader()
+    reader.read(b"0,0\n")
+    with pytest.raises(DataError, match=mistake):
+        reader.read(line)
+
+
+def test_a_pipe_is_read_as_it_is_written_and_its_end_is_the_end(tmp_path):
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    lines = StreamLines(path)
+    lines.open()
+    assert lines.read(0.01) is None
+    with path.open("w", encoding="ascii") as writer:
+        writer.write("1,2\n3,4\n")
+        writer.flush()
+        assert lines.read(WAIT_S) == b"1,2\n"
+        assert lines.read(WAIT_S) == b"3,4\n"
+    with pytest.raises(SourceEnded):
+        lines.read(WAIT_S)
+    with pytest.raises(SourceEnded):
+        lines.open()
+
+
+def test_a_file_that_cannot_be_read_is_said(tmp_path):
+    lines = StreamLines(tmp_path / "gone")
+    lines.open()
+    with pytest.raises(SourceLost, match="cannot be read"):
+        lines.read(WAIT_S)
+
+
+def test_a_recording_is_played_at_its_speed():
+    due = PlayedAt(10.0, None)
+    assert [due(line) for line in (b"time,x\n", b"5.0,1\n", b"5.5,1\n", b"oops\n", b"7.0,1\n")] == [0, 0, 0.05, 0, 0.2]
+    by_rate = PlayedAt(2.0, 50.0)
+    assert [by_rate(b"1,2\n") for _ in range(3)] == [0.0, 0.01, 0.02]
+
+
+class Transport:
+    """A transport that gives the events of a test."""
+
+    def __init__(self, *events):
+        self.events = list(events)
+        self.filters = []
+        self.started = 0
+
+    def subscribe(self, *filters):
+        self.filters += filters
+
+    def start(self):
+        self.started += 1
+
+    def receive(self, timeout_s):
+        return self.events.pop(0) if self.events else None
+
+    def close(self):
+        pass
+
+
+def test_the_newest_message_of_a_topic_is_answered_and_retained_ones_are_not():
+    transport = Transport(
+        Connected(1), Message("cam", b"old", retained=True), Message("cam", b"first"), Message("cam", b"second")
+    )
+    source = MqttSource(transport, "cam")
+    source.open()
+    source.open()
+    assert (transport.filters, transport.started) == (["cam"], 1)
+    frame = source.read(0.1)
+    assert (frame.raw, frame.name) == (b"second", "")
+    assert source.dropped == 1
+    assert source.read(0.1) is None
+    transport.events = [Message("cam/porch", b"x")]
+    assert MqttSource(transport, "cam/+").read(0.1).name == "cam/porch"
+    transport.events = [Disconnected("unplugged", 1.0)]
+    with pytest.raises(SourceLost, match="the broker is away: unplugged"):
+        source.read(0.1)
+
+
+def test_lines_of_messages_are_samples():
+    transport = Transport(Message("imu", b"1,2\n3,4"), Message("imu", b""), Message("imu", b"5,6\n"))
+    lines = MqttLines(transport, "imu")
+    lines.open()
+    assert [lines.read(0.1) for _ in range(4)] == [b"1,2", b"3,4", None, b"5,6"]
+    transport.events = [Message("imu", b"1\n" * 20_001)]
+    with pytest.raises(SourceLost, match="at most 20000 are taken"):
+        lines.read(0.1)
+
+
+def test_what_cannot_be_is_said_at_the_start(tmp_path):
+    broker = BrokerConfig(url="mqtt://127.0.0.1:1")
+    with pytest.raises(UsageError, match="name the broker with --mqtt"):
+        topic_of("cam", None, "headwater-answers")
+    with pytest.raises(UsageError, match="does not publish on itself"):
+        topic_of("headwater-answers/porch/image", broker, "headwater-answers")
+    with pytest.raises(UsageError, match="expected -, mqtt:TOPIC"):
+        sensor_of(str(tmp_path / "none"), None, None, None, "own")
+    assert sensor_of("mqtt:imu", None, None, broker, "own").name == "mqtt imu"
+    assert sensor_of("-", None, None, None, "own").name == "sensor"
+    assert topic_of("cam", broker, "own").name == "mqtt cam"
+
+
+def test_a_stream_that_is_slow_is_no_stream_that_is_lost(pair):
+    """Nothing arrives for a while: the feed waits, and goes on where it was."""
+    goes_on = threading.Event()
+    lines = Given(lines_of(SAMPLES))
+    read = lines.read
+    taken = SimpleNamespace(count=0)
+
+    def slowly(wait_s):
+        taken.count += 1
+        if taken.count == 20 and not goes_on.wait(WAIT_S):
+            raise SourceLost("the test hangs")
+        return None if taken.count % 2 else read(wait_s)
+
+    lines.read = slowly
+    predictor = Predictor()
+    predictor.switch(pair)
+    feed = SensorFeed(lines, predictor)
+    feed.start()
+    goes_on.set()
+    feed._thread.join(WAIT_S)
+    assert feed.state.answered == 8
