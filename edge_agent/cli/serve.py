@@ -118,6 +118,12 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="file of the token, made where there is none (default: serve/token in the state folder)",
     )
+    where.add_argument(
+        "--cert", type=Path, metavar="FILE", help="certificate of this server (PEM): connections are encrypted"
+    )
+    where.add_argument(
+        "--key", type=Path, metavar="FILE", help="private key of the certificate (PEM; default: in the same file)"
+    )
     mqtt = parser.add_argument_group("whom answers are told (MQTT, found by Home Assistant)")
     mqtt.add_argument("--mqtt", metavar="URL", help="broker, such as mqtt://homeassistant.local or mqtts://host:8883")
     mqtt.add_argument("--mqtt-user", metavar="NAME", help="user at the broker")

@@ -429,6 +429,8 @@ class ServeConfig(Frozen):
     unix: Path | None = Field(None, description="a Unix socket to listen on instead")
     host_names: tuple[str, ...] = Field((), max_length=20, description="names by which browsers call this server")
     token_file: Path | None = Field(None, description="file of the token; default: serve/token in the state folder")
+    cert: Path | None = Field(None, description="certificate of this server (PEM): connections are encrypted")
+    key: Path | None = Field(None, description="private key of that certificate (PEM); default: in the same file")
     sound: str | None = Field(
         None, description="how sounds become inputs: options of the data of the encoder, 'rate=16000&form=image'"
     )
@@ -453,6 +455,12 @@ class ServeConfig(Frozen):
     discovery_prefix: str = Field("homeassistant", pattern=r"^[A-Za-z0-9_/-]+$", description="Home Assistant's")
     expire_s: int = Field(300, ge=10, le=86_400, description="without answers for so long: unavailable")
     share_image: bool = Field(default=False, description="publish the last image, too; it leaves the device")
+
+    @model_validator(mode="after")
+    def _key_has_certificate(self) -> ServeConfig:
+        if self.key is not None and self.cert is None:
+            raise ValueError(f"key is {self.key}, but cert is not set; name the certificate of this key as cert")
+        return self
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import ssl
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from ..wire.mqtt import MqttTransport
 from .corrections import Corrections
 from .history import History
 from .http_api.access import Guard
+from .http_api.certificate import ServerCertificate
 from .http_api.classify import ClassifyRoutes
 from .http_api.health import HealthRoutes
 from .http_api.messages import Route, Routes
@@ -56,7 +56,7 @@ class HttpSettings:
     token: str
     host_names: frozenset[str] = frozenset()
     limits: HttpLimits = field(default_factory=HttpLimits)
-    tls: ssl.SSLContext | None = None
+    tls: ServerCertificate | None = None
     sound: WavOptions | None = None
 
     @property

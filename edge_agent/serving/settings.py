@@ -8,6 +8,7 @@ from typing import Any
 
 from ..core.config import BrokerConfig, ServeConfig, default_agent_id, parse
 from .http_api.access import own_token
+from .http_api.certificate import ServerCertificate
 from .inputs import sound_options
 from .mqtt.discovery import Described
 from .mqtt.topics import AnswerTopics
@@ -21,6 +22,7 @@ def http_settings(config: ServeConfig, token_file: Path) -> HttpSettings:
     Raises:
         ConfigError: The options of sounds are impossible.
         StateError: The token cannot be read or made.
+        UsageError: The certificate cannot be used.
     """
     address: tuple[str, int] | Path = (config.host, config.port)
     if config.unix is not None:
@@ -29,6 +31,7 @@ def http_settings(config: ServeConfig, token_file: Path) -> HttpSettings:
         address=address,
         token=own_token(token_file),
         host_names=frozenset(name.lower() for name in config.host_names),
+        tls=None if config.cert is None else ServerCertificate(config.cert, config.key),
         sound=None if config.sound is None else sound_options(config.sound),
     )
 

@@ -30,6 +30,7 @@ from urllib.parse import parse_qsl, urlsplit
 from ...core.errors import HeadwaterError, UsageError, cause
 from ...version import __version__
 from .access import Guard
+from .certificate import ServerCertificate
 from .messages import Request, Response, Route, error_response, refused
 
 log = logging.getLogger(__name__)
@@ -84,7 +85,7 @@ class HttpServer:
         routes: Iterable[Route],
         guard: Guard,
         limits: HttpLimits | None = None,
-        tls: ssl.SSLContext | None = None,
+        tls: ServerCertificate | None = None,
     ) -> None:
         """Open the address; nothing is answered before `start`.
 
@@ -167,7 +168,7 @@ class _Site:
     routes: tuple[Route, ...]
     guard: Guard
     limits: HttpLimits
-    tls: ssl.SSLContext | None
+    tls: ServerCertificate | None
 
     def find(self, method: str, path: str) -> tuple[Route, dict[str, str]] | Response:
         """Return the route of a path and what its braces stand for, or why there is none."""
@@ -257,7 +258,7 @@ class _Connections(socketserver.ThreadingMixIn, socketserver.TCPServer):
         """Agree on a key where the connection is encrypted, and read its requests."""
         if self.site.tls is not None:
             request.settimeout(self.site.limits.request_s)
-            request = self.site.tls.wrap_socket(request, server_side=True)
+            request = self.site.tls.context().wrap_socket(request, server_side=True)
         try:
             _Connection(request, client_address, self)
         finally:
