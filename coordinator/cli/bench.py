@@ -11,11 +11,21 @@ from rich.table import Table
 
 from edge_agent.core.config import parse
 
-from ..research.bench.measuring import FleetPlan, RoundPlan, Row, SimulationSize, caveat, machine, rounded, scratch
+from ..research.bench.measuring import (
+    FleetPlan,
+    RoundPlan,
+    Row,
+    ServePlan,
+    SimulationSize,
+    caveat,
+    machine,
+    rounded,
+    scratch,
+)
 from .options import Given, Json, from_model
 from .output import present, table
 
-app = typer.Typer(help="Measure this machine: rounds, fleets, simulations, devices.", no_args_is_help=True)
+app = typer.Typer(help="Measure this machine: rounds, fleets, simulations, devices, answers.", no_args_is_help=True)
 
 Folder = Annotated[
     Path | None, typer.Option("--dir", help="Work on the disk of this folder; default: the system's temporary folder.")
@@ -88,6 +98,26 @@ def device(repeats: Repeats = 5, folder: Folder = None, as_json: Json = False) -
         rows = list(bench.rows(temporary, bench.default_cache(), repeats))
     note = caveat(here, "One thread for each figure. A board is slower and has other kernels: measure there as well.")
     _report("a device without torch", rows, {"machine": here, "caveat": note}, as_json=as_json)
+
+
+@app.command("serve")
+@from_model(ServePlan, bounds=True)
+def serve(given: Given, folder: Folder = None, as_json: Json = False) -> None:
+    """Measure answers over HTTP.
+
+    Times of an answer, what of them is the server's own, and memory, beside the encoder in a bare loop.
+
+    Example: headwater bench serve --bundle b.hwb --head my-head --input cat.jpg --json
+    """
+    from ..research.bench import serving as bench
+
+    plan = parse(ServePlan, given, where="the options")
+    here = machine()
+    with scratch(folder) as temporary:
+        rows = list(bench.rows(plan, temporary))
+    note = caveat(here, "Client and server share this machine and talk over loopback; overhead holds that of both.")
+    title = f"answers to {plan.input.name} by 'edge-agent serve'"
+    _report(title, rows, {"machine": here, "caveat": note}, as_json=as_json)
 
 
 @app.command("simulate")

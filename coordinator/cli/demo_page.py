@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from edge_agent.core.child_process import module_command
-from edge_agent.core.errors import HeadwaterError
-from edge_agent.core.storage import read_regular_text, write_atomic
+from edge_agent.core.storage import write_atomic
 from edge_agent.core.task import ImageInput
 from edge_agent.data import load
 from edge_agent.data.pictures import png_of
 
-from ..processes.supervisor import ChildProcess
+from ..processes.serving import serving
 
 PHOTOS = 12
 """Pictures that the page shows first."""
-
-_START_S = 60.0
-_LOOK_S = 0.1
 
 
 @contextlib.contextmanager
@@ -45,31 +37,9 @@ def served(config: Path, source: str, spec: ImageInput, log: Path) -> Iterator[s
     """
     folder = config.parent / "pictures"
     folder.mkdir()
-    options = ("--config", str(config), "--port", "0", "--watch", str(folder), "--json")
-    server = ChildProcess(module_command("edge_agent", "serve", *options), log)
-    try:
-        page = _wait_for_page(server, log)
+    with serving(("--config", str(config), "--watch", str(folder)), log) as server:
         _write_pictures(source, spec, folder)
-        yield page
-    finally:
-        server.terminate()
-        server.stop()
-
-
-def _wait_for_page(server: ChildProcess, log: Path) -> str:
-    """Return the address that a server prints once it answers."""
-    pause = threading.Event()
-    for _ in range(int(_START_S / _LOOK_S)):
-        # The log holds one line of JSON: the address, or the error.
-        for line in read_regular_text(log).splitlines():
-            with contextlib.suppress(ValueError):
-                content: dict[str, Any] = json.loads(line)
-                if "page" in content:
-                    return str(content["page"])
-        if not server.is_running:
-            raise HeadwaterError(f"the device answers nothing: {server.exit_reason()}; look at {log}")
-        pause.wait(_LOOK_S)
-    raise HeadwaterError(f"the device has not begun to answer within {_START_S:.0f} s; look at {log}")
+        yield server.page
 
 
 def _write_pictures(source: str, spec: ImageInput, folder: Path) -> None:

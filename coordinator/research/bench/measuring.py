@@ -125,6 +125,16 @@ class SimulationSize(Frozen):
         return self.engine == "stacked"
 
 
+class ServePlan(Frozen):
+    """What ``bench serve`` measures."""
+
+    bundle: Path = Field(description="bundle file (*.hwb)")
+    head: Path | None = Field(None, description="saved head; default: the shared classifier of the bundle")
+    input: Path = Field(description="an image, or a recording (.npy, .csv), that is answered again and again")
+    rate: float = Field(50.0, gt=0, le=10_000, description="requests in a second")
+    seconds: float = Field(10.0, gt=0, le=3600, description="seconds of each of both measurements")
+
+
 @dataclass(frozen=True)
 class Row:
     """A figure of a table: name, value and unit."""
