@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from ...core.errors import SourceLost
+from ...wire.messages.fields import printable
 from ...wire.transport import Disconnected, Message, Transport
 from .source import Frame
 
@@ -44,7 +45,8 @@ class MqttSource:
                 raise SourceLost(f"the broker is away: {event.reason}")
             if isinstance(event, Message) and not event.retained:
                 self.dropped += newest is not None
-                newest = Frame(event.payload, event.topic if event.topic != self._topic else "")
+                # Of several topics each input says its own, whose text is somebody else's.
+                newest = Frame(event.payload, printable(event.topic) if event.topic != self._topic else "")
 
     def close(self) -> None:
         """Do nothing: the transport looks for the broker, and ends with the program."""

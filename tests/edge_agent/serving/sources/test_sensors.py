@@ -285,6 +285,8 @@ def test_the_newest_message_of_a_topic_is_answered_and_retained_ones_are_not():
     assert source.read(0.1) is None
     transport.events = [Message("cam/porch", b"x")]
     assert MqttSource(transport, "cam/+").read(0.1).name == "cam/porch"
+    transport.events = [Message("cam/\x1b[31mred", b"x")]
+    assert "\x1b" not in MqttSource(transport, "cam/+").read(0.1).name
     transport.events = [Disconnected("unplugged", 1.0)]
     with pytest.raises(SourceLost, match="the broker is away: unplugged"):
         source.read(0.1)
