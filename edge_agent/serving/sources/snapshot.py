@@ -84,7 +84,8 @@ def _body_of(response: http.client.HTTPResponse, deadline: float) -> bytes:
         SourceLost: It has not.
     """
     body = bytearray()
-    while part := response.read(_CHUNK_BYTES):
+    # What has arrived is taken at once: waiting for a whole chunk, a byte now and then would hold this up for hours.
+    while part := response.read1(_CHUNK_BYTES):
         body += part
         if len(body) > _MOST_BYTES:
             raise SourceLost(f"it sends more than {_MOST_BYTES >> 20} MB; this is no picture")
