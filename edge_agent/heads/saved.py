@@ -256,8 +256,8 @@ def load(folder: Path, fingerprints: Mapping[EncoderPrecision, str] | None = Non
         with contextlib.suppress(HeadwaterError):
             return load(folder, fingerprints, BEFORE)
         raise
-    confidence = Confidence.of(_taken(arrays, _CONFIDENCE), card.feature_dim)
-    learned = _taken(arrays, _LOCAL)
+    confidence = Confidence.of(_take_prefixed(arrays, _CONFIDENCE), card.feature_dim)
+    learned = _take_prefixed(arrays, _LOCAL)
     head = create(card.head, card.params)
     _check_classes(folder, arrays, len(card.class_names))
     head.load(arrays, len(card.class_names), card.feature_dim)
@@ -327,7 +327,7 @@ def _open(
     return card, arrays, norm, learned
 
 
-def _taken(arrays: Tensors, prefix: str) -> Tensors:
+def _take_prefixed(arrays: Tensors, prefix: str) -> Tensors:
     """Return the arrays whose names begin so, taken out of ``arrays``, by the rest of their names."""
     return {name.removeprefix(prefix): arrays.pop(name) for name in list(arrays) if name.startswith(prefix)}
 

@@ -58,7 +58,7 @@ class FedALA(Method):
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:
         """Mix, then E epochs of cross entropy on all parts."""
-        mixed = self._mixed(client)
+        mixed = self._mix(client)
         load_arrays(client.model, mixed)
         train(client, cross_entropy(client.model), self.params)
         kept = to_arrays(client.model, mixed)
@@ -69,13 +69,13 @@ class FedALA(Method):
 
     def personalize(self, client: Client, received: Tensors) -> None:
         """Mix the final shared tensors with the client's own."""
-        self._mixed(client)
+        self._mix(client)
 
     def predict(self, client: Client, inputs: torch.Tensor) -> torch.Tensor:
         """Return class probabilities of the mixture, which is made first if the model has changed since."""
-        return probabilities_with(client.model, _on(client.device, self._mixed(client)), inputs)
+        return probabilities_with(client.model, _on(client.device, self._mix(client)), inputs)
 
-    def _mixed(self, client: Client) -> Tensors:
+    def _mix(self, client: Client) -> Tensors:
         """Return the mixed upper tensors for the model that the client has now.
 
         The first call makes them, from random numbers of the model's own; shares are kept when training begins.
@@ -93,13 +93,13 @@ class FedALA(Method):
         differs = any(not np.array_equal(personal[name], received[name]) for name in names)
         if client.samples and differs:
             rng = np.random.default_rng(int.from_bytes(stamp[:8].tobytes(), "little"))
-            shares = self._learned(client, personal, received, shares, rng)
+            shares = self._learn_shares(client, personal, received, shares, rng)
             memory.update({_NEXT + name: share for name, share in shares.items()})
         memory[_STAMP] = stamp
         memory.update({_MIXED + name: mix(personal[name], received[name], shares[name]) for name in names})
         return {name: memory[_MIXED + name] for name in names}
 
-    def _learned(
+    def _learn_shares(
         self, client: Client, own: Tensors, received: Tensors, shares: Tensors, rng: np.random.Generator
     ) -> Tensors:
         """Return shares after passes over a random part of the local data: one, or the first time until losses settle.

@@ -114,7 +114,7 @@ def sample(inputs: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     return np.ascontiguousarray(chosen, np.float32)
 
 
-def changed(bundle: Bundle, variant: str, statistics: np.ndarray) -> bytes:
+def encoder_with_statistics(bundle: Bundle, variant: str, statistics: np.ndarray) -> bytes:
     """Return the fp32 encoder's ONNX file with these ``statistics``, in the order of `OwnNorm`.
 
     Raises:

@@ -131,7 +131,7 @@ def candidates(offered: Iterable[str], *, has_shared: bool) -> tuple[str, ...]:
     return tuple(name for name in names if has_shared or name not in _OF_SHARED)
 
 
-def thinned(labels: np.ndarray, divisions: Sequence[Fold], rng: np.random.Generator) -> list[Fold]:
+def thin_out(labels: np.ndarray, divisions: Sequence[Fold], rng: np.random.Generator) -> list[Fold]:
     """Return the divisions of at most `MOST_ROWS` of the samples with these labels (n,), drawn at random."""
     if len(labels) <= MOST_ROWS:
         return list(divisions)
@@ -188,7 +188,7 @@ def choose(
     return HeadChoice(best.name, (best, *other_trials), reason)
 
 
-def cross_validated(
+def cross_validate(
     name: str,
     fit: Fit,
     features: np.ndarray,

@@ -134,7 +134,7 @@ class Calibration:
 
     def __call__(self, probabilities: np.ndarray) -> np.ndarray:
         """Calibrated probabilities (n, K); the most probable class stays the same, and 0 stays 0."""
-        return tempered(probabilities, self.temperature)
+        return apply_temperature(probabilities, self.temperature)
 
     def write(self, graph: Graph, probabilities: Value) -> Value:
         """Write what a call computes as operators; ``probabilities`` (n, K) float64."""
@@ -159,7 +159,7 @@ def calibrate(probabilities: np.ndarray, labels: np.ndarray, folds: np.ndarray) 
         if not learns.any():
             learns = is_tested
         temperature = best_temperature(probabilities[learns], labels[learns])
-        after[is_tested] = tempered(probabilities[is_tested], temperature)
+        after[is_tested] = apply_temperature(probabilities[is_tested], temperature)
     error_before = calibration_error(probabilities, labels)
     error_after = calibration_error(after, labels)
     if error_after >= error_before:
@@ -179,7 +179,7 @@ def calibration_error(probabilities: np.ndarray, labels: np.ndarray) -> float:
     return float(sum(weighted) / len(labels))
 
 
-def tempered(probabilities: np.ndarray, temperature: float) -> np.ndarray:
+def apply_temperature(probabilities: np.ndarray, temperature: float) -> np.ndarray:
     """Return the softmax of log probabilities (n, K) over the temperature; 0 stays 0."""
     result = softmax(np.log(np.maximum(probabilities, _SMALLEST)) / temperature)
     return np.where(probabilities > 0, result, 0.0)
@@ -333,7 +333,7 @@ def out_of_fold(
     )
 
 
-def estimated(samples: Samples, features: np.ndarray, answers: OutOfFold | None, rate: float) -> Confidence:
+def estimate_confidence(samples: Samples, features: np.ndarray, answers: OutOfFold | None, rate: float) -> Confidence:
     """Return the confidence of a head that learns from ``samples`` with their ``features`` (n, d).
 
     ``answers``: those of cross-validation of that head, None where there are none; from `LEAST_FOR_CALIBRATION` on they

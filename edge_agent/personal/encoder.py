@@ -50,7 +50,7 @@ from ..core.storage import (
 )
 from ..data import Samples
 from . import self_test
-from .batch_norm import OwnNorm, changed, own_share
+from .batch_norm import OwnNorm, encoder_with_statistics, own_share
 
 _log = logging.getLogger(__name__)
 
@@ -137,7 +137,7 @@ class Encoder:
             if precision != "fp32":
                 raise StateError(f"own batch norm is computed in fp32, not in {precision}; fit the head again")
             cls.open(bundle, precision, threads, cache=cache)  # what the exporter computed is computed here as well
-            content = functools.partial(changed, bundle, norm.variant, norm.statistics)
+            content = functools.partial(encoder_with_statistics, bundle, norm.variant, norm.statistics)
             model = _Model(Path(f"{_OWN}{norm.fingerprint[:16]}.onnx"), norm.fingerprint, bundle.made, content)
         else:
             _try_once(bundle, precision, record=cache)

@@ -24,7 +24,7 @@ from ..core.task import ImageInput, InputSpec
 from ..data.preprocess import normalise_images, normalise_windows
 from ..heads.saved import SavedHead, SavedNumeric
 from ..version import __version__
-from .batch_norm import changed
+from .batch_norm import encoder_with_statistics
 from .encoder import Encoder, onnxruntime
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ def _write_input(spec: InputSpec, encoder_input: Value) -> Graph:
 def _encoder_bytes(bundle: Bundle, head: SavedHead | SavedNumeric) -> bytes:
     """Return the encoder's ONNX file, with the device's own batch norm where the head was fitted on that."""
     if head.norm is not None:
-        return changed(bundle, head.norm.variant, head.norm.statistics)
+        return encoder_with_statistics(bundle, head.norm.variant, head.norm.statistics)
     return read_regular(bundle.folder / bundle.variant(head.precision).file)
 
 

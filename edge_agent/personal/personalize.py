@@ -26,11 +26,11 @@ from ..heads import AUTO, FitData, Head, saved
 from ..heads.base import softmax
 from ..heads.saved import SavedHead, SavedNumeric
 from .batch_norm import OwnNorm, grade, remains
-from .choice import FOLDS, HeadChoice, candidates, choose, cross_validated, thinned
-from .confidence import LEAST_FOR_CALIBRATION, Confidence, OutOfFold, estimated, out_of_fold
+from .choice import FOLDS, HeadChoice, candidates, choose, cross_validate, thin_out
+from .confidence import LEAST_FOR_CALIBRATION, Confidence, OutOfFold, estimate_confidence, out_of_fold
 from .encoder import Encoder, Progress, features_of
 from .local.details import ClassCount, LabelConflict, WorstSample, class_counts, label_conflicts, worst_samples
-from .local.models import MAJORITY, LocalModel, fit_local, refitting
+from .local.models import MAJORITY, LocalModel, fit_local, prepare_refits
 from .local.validation import Fold, LearningCurve, folds, is_better, learning_curve, sitting_of
 
 _log = logging.getLogger(__name__)
@@ -367,9 +367,9 @@ def _is_used_alone(features: Features, local: Alone, result: Result) -> bool:
         alike = replace(options, head=name, params=result.head.params.model_dump())
         return fit(features.bundle, features.train_features[rows], train.labels[rows], alike, names)
 
-    head = cross_validated(result.head.name, fit_rows, features.train_features, train.labels, divisions)
-    rows, refit = refitting(local.model, train.inputs, train.labels, len(names), options.seed)
-    return cross_validated(local.model.name, refit, rows, train.labels, divisions).is_surer_than(head)
+    head = cross_validate(result.head.name, fit_rows, features.train_features, train.labels, divisions)
+    rows, refit = prepare_refits(local.model, train.inputs, train.labels, len(names), options.seed)
+    return cross_validate(local.model.name, refit, rows, train.labels, divisions).is_surer_than(head)
 
 
 def evaluate_heads(features: Features, names: Iterable[str] | None = None) -> tuple[list[Result], dict[str, str]]:
@@ -544,7 +544,7 @@ def heads_to_compare(bundle: Bundle, class_names: tuple[str, ...]) -> tuple[str,
 def _divisions(samples: Samples, options: FitOptions) -> list[Fold]:
     """Return the folds on which heads are compared."""
     rng = np.random.default_rng(options.seed)
-    return thinned(samples.labels, folds(samples, FOLDS, rng), rng)
+    return thin_out(samples.labels, folds(samples, FOLDS, rng), rng)
 
 
 def fit(
@@ -580,7 +580,7 @@ def confidence_of(
     answers = None
     if len(samples) >= LEAST_FOR_CALIBRATION:
         answers = answers_in_folds(bundle, fitted, samples, features, options)
-    return estimated(samples, features, answers, options.unknown)
+    return estimate_confidence(samples, features, answers, options.unknown)
 
 
 def answers_in_folds(

@@ -26,7 +26,7 @@ from ..core.errors import BundleDamaged, UsageError
 from ..core.storage import read_record, write_record
 from ..data import Samples
 from . import self_test
-from .batch_norm import OwnNorm, changed, own_share, sample, why_not
+from .batch_norm import OwnNorm, encoder_with_statistics, own_share, sample, why_not
 from .encoder import Encoder, Progress, arithmetic, features_of, probe_of, run_probe, try_probe
 from .variants import LEAST_GAIN, LEAST_GAIN_MS, MOST_LOSS, Timing, refitted_answers, timed
 
@@ -137,7 +137,7 @@ def with_norm(
         return replace(shipped, why_norm=obstacle)
     # 2. Estimated statistics have to pass a self-test of their own.
     try:
-        own_statistics = estimated(bundle, sample(samples.inputs, np.random.default_rng(refit.seed)))
+        own_statistics = estimate_norm(bundle, sample(samples.inputs, np.random.default_rng(refit.seed)))
         own_encoder = Encoder.open(bundle, "fp32", threads, norm=own_statistics)
     except BundleDamaged as error:
         _log.warning("own_norm_not_used bundle=%s reason=%s", bundle.id[:12], error)
@@ -183,7 +183,7 @@ def _as_percentage(is_right: np.ndarray) -> str:
     return f"{100 * is_right.mean():.1f} %" if is_right.size else "none"
 
 
-def estimated(bundle: Bundle, inputs: np.ndarray) -> OwnNorm:
+def estimate_norm(bundle: Bundle, inputs: np.ndarray) -> OwnNorm:
     """Return batch norm statistics of ``inputs`` (n, *input_shape) float32, blended with those of the bundle.
 
     Raises:
@@ -206,7 +206,7 @@ def estimated(bundle: Bundle, inputs: np.ndarray) -> OwnNorm:
     # 2. An encoder with these statistics has to compute what the probe has computed with them.
     golden = self_test.prepared(bundle.golden()["raw"], bundle.manifest.task.input)
     few = inputs[: len(golden)]
-    content = changed(bundle, variant.fingerprint, statistics)
+    content = encoder_with_statistics(bundle, variant.fingerprint, statistics)
     features = run_probe(probe_of(bundle, content), kind, np.concatenate([golden, few]), 0.0)[1]
     difference = float(np.abs(features[len(golden) :] - expected[: len(few)]).max(initial=0))
     if not difference <= _PROBE_TOLERANCE * max(1.0, float(np.abs(expected).max(initial=0))):

@@ -17,7 +17,7 @@ from edge_agent.bundle import installed
 from edge_agent.heads import FitData
 from edge_agent.personal.encoder import Encoder
 from edge_agent.personal.personalize import load_head
-from edge_agent.personal.precision import estimated
+from edge_agent.personal.precision import estimate_norm
 
 
 def main(bundle_file: Path, inputs_file: Path, head_folder: Path, own_folder: Path, out: Path) -> None:
@@ -29,7 +29,7 @@ def main(bundle_file: Path, inputs_file: Path, head_folder: Path, own_folder: Pa
     found = {"machine": np.array(platform.machine())}
     for precision in ("fp32", "int8"):
         found[precision] = Encoder.open(bundle, precision).features(inputs)  # after its self-test
-    found["statistics"] = estimated(bundle, inputs).statistics
+    found["statistics"] = estimate_norm(bundle, inputs).statistics
     own = load_head(own_folder, bundle)
     found["own"] = Encoder.open(bundle, norm=own.norm).features(inputs)  # after the self-test of these statistics
     found["labels_by_head_with_own_norm"] = own.head.predict_proba(found["own"]).argmax(axis=1)

@@ -21,7 +21,7 @@ from edge_agent.core.task import ImageInput, Task
 from edge_agent.heads import FitData
 from edge_agent.personal.encoder import Encoder
 from edge_agent.personal.personalize import personalize
-from edge_agent.personal.precision import estimated, with_norm
+from edge_agent.personal.precision import estimate_norm, with_norm
 
 pytestmark = pytest.mark.slow
 
@@ -166,7 +166,7 @@ def test_bundle_of_the_host_says_the_same_in_the_guest(guest, made):
         np.testing.assert_array_equal(
             there["labels_by_head_with_own_norm"], with_own.head.predict_proba(expected).argmax(axis=1)
         )
-        np.testing.assert_allclose(there["statistics"], estimated(bundle, inputs).statistics, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(there["statistics"], estimate_norm(bundle, inputs).statistics, rtol=1e-4, atol=1e-5)
         head = heads.create("lr")
         head.fit(FitData(here["fp32"], labels, TASK.num_classes), np.random.default_rng(0))
         np.testing.assert_array_equal(there["labels_by_own_head"], head.predict_proba(here["fp32"]).argmax(axis=1))

@@ -22,7 +22,7 @@ from edge_agent.data.partition import dirichlet
 from edge_agent.heads import FitData
 from edge_agent.methods.base import Method, pooled_norm
 from edge_agent.methods.values import Client, Update
-from edge_agent.personal.choice import FOLDS, candidates, choose, thinned
+from edge_agent.personal.choice import FOLDS, candidates, choose, thin_out
 from edge_agent.personal.local.validation import folds
 from edge_agent.training.loops import features_of
 from edge_agent.training.parts import load_arrays, personal_names, to_arrays
@@ -205,7 +205,7 @@ def of_heads(federation: Federation, name: str, shared: Tensors | None) -> dict[
     result = {"own": score(own), "own as before": score(own, **AS_BEFORE.get(method.name, {})), "lr": score("lr")}
     samples = Samples(client.train_inputs.numpy(), labels, test.class_names, test.input)
     rng = np.random.default_rng(0)
-    divisions = thinned(labels, folds(samples, FOLDS, rng), rng)
+    divisions = thin_out(labels, folds(samples, FOLDS, rng), rng)
     begin = time.process_time()
     choice = choose(
         candidates(method.heads, has_shared=True), fit, train_rows, labels, divisions, clock=time.process_time

@@ -22,11 +22,11 @@ from edge_agent.core.task import ImageInput, Task
 from edge_agent.data import Samples, load, split
 from edge_agent.heads import saved
 from edge_agent.personal import precision
-from edge_agent.personal.batch_norm import changed, grade, remains, sample
+from edge_agent.personal.batch_norm import encoder_with_statistics, grade, remains, sample
 from edge_agent.personal.encoder import Encoder, features_of
 from edge_agent.personal.personalize import FitOptions, load_head, personalize
 from edge_agent.personal.personalizer import Personalizer
-from edge_agent.personal.precision import estimated, open_encoder, with_norm
+from edge_agent.personal.precision import estimate_norm, open_encoder, with_norm
 from edge_agent.training.parts import encoder_and_head
 from edge_agent.wire.messages.down import Install
 from edge_agent.wire.messages.fields import BlobRef
@@ -127,7 +127,7 @@ def test_own_encoder_computes_what_torch_computes_with_blended_statistics(either
     model, installed, samples = either
     inputs = samples.inputs[:count]
     others = samples.inputs[100:140]
-    own = estimated(installed, inputs)
+    own = estimate_norm(installed, inputs)
     oracle = blended_by_torch(model.part("encoder"), inputs, count / (count + 16))
     expected = [array for layer in norms(oracle) for array in (layer.running_mean, layer.running_var)]
     np.testing.assert_allclose(own.statistics, np.concatenate(expected), rtol=1e-4, atol=1e-5)
@@ -146,7 +146,7 @@ def test_a_probe_is_run_in_a_process_of_its_own_first(trials, spoilt, tmp_path):
     from onnx import TensorProto, helper
 
     _, installed, samples = spoilt
-    assert estimated(installed, samples.inputs[:20]).inputs == 20
+    assert estimate_norm(installed, samples.inputs[:20]).inputs == 20
     manifest = installed.manifest
     probe = onnx.ModelProto.FromString((installed.folder / manifest.free_norm.probe).read_bytes())
     [last] = [one for one in probe.graph.node if "own_features" in one.output]
@@ -162,14 +162,14 @@ def test_a_probe_is_run_in_a_process_of_its_own_first(trials, spoilt, tmp_path):
     fields = manifest.model_dump(mode="json", exclude={"schema_version", "files"})
     archive.pack(tmp_path / "b.hwb", fields | {"variants": {"fp32": "encoder.onnx"}}, files)
     with pytest.raises(BundleDamaged, match=r"trial of the probe: .* division by zero"):
-        estimated(installed_module.install(tmp_path / "b.hwb", tmp_path / "bundles"), samples.inputs[:20])
+        estimate_norm(installed_module.install(tmp_path / "b.hwb", tmp_path / "bundles"), samples.inputs[:20])
 
 
 def test_own_encoder_is_made_once_and_two_are_kept(spoilt, monkeypatch):
     monkeypatch.setattr("edge_agent.personal.encoder._LEAST_TO_MAP", 0)
     _, installed, samples = spoilt
     for count in (10, 20, 30):
-        own = estimated(installed, samples.inputs[:count])
+        own = estimate_norm(installed, samples.inputs[:count])
         assert Encoder.open(installed, norm=own).format == "ort"
     files = {path: path.stat().st_mtime_ns for path in installed.made.glob("own-*")}
     assert len(files) == 4, "two encoders with their checksums"
@@ -181,8 +181,8 @@ def test_own_encoder_is_made_once_and_two_are_kept(spoilt, monkeypatch):
 
 def test_statistics_that_are_not_those_of_the_head_fail_the_self_test(spoilt):
     _, installed, samples = spoilt
-    own = estimated(installed, samples.inputs[:32])
-    other = estimated(installed, samples.inputs[:32] * 0.5)
+    own = estimate_norm(installed, samples.inputs[:32])
+    other = estimate_norm(installed, samples.inputs[:32] * 0.5)
     forged = type(own)(own.variant, other.statistics, own.inputs, own.golden)
     with pytest.raises(BundleDamaged, match="self-test"):
         Encoder.open(installed, norm=forged)
@@ -239,7 +239,7 @@ def test_auto_asks_for_better_answers_where_the_method_shares_batch_norm(tmp_pat
 def test_exactness_says_what_remains(tmp_path, method, norm_of_method):
     manifest = export(tmp_path / "b.hwb", model_of(spoilt=False), method, norm_note="pooled")
     installed = installed_module.install(tmp_path / "b.hwb", tmp_path / "bundles")
-    own = estimated(installed, load(SOURCE, TASK.input, TASK.class_names).inputs[:48])
+    own = estimate_norm(installed, load(SOURCE, TASK.input, TASK.class_names).inputs[:48])
     assert manifest.norm == norm_of_method
     assert remains(manifest, None) == "pooled"
     text = remains(manifest, own)
@@ -276,7 +276,7 @@ def test_encoder_without_batch_norm_and_folded_one_have_nothing_to_estimate(tmp_
         adaptable(Twice(), TASK)
     assert export(tmp_path / "folded.hwb", model_of(spoilt=False), own_norm=False).free_norm is None
     with pytest.raises(StateError, match="batch norm statistics of encoder"):
-        changed(
+        encoder_with_statistics(
             installed_module.install(tmp_path / "folded.hwb", tmp_path / "bundles"), "0" * 64, np.zeros(3, np.float32)
         )
 
@@ -343,7 +343,7 @@ def test_cached_features_of_earlier_statistics_go(spoilt, tmp_path):
     _, installed, samples = spoilt
     shipped = features_of(samples, Encoder.open(installed), tmp_path)
     for count in range(20, 40):
-        own = Encoder.open(installed, norm=estimated(installed, samples.inputs[:count]), cache=False)
+        own = Encoder.open(installed, norm=estimate_norm(installed, samples.inputs[:count]), cache=False)
         rows = features_of(samples, own, tmp_path)
     np.testing.assert_array_equal(features_of(samples, own, tmp_path), rows)
     assert len(list(tmp_path.glob("features-*-own-*"))) <= 16

@@ -111,7 +111,7 @@ class LocalModel:
         return self.head.predict_proba(self.features(inputs))
 
 
-def refitting(model: LocalModel, inputs: np.ndarray, labels: np.ndarray, num_classes: int, seed: int) -> Refits:
+def prepare_refits(model: LocalModel, inputs: np.ndarray, labels: np.ndarray, num_classes: int, seed: int) -> Refits:
     """Return features (n, d) of preprocessed ``inputs`` (n, ...), and what fits a head like the model's on rows.
 
     Raises:

@@ -219,11 +219,11 @@ def learning_curve(
         for numbers, values in [zip(*pairs, strict=True)]
     )
     tested = len(samples) if samples.groups is None else len(np.unique(samples.groups))
-    forecast = extrapolated(points, 2 * len(samples), tested, repeats)
+    forecast = extrapolate(points, 2 * len(samples), tested, repeats)
     return LearningCurve(points, forecast, sitting_of(samples, divisions))
 
 
-def extrapolated(points: Sequence[CurvePoint], samples: int, tested: int, repeats: int) -> Forecast | None:
+def extrapolate(points: Sequence[CurvePoint], samples: int, tested: int, repeats: int) -> Forecast | None:
     """Return the forecast for ``samples`` to learn from, of all curves that go with the points.
 
     It is None below three of them.

@@ -11,7 +11,7 @@ from edge_agent.core.task import ImageInput
 from edge_agent.data import Samples
 from edge_agent.heads import FitData
 from edge_agent.heads._time import time_limit
-from edge_agent.personal.choice import MOST_ROWS, Trial, candidates, choose, thinned
+from edge_agent.personal.choice import MOST_ROWS, Trial, candidates, choose, thin_out
 from edge_agent.personal.local.validation import folds
 
 
@@ -265,11 +265,11 @@ def test_slow_heads_of_different_numbers_of_folds_are_compared_on_what_both_were
 
 def test_many_samples_are_thinned_and_few_are_not():
     labels = np.arange(5000) % 3
-    parts = thinned(labels, divided(labels), np.random.default_rng(0))
+    parts = thin_out(labels, divided(labels), np.random.default_rng(0))
     assert sum(len(part.test) for part in parts) == MOST_ROWS
     assert all(not np.isin(part.train, part.test).any() for part in parts)
     few = divided(labels[:100])
-    assert thinned(labels[:100], few, np.random.default_rng(0)) == few
+    assert thin_out(labels[:100], few, np.random.default_rng(0)) == few
 
 
 def test_baselines_are_tried_before_the_bundles_own_heads():

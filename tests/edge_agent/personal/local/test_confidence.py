@@ -7,7 +7,14 @@ from scipy.stats import binom
 
 from edge_agent.core.errors import StateError
 from edge_agent.heads.base import softmax
-from edge_agent.personal.confidence import Calibration, Confidence, UnknownRule, calibrate, calibration_error, tempered
+from edge_agent.personal.confidence import (
+    Calibration,
+    Confidence,
+    UnknownRule,
+    apply_temperature,
+    calibrate,
+    calibration_error,
+)
 
 
 def test_false_alarms_stay_below_the_rate_that_was_asked_for():
@@ -121,4 +128,4 @@ def test_calibration_error_is_that_of_a_hand_worked_case():
 
 
 def test_absent_classes_stay_at_zero():
-    assert tempered(np.array([[0.9, 0.1, 0.0]]), 2.0)[0] == pytest.approx([0.75, 0.25, 0.0])
+    assert apply_temperature(np.array([[0.9, 0.1, 0.0]]), 2.0)[0] == pytest.approx([0.75, 0.25, 0.0])

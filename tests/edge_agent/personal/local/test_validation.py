@@ -13,7 +13,7 @@ from edge_agent.data import Samples
 from edge_agent.personal.local.validation import (
     CurvePoint,
     LearningCurve,
-    extrapolated,
+    extrapolate,
     folds,
     interval,
     is_better,
@@ -168,7 +168,7 @@ def test_the_range_of_a_forecast_covers_what_twice_as_many_samples_give(error_wi
     inside = []
     widths = []
     for _ in range(100):
-        found = extrapolated(measured(error_with, 300, rng), 600, 300, 3)
+        found = extrapolate(measured(error_with, 300, rng), 600, 300, 3)
         inside.append(found.low <= 1 - error_with(600) <= found.high)
         widths.append(found.high - found.low)
     assert np.mean(inside) >= 0.85  # 90 % asked for; one standard deviation of the share is 3 %
@@ -189,7 +189,7 @@ def test_the_range_of_a_forecast_covers_what_twice_as_many_samples_give(error_wi
 def test_advice_promises_no_more_than_the_curve(accuracies, spread, tested, words):
     pairs = zip((50, 100, 200, 350, 500), accuracies, strict=True)
     points = tuple(CurvePoint(size, mean, spread) for size, mean in pairs)
-    curve = LearningCurve(points, extrapolated(points, 1500, tested, 3))
+    curve = LearningCurve(points, extrapolate(points, 1500, tested, 3))
     assert words in curve.advice
     assert "with 1500 samples to fit, twice as many as here, about " in curve.advice
     known = curve.forecast
@@ -214,10 +214,10 @@ def test_a_forecast_is_that_of_a_slow_twin():
     pairs.sort()
     gains, weights = np.array(pairs).T
     shares = np.cumsum(weights) / weights.sum()
-    found = extrapolated(points, 240, 90, 3)
+    found = extrapolate(points, 240, 90, 3)
     assert found.expected == pytest.approx(0.84 + (gains * weights).sum() / weights.sum())
     assert found.gain == pytest.approx([gains[shares >= 0.05][0], gains[shares >= 0.95][0]], abs=1e-3)
-    assert extrapolated(points[:2], 240, 90, 3) is None
+    assert extrapolate(points[:2], 240, 90, 3) is None
 
 
 def test_a_curve_says_whether_more_samples_would_help():
