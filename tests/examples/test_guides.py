@@ -271,7 +271,7 @@ def help_of():
     texts = {}
 
     def show_help(module, command, after):
-        words = (command, *after[: command in {"release", "keys"}])
+        words = (command, *after[: command in {"release", "keys", "bench"}])
         if (module, words) not in texts:
             shown = io.StringIO()
             with contextlib.redirect_stdout(shown), pytest.raises(SystemExit) as ended:
