@@ -7,6 +7,7 @@ import logging
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, get_args
 
@@ -120,9 +121,10 @@ def status(arguments: argparse.Namespace) -> int:
     the exit code is 1 unless it is ok. Bundle, head and its metrics are those that are installed now, also while no
     agent runs. It also shows samples that were added on this device, whether the head has learned from them, files that
     wait in the watch folder, how many images or recordings of the data source cannot be used, and what the agent has on
-    its disk beside the bounds of its configuration. ``inputs`` says whether those that 'edge-agent serve' answers here
-    have changed since the head was fitted. With --state, in place of --config, what only the configuration
-    says is left out: the bounds, the watch folder, and whether unsigned bundles are installed.
+    its disk beside the bounds of its configuration. ``serves`` says where 'edge-agent serve' answers for this device
+    now, and ``inputs`` whether what it answers has changed since the head was fitted. With --state, in place of
+    --config, what only the configuration says is left out: the bounds, the watch folder, and whether unsigned bundles
+    are installed.
 
     Example:
       edge-agent status --config agent.toml --json
@@ -148,6 +150,7 @@ def status(arguments: argparse.Namespace) -> int:
         "metrics": None,
         "collected": None,
         "waiting": None,
+        "serves": _server_of(config.state),
         "inputs": _inputs_of(config.state),
         "disk": None,
         "privacy": None,
@@ -192,6 +195,14 @@ def _is_running(state: Path) -> bool:
             return False
     except StateError:
         return True
+
+
+def _server_of(state: Path) -> dict[str, Any] | None:
+    """Return where a server answers for this device now, and since when; None where none does."""
+    from ..serving.announcement import find_server
+
+    server = find_server(state)
+    return None if server is None else server.model_dump(mode="json")
 
 
 def _inputs_of(state: Path) -> dict[str, Any] | None:
@@ -382,6 +393,11 @@ def _metric_rows(metrics: dict[str, Any]) -> Iterator[tuple[str, object]]:
         yield "note", output.BETTER_ALONE.removeprefix("note: ")
 
 
+def _server_rows(server: dict[str, Any]) -> Iterator[tuple[str, object]]:
+    since = datetime.fromtimestamp(server["since"], timezone.utc).isoformat()
+    yield "serves", f"answers at {server['url']} since {show_time(since)}"
+
+
 def _inputs_rows(inputs: dict[str, Any]) -> Iterator[tuple[str, object]]:
     from ..serving.inputs_watch import InputsState, describe
 
@@ -394,6 +410,7 @@ _ROWS: Mapping[str, Callable[[Any], Iterable[tuple[str, object]]]] = {
     "figures": figure_rows.variant_rows,
     "lineage": figure_rows.lineage_rows,
     "metrics": _metric_rows,
+    "serves": _server_rows,
     "inputs": _inputs_rows,
 }
 """Name of a value of a status -> the lines that it has; any other value has one line."""

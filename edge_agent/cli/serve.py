@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import signal
 import time
@@ -163,6 +164,7 @@ def serve(arguments: argparse.Namespace) -> int:
       edge-agent serve --bundle b.hwb --head my-head
     """
     from ..core.children import stop_on_signals
+    from ..serving.announcement import announced
     from ..serving.service import serving
     from ..serving.settings import http_settings, ways_of
 
@@ -174,10 +176,14 @@ def serve(arguments: argparse.Namespace) -> int:
     settings = http_settings(wanted, _token_file(arguments, wanted))
     ways = ways_of(wanted)
 
+    state = None if device.config is None else device.config.state
+    announcement = contextlib.ExitStack()
+
     def show(service: Service) -> None:
+        announcement.enter_context(announced(state, settings.url(service.http.port)))
         _show(arguments, settings, service)
 
-    with stop_on_signals() as stop, serving(source, settings, device, ways, show):
+    with stop_on_signals() as stop, announcement, serving(source, settings, device, ways, show):
         stop.wait()
     if stop.signal == signal.SIGINT:
         raise KeyboardInterrupt

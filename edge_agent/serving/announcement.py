@@ -1,0 +1,75 @@
+"""That a server answers for a device, told to `edge-agent status`: it holds only while the server lives.
+
+The server holds a lock in the state folder, which ends with its process, also when it is killed. So the record of a
+server that is gone is never taken for one that runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from pydantic import Field
+
+from ..core.errors import HeadwaterError, cause
+from ..core.locks import lock_holder, shared_folder_lock
+from ..core.storage import read_json, write_atomic
+from ..core.task import Frozen
+
+log = logging.getLogger(__name__)
+
+
+class RunningServer(Frozen):
+    """Where a device is asked."""
+
+    url: str = Field(max_length=4096, description="where it is asked, without the token")
+    since: float = Field(ge=0, description="seconds since 1970 at which it started")
+
+
+@contextlib.contextmanager
+def announced(state: Path | None, url: str, now: Callable[[], float] = time.time) -> Iterator[None]:
+    """Tell others that a server answers at ``url`` while the context lasts.
+
+    Args:
+        state: The state folder of the device; None: there is none, and nobody is told.
+        url: Where it is asked, without the token.
+        now: Seconds since 1970.
+    """
+    if state is None:
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        try:
+            folder = _folder(state)
+            stack.enter_context(shared_folder_lock(folder, "edge-agent serve"))
+            content = RunningServer(url=url, since=now()).model_dump(mode="json")
+            write_atomic(folder / _RECORD, json.dumps(content).encode())
+        # Another server answers for this device, or the disk is full: answers count, and the word about them does not.
+        except HeadwaterError as error:
+            log.info("server_not_announced reason=%s", error)
+        except OSError as error:
+            log.warning("server_not_announced reason=%s", cause(error))
+        yield
+
+
+def find_server(state: Path) -> RunningServer | None:
+    """Return the server that answers for a device now; None where none does."""
+    folder = _folder(state)
+    try:
+        if lock_holder(folder) is None:
+            return None
+        content = read_json(folder / _RECORD)
+        return None if content is None else RunningServer.model_validate(content)
+    except (HeadwaterError, OSError, ValueError):
+        return None
+
+
+_RECORD = "server.json"
+
+
+def _folder(state: Path) -> Path:
+    return state / "serve"
