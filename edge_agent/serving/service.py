@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ..core.config import AgentConfig, BrokerConfig, is_loopback
 from ..data.wav import WavOptions
@@ -31,6 +32,7 @@ from .mqtt.topics import AnswerTopics
 from .pair_source import PairSource, PairWatch
 from .predictor import Predictor
 from .sources.feed import Feed
+from .sources.loop import SourceLoop
 from .sources.samples import Lines
 from .sources.sensor_feed import SensorFeed
 from .sources.source import Source
@@ -159,7 +161,7 @@ class Service:
         )
         self.predictor.observe(self.inputs)
         self.watch = PairWatch(source, self.predictor)
-        self.feeds: list[Feed | SensorFeed] = []
+        self.feeds: list[SourceLoop[Any]] = []
         for inputs in ways.sources:
             self.feeds.append(Feed(inputs, self.predictor, lambda pair: Decoder(pair.input, http.sound), ways.every_s))
         for lines in ways.sensors:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from ..answer import ClassAnswer, PairId
 from ..inputs_watch import InputsState, InputsWatch
 from ..pair import Pair
 from ..predictor import Observation
-from ..sources.feed import Feed
-from ..sources.sensor_feed import SensorFeed
+from ..sources.loop import SourceLoop
 from .messages import Access, Request, Response, Route
 
 BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
@@ -59,10 +59,10 @@ class Metrics:
         self._seconds = {stage: Histogram() for stage in STAGES}
         self._pair: PairId | None = None
         self._switches = 0
-        self._feeds: Sequence[Feed | SensorFeed] = ()
+        self._feeds: Sequence[SourceLoop[Any]] = ()
         self._inputs: InputsWatch | None = None
 
-    def show_sources(self, feeds: Sequence[Feed | SensorFeed]) -> None:
+    def show_sources(self, feeds: Sequence[SourceLoop[Any]]) -> None:
         """Show the states of sources, too, from now on."""
         self._feeds = feeds
 

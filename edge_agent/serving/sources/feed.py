@@ -1,4 +1,4 @@
-"""The loop around a source: ask for a frame, answer it, wait; open the source again when it was lost.
+"""The loop around a source of frames: ask for a frame, answer it, wait.
 
 A camera that gives the same picture again and again has frozen, and its picture says nothing of what is before it now:
 it is told and not answered. Bytes of two pictures of a real scene are never equal, because no sensor is without noise.
@@ -8,12 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from datetime import datetime
-from typing import Any
 
 import numpy as np
 
@@ -21,6 +17,7 @@ from ...core.errors import Busy, HeadwaterError, SourceLost
 from ..inputs import Decoder
 from ..pair import Pair
 from ..predictor import Predictor
+from .loop import FeedState, SourceLoop
 from .source import Frame, Source
 
 log = logging.getLogger(__name__)
@@ -28,48 +25,11 @@ log = logging.getLogger(__name__)
 FROZEN_AFTER = 5
 """Equal frames in a row after which a camera counts as frozen."""
 
-FIRST_PAUSE_S = 1.0
-"""Seconds before a source that was lost is opened again for the first time; the pauses double from then on."""
-
-LONGEST_PAUSE_S = 60.0
-"""The longest of these pauses."""
-
 _WAIT_S = 0.5
 """Seconds that a frame is waited for at once, between two looks whether to end."""
 
 
-@dataclass(frozen=True)
-class FeedState:
-    """How a source is.
-
-    Attributes:
-        condition: ``starting``, ``ok``, ``lost`` or ``frozen``.
-        since: Seconds since 1970 at which the condition began.
-        reason: Why it is so; empty where all is well.
-        answered: Frames that were answered since the start.
-        refused: Frames that could not be answered since the start.
-    """
-
-    condition: str
-    since: float
-    reason: str = ""
-    answered: int = 0
-    refused: int = 0
-
-    def as_json(self, name: str) -> dict[str, Any]:
-        """Return the state as the page reads it."""
-        text = self.condition
-        if self.condition in {"lost", "frozen"}:
-            text = f"{self.condition} since {_clock_text(self.since)}: {self.reason}"
-        return {"name": name, "condition": self.condition, "text": text, "answered": self.answered}
-
-
-def _clock_text(at: float) -> str:
-    """Return a time, seconds since 1970, as the device's clock shows it."""
-    return datetime.fromtimestamp(at).astimezone().strftime("%H:%M:%S")
-
-
-class Feed:
+class Feed(SourceLoop[FeedState]):
     """A thread that answers the frames of one source."""
 
     def __init__(
@@ -91,74 +51,29 @@ class Feed:
             clock: Seconds that go on.
             now: Seconds since 1970.
         """
+        super().__init__(source.name, FeedState("starting", now()), now)
         self._source = source
         self._predictor = predictor
         self._decoder_of = decoder_of
         self._every_s = every_s
         self._clock = clock
-        self._state = FeedState("starting", now())
-        self._now = now
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"source {source.name}", daemon=True)
         self._last_digest = b""
         self._equal = 0
 
-    @property
-    def name(self) -> str:
-        """The name of the source."""
-        return self._source.name
-
-    @property
-    def state(self) -> FeedState:
-        """How the source is."""
-        return self._state
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the state with the source's name, as the page reads it."""
-        return self._state.as_json(self._source.name)
-
-    def start(self) -> None:
-        """Begin to answer."""
-        self._thread.start()
-
-    def close(self) -> None:
-        """Answer no more."""
-        self._stop.set()
-        if self._thread.is_alive():
-            self._thread.join()
-
-    def _run(self) -> None:
-        pause_s = FIRST_PAUSE_S
-        while not self._stop.is_set():
-            answered_before = self._state.answered
-            try:
-                self._source.open()
-                self._answer_until_lost()
-            except HeadwaterError as error:
-                self._become("lost", str(error))
-            except Exception:  # a bug must not end the thread without a word
-                log.exception("source_broke source=%s", self._source.name)
-                self._become("lost", "a bug; the log has its traceback")
-            finally:
-                self._source.close()
-            # What has worked for a while is tried again soon, what never works seldom.
-            pause_s = FIRST_PAUSE_S if self._state.answered > answered_before else min(2 * pause_s, LONGEST_PAUSE_S)
-            self._stop.wait(pause_s)
-
     def _answer_until_lost(self) -> None:
-        """Answer frames, one at each time that is due, until the source is lost.
-
-        Raises:
-            SourceLost: It is.
-        """
-        due_at = self._clock()
-        while not self._stop.is_set():
-            if not self._source.are_all_wanted:
-                self._stop.wait(max(0.0, due_at - self._clock()))
-            frame = self._source.read(_WAIT_S)
-            if frame is not None and not self._is_frozen(frame):
-                self._answer(frame)
-                due_at = self._clock() + self._every_s
+        """Answer frames, one at each time that is due, until the source is lost; see `SourceLoop`."""
+        try:
+            self._source.open()
+            due_at = self._clock()
+            while not self._stop.is_set():
+                if not self._source.are_all_wanted:
+                    self._stop.wait(max(0.0, due_at - self._clock()))
+                frame = self._source.read(_WAIT_S)
+                if frame is not None and not self._is_frozen(frame):
+                    self._answer(frame)
+                    due_at = self._clock() + self._every_s
+        finally:
+            self._source.close()
 
     def _is_frozen(self, frame: Frame) -> bool:
         """Return whether this frame is one more of many equal ones, of a source that has no names for them."""
@@ -178,7 +93,7 @@ class Feed:
         def decode(pair: Pair) -> np.ndarray:
             return self._decoder_of(pair).decode(frame.raw)
 
-        source = f"{self._source.name} {frame.name}".rstrip()
+        source = f"{self.name} {frame.name}".rstrip()
         try:
             self._predictor.answer(decode, source, frame.raw)
         except Busy:  # requests of others come first; the next frame is newer anyway
@@ -187,17 +102,6 @@ class Feed:
             raise
         except HeadwaterError as error:
             log.warning("frame_not_answered source=%s reason=%s", source, error)
-            self._become("ok")
-            self._state = replace(self._state, refused=self._state.refused + 1, reason=str(error))
+            self._note_refused(str(error))
             return
-        self._become("ok")
-        self._state = replace(self._state, answered=self._state.answered + 1, reason="")
-
-    def _become(self, condition: str, reason: str = "") -> None:
-        """Note how the source is now, and log it where it was otherwise before."""
-        if condition == self._state.condition:
-            self._state = replace(self._state, reason=reason)
-            return
-        self._state = replace(self._state, condition=condition, since=self._now(), reason=reason)
-        level = logging.INFO if condition == "ok" else logging.WARNING
-        log.log(level, "source_%s source=%s reason=%s", condition, self._source.name, reason)
+        self._note_answered()

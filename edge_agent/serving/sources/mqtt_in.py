@@ -10,7 +10,41 @@ from ...wire.transport import Disconnected, Message, Transport
 from .source import Frame
 
 _MOST_LINES = 20_000
-"""Lines of one message that wait; a message with more ends the connection, because none may be lost."""
+"""Lines of one message; none of a message with more is taken, and the source counts as lost for a moment."""
+
+
+class _Subscription:
+    """A topic of a broker, whose messages come as soon as the transport has connected."""
+
+    def __init__(self, transport: Transport, topic: str) -> None:
+        self.topic = topic
+        self._transport = transport
+        self._is_open = False
+
+    def open(self) -> None:
+        """Subscribe once; the transport connects again by itself."""
+        if not self._is_open:
+            self._transport.subscribe(self.topic)
+            self._transport.start()
+            self._is_open = True
+
+    def next_message(self, wait_s: float) -> Message | None:
+        """Return the next message that is new; None where nothing happens within ``wait_s``.
+
+        Raises:
+            SourceLost: The broker is away.
+        """
+        while (event := self._transport.receive(wait_s)) is not None:
+            if isinstance(event, Disconnected):
+                raise SourceLost(f"the broker is away: {event.reason}")
+            # A retained message is an old input.
+            if isinstance(event, Message) and not event.retained:
+                return event
+        return None
+
+    def close(self) -> None:
+        """End the connection."""
+        self._transport.close()
 
 
 class MqttSource:
@@ -21,35 +55,25 @@ class MqttSource:
     def __init__(self, transport: Transport, topic: str) -> None:
         """Name a topic, which may have wildcards, of the broker that a transport leads to."""
         self.name = f"mqtt {topic}"
-        self._transport = transport
-        self._topic = topic
-        self._is_open = False
-        self.dropped = 0
-        """Messages that newer ones came after before they were answered."""
+        self._subscription = _Subscription(transport, topic)
 
     def open(self) -> None:
-        """Subscribe; the transport connects again by itself."""
-        if not self._is_open:
-            self._transport.subscribe(self._topic)
-            self._transport.start()
-            self._is_open = True
+        """Subscribe; see `Source.open`."""
+        self._subscription.open()
 
     def read(self, wait_s: float) -> Frame | None:
         """Return the newest message; see `Source.read`."""
-        newest: Frame | None = None
-        while True:
-            event = self._transport.receive(0.0 if newest is not None else wait_s)
-            if event is None:
-                return newest
-            if isinstance(event, Disconnected):
-                raise SourceLost(f"the broker is away: {event.reason}")
-            if isinstance(event, Message) and not event.retained:
-                self.dropped += newest is not None
-                # Of several topics each input says its own, whose text is somebody else's.
-                newest = Frame(event.payload, printable(event.topic) if event.topic != self._topic else "")
+        newest = self._subscription.next_message(wait_s)
+        if newest is None:
+            return None
+        while (newer := self._subscription.next_message(0.0)) is not None:
+            newest = newer
+        # Of several topics each input says its own, whose text is somebody else's.
+        name = "" if newest.topic == self._subscription.topic else printable(newest.topic)
+        return Frame(newest.payload, name)
 
     def close(self) -> None:
-        """Do nothing: the transport looks for the broker, and ends with the program."""
+        """Do nothing: the transport looks for the broker meanwhile, and ends with the program."""
 
 
 class MqttLines:
@@ -58,28 +82,21 @@ class MqttLines:
     def __init__(self, transport: Transport, topic: str) -> None:
         """Name a topic of the broker that a transport leads to."""
         self.name = f"mqtt {topic}"
-        self._transport = transport
-        self._topic = topic
-        self._is_open = False
+        self._subscription = _Subscription(transport, topic)
         self._waiting: deque[bytes] = deque()
 
     def open(self) -> None:
-        """Subscribe; the transport connects again by itself."""
-        if not self._is_open:
-            self._transport.subscribe(self._topic)
-            self._transport.start()
-            self._is_open = True
+        """Subscribe; see `Lines.open`."""
+        self._subscription.open()
 
     def read(self, wait_s: float) -> bytes | None:
         """Return the next line; see `Lines.read`."""
         if self._waiting:
             return self._waiting.popleft()
-        event = self._transport.receive(wait_s)
-        if isinstance(event, Disconnected):
-            raise SourceLost(f"the broker is away: {event.reason}")
-        if not isinstance(event, Message) or event.retained:
+        message = self._subscription.next_message(wait_s)
+        if message is None:
             return None
-        lines = event.payload.splitlines()
+        lines = message.payload.splitlines()
         if len(lines) > _MOST_LINES:
             raise SourceLost(f"a message has {len(lines)} lines, at most {_MOST_LINES} are taken; send fewer at once")
         self._waiting.extend(lines)
@@ -87,4 +104,4 @@ class MqttLines:
 
     def close(self) -> None:
         """End the connection."""
-        self._transport.close()
+        self._subscription.close()

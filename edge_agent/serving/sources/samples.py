@@ -1,19 +1,20 @@
 """Samples of sensors as they come: lines of numbers from a program, a pipe, a file or an MQTT topic.
 
 A line holds one sample: a number for each channel, separated by commas, semicolons, tabs or spaces. Where the first
-line has names, a column called ``time`` holds seconds. Nothing is guessed: a line that is no sample is said, with its
-number, and ends the window that has begun.
+line has names, a column called ``time`` holds seconds. Nothing is guessed: a line that is no sample is an error, which
+names the line's number.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import queue
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Protocol
@@ -68,28 +69,33 @@ class LineReader:
         fields = [field for field in _SEPARATORS.split(line.decode("utf-8", "replace").strip()) if field]
         if not fields:
             return None
-        numbers: list[float] = []
-        for field in fields:
-            with contextlib.suppress(ValueError):
-                numbers.append(float(field))
+        numbers = _numbers_of(fields)
         if self.number == 1 and not numbers:
             self._take_names([field.strip('"').lower() for field in fields])
             return None
-        is_finite = len(numbers) == len(fields) and bool(np.isfinite(numbers).all())
-        if not is_finite:
+        if len(numbers) < len(fields):
             raise DataError(f"line {self.number} holds {' '.join(fields)[:60]!r}; expected numbers alone")
         if self._columns and len(numbers) != self._columns:
             raise DataError(f"line {self.number} has {len(numbers)} values, the lines before {self._columns}")
         self._columns = len(numbers)
-        at = None
-        if self._time_column is not None:
-            at = numbers.pop(self._time_column)
+        at = None if self._time_column is None else numbers.pop(self._time_column)
         return Sample(np.array(numbers), at, self.number)
 
     def _take_names(self, names: list[str]) -> None:
         if _TIME in names:
             self._time_column = names.index(_TIME)
         self._columns = len(names)
+
+
+def _numbers_of(fields: Sequence[str]) -> list[float]:
+    """Return the fields that are finite numbers."""
+    numbers = []
+    for field in fields:
+        with contextlib.suppress(ValueError):
+            number = float(field)
+            if math.isfinite(number):
+                numbers.append(number)
+    return numbers
 
 
 class Lines(Protocol):
@@ -109,7 +115,7 @@ class Lines(Protocol):
         """Return the next line; None where none comes within ``wait_s``.
 
         Raises:
-            SourceEnded: That were all.
+            SourceEnded: There were no more than these.
             SourceLost: There are no more for now.
         """
 
@@ -120,17 +126,17 @@ class Lines(Protocol):
 class StreamLines:
     """Lines of standard input, of a pipe with a name, of a device such as a serial port, or of a file."""
 
-    def __init__(self, path: Path | None, speed: Callable[[bytes], float] | None = None) -> None:
+    def __init__(self, path: Path | None, due: Callable[[bytes], float] | None = None) -> None:
         """Name a file, a pipe or a device; None: standard input.
 
         Args:
             path: Where the lines are.
-            speed: Returns after how many seconds since the first one a line is due, for recordings that are played as
+            due: Returns after how many seconds since the first one a line is due, for recordings that are played as
                 they were made; None: each at once.
         """
         self.name = "sensor" if path is None else f"sensor {path.name}"
         self._path = path
-        self._due = speed
+        self._due = due
         self._queue: queue.Queue[bytes | SourceLost] = queue.Queue(_WAITING_LINES)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None

@@ -7,10 +7,10 @@ that is no sample, because what is in between is not known.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from ...core.task import WindowInput
 from ...data.preprocess import normalise_windows
 from ..pair import Pair
 from ..predictor import Predictor
-from .feed import FIRST_PAUSE_S, LONGEST_PAUSE_S, FeedState
+from .loop import FeedState, SourceLoop
 from .samples import LineReader, Lines, Sample
 
 log = logging.getLogger(__name__)
@@ -32,6 +32,9 @@ _WAIT_S = 0.5
 _BUSY_S = 0.02
 _LEAST_FOR_GAPS = 8
 """Steps from which on the usual one is known."""
+
+_KEPT_STEPS = 64
+"""Steps that the usual one is the median of."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +54,12 @@ class SensorState(FeedState):
         content = super().as_json(name)
         if self.condition == "ended":
             content["text"] = f"ended after {self.samples} samples"
-        elif self.reason:
-            content["text"] += f"; {self.reason}" if self.condition == "ok" else ""
+        elif self.condition == "ok" and self.reason:
+            content["text"] = f"ok; {self.reason}"
         return {**content, "samples": self.samples, "gaps": self.gaps}
 
 
-class SensorFeed:
+class SensorFeed(SourceLoop[SensorState]):
     """A thread that answers the windows of one stream."""
 
     def __init__(
@@ -78,84 +81,51 @@ class SensorFeed:
                 number of their last sample.
             now: Seconds since 1970.
         """
+        super().__init__(lines.name, SensorState("starting", now()), now)
         self._lines = lines
         self._predictor = predictor
         self._hop = hop
         self._rate = rate
-        self._now = now
-        self._state = SensorState("starting", now())
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=lines.name, daemon=True)
+        # Names of columns come once, whatever interrupts the stream later.
+        self._reader = LineReader()
         self._window: list[np.ndarray] = []
         self._skip = 0
         self._is_broken = False
         self._last_at: float | None = None
         self._steps: list[float] = []
 
-    @property
-    def name(self) -> str:
-        """The name of the stream."""
-        return self._lines.name
-
-    @property
-    def state(self) -> SensorState:
-        """How the stream is."""
-        return self._state
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the state with the stream's name, as the page reads it."""
-        return self._state.as_json(self.name)
-
-    def start(self) -> None:
-        """Begin to answer."""
-        self._thread.start()
-
     def close(self) -> None:
         """Answer no more."""
-        self._stop.set()
         self._lines.close()
-        if self._thread.is_alive():
-            self._thread.join()
-
-    def _run(self) -> None:
-        pause_s = FIRST_PAUSE_S
-        while not self._stop.is_set():
-            try:
-                self._lines.open()
-                self._answer_until_lost()
-            except SourceEnded:
-                self._become("ended")
-                return
-            except SourceLost as error:
-                self._become("lost", str(error))
-            except Exception:  # a bug must not end the thread without a word
-                log.exception("source_broke source=%s", self.name)
-                self._become("lost", "a bug; the log has its traceback")
-            self._stop.wait(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        super().close()
 
     def _answer_until_lost(self) -> None:
-        """Take line after line until there are no more.
-
-        Raises:
-            SourceLost: There are no more.
-        """
-        reader = LineReader()
+        """Take line after line until there are no more; see `SourceLoop`."""
+        self._lines.open()
         while not self._stop.is_set():
-            line = self._lines.read(_WAIT_S)
-            if line is None:
-                continue
             try:
-                sample = reader.read(line)
-            except DataError as error:
-                # A stream of such lines would fill the log: the first one is enough.
-                if not self._is_broken:
-                    log.warning("sample_not_read source=%s reason=%s", self.name, error)
-                    self._interrupt(str(error))
-                self._is_broken = True
-                continue
-            if sample is not None:
-                self._take(sample)
+                line = self._lines.read(_WAIT_S)
+            except SourceEnded:
+                raise
+            except SourceLost as error:
+                self._interrupt(str(error))
+                raise
+            if line is not None:
+                self._take_line(line)
+
+    def _take_line(self, line: bytes) -> None:
+        """Take the sample of a line; a line that is none ends the window."""
+        try:
+            sample = self._reader.read(line)
+        except DataError as error:
+            # A stream of such lines would fill the log: the first one is enough.
+            if not self._is_broken:
+                log.warning("sample_not_read source=%s reason=%s", self.name, error)
+                self._interrupt(str(error))
+            self._is_broken = True
+            return
+        if sample is not None:
+            self._take(sample)
 
     def _take(self, sample: Sample) -> None:
         """Add a sample, and answer the window that it completes."""
@@ -203,15 +173,13 @@ class SensorFeed:
                 self._predictor.answer(decode, source)
             except Busy:
                 self._stop.wait(_BUSY_S)
-                continue
             except HeadwaterError as error:
                 log.warning("window_not_answered source=%s reason=%s", source, error)
-                self._become("ok", str(error))
-                self._state = replace(self._state, refused=self._state.refused + 1)
+                self._note_refused(str(error))
                 return
-            self._become("ok")
-            self._state = replace(self._state, answered=self._state.answered + 1)
-            return
+            else:
+                self._note_answered()
+                return
 
     def _time_of(self, sample: Sample) -> str:
         """Return the time of the end of a window, or the number of its last sample."""
@@ -223,20 +191,25 @@ class SensorFeed:
 
     def _look_for_gap(self, sample: Sample) -> None:
         """Interrupt the window where time has made a jump, or gone back."""
-        at = sample.at
         before = self._last_at
-        self._last_at = at
-        if at is None or before is None:
+        self._last_at = sample.at
+        if sample.at is None or before is None:
             return
-        step = at - before
-        usual = 1 / self._rate if self._rate is not None else None
-        if usual is None and len(self._steps) >= _LEAST_FOR_GAPS:
-            usual = sorted(self._steps)[len(self._steps) // 2]
+        step = sample.at - before
+        usual = self._usual_step()
         if usual is not None and not 0 < step <= GAP * usual:
             self._interrupt(f"a gap of {step:.3f} s before line {sample.line}")
             return
         self._steps.append(step)
-        del self._steps[:-64]
+        del self._steps[:-_KEPT_STEPS]
+
+    def _usual_step(self) -> float | None:
+        """Return the seconds between two samples; None as long as too few have come to know."""
+        if self._rate is not None:
+            return 1 / self._rate
+        if len(self._steps) < _LEAST_FOR_GAPS:
+            return None
+        return median(self._steps)
 
     def _interrupt(self, reason: str) -> None:
         """Begin a new window: what was between these samples is not known."""
@@ -244,11 +217,3 @@ class SensorFeed:
         self._skip = 0
         self._become("ok", reason)
         self._state = replace(self._state, gaps=self._state.gaps + 1)
-
-    def _become(self, condition: str, reason: str = "") -> None:
-        """Note how the stream is now, and log it where it was otherwise before."""
-        if condition != self._state.condition:
-            level = logging.WARNING if condition == "lost" else logging.INFO
-            log.log(level, "source_%s source=%s reason=%s", condition, self.name, reason)
-            self._state = replace(self._state, condition=condition, since=self._now())
-        self._state = replace(self._state, reason=reason)

@@ -13,7 +13,7 @@ from edge_agent.serving.inputs import Decoder
 from edge_agent.serving.pair import Pair
 from edge_agent.serving.predictor import Predictor
 from edge_agent.serving.service import Device, Service, Ways
-from edge_agent.serving.sources import feed as module
+from edge_agent.serving.sources import loop as module
 from edge_agent.serving.sources.feed import FROZEN_AFTER, Feed
 from edge_agent.serving.sources.source import Frame
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
+import tty
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,9 +16,10 @@ from edge_agent.core.errors import Busy, DataError, SourceEnded, SourceLost, Usa
 from edge_agent.core.task import Task, WindowInput
 from edge_agent.heads import saved
 from edge_agent.personal.personalizer import Personalizer, load_bundle
+from edge_agent.serving.mqtt.topics import AnswerTopics
 from edge_agent.serving.pair import Pair
 from edge_agent.serving.predictor import Predictor
-from edge_agent.serving.sources.choose import sensor_of, topic_of
+from edge_agent.serving.sources.choose import Subscriptions, sensor_of, topic_of
 from edge_agent.serving.sources.mqtt_in import MqttLines, MqttSource
 from edge_agent.serving.sources.samples import MOST_LINE_BYTES, LineReader, PlayedAt, StreamLines
 from edge_agent.serving.sources.sensor_feed import SensorFeed
@@ -281,7 +284,6 @@ def test_the_newest_message_of_a_topic_is_answered_and_retained_ones_are_not():
     assert (transport.filters, transport.started) == (["cam"], 1)
     frame = source.read(0.1)
     assert (frame.raw, frame.name) == (b"second", "")
-    assert source.dropped == 1
     assert source.read(0.1) is None
     transport.events = [Message("cam/porch", b"x")]
     assert MqttSource(transport, "cam/+").read(0.1).name == "cam/porch"
@@ -303,16 +305,69 @@ def test_lines_of_messages_are_samples():
 
 
 def test_what_cannot_be_is_said_at_the_start(tmp_path):
-    broker = BrokerConfig(url="mqtt://127.0.0.1:1")
+    nowhere = Subscriptions(None)
     with pytest.raises(UsageError, match="name the broker with --mqtt"):
-        topic_of("cam", None, "headwater-answers")
-    with pytest.raises(UsageError, match="does not publish on itself"):
-        topic_of("headwater-answers/porch/image", broker, "headwater-answers")
+        topic_of("cam", nowhere)
     with pytest.raises(UsageError, match="expected -, mqtt:TOPIC"):
-        sensor_of(str(tmp_path / "none"), None, None, None, "own")
-    assert sensor_of("mqtt:imu", None, None, broker, "own").name == "mqtt imu"
-    assert sensor_of("-", None, None, None, "own").name == "sensor"
-    assert topic_of("cam", broker, "own").name == "mqtt cam"
+        sensor_of(str(tmp_path / "none"), None, None, nowhere)
+    here = Subscriptions(BrokerConfig(url="mqtt://127.0.0.1:1"), AnswerTopics("porch").published)
+    with pytest.raises(UsageError, match="the topic is empty"):
+        sensor_of("mqtt:", None, None, here)
+    assert sensor_of("mqtt:imu", None, None, here).name == "mqtt imu"
+    assert sensor_of("-", None, None, nowhere).name == "sensor"
+    assert topic_of("cam", here).name == "mqtt cam"
+    assert topic_of("headwater-answers/garden/image", here).name == "mqtt headwater-answers/garden/image"
+
+
+@pytest.mark.parametrize("topic", ["#", "+/+/image", "headwater-answers/porch/image", "homeassistant/device/#"])
+def test_a_device_does_not_answer_its_own_answers(topic):
+    here = Subscriptions(BrokerConfig(url="mqtt://127.0.0.1:1"), AnswerTopics("porch").published)
+    with pytest.raises(UsageError, match="would answer its own answers; name another topic"):
+        topic_of(topic, here)
+
+
+def test_a_stream_that_was_interrupted_goes_on_with_its_columns_and_a_new_window(pair):
+    """The broker was away: no window spans what was missed, and the names of the columns do not come again."""
+    stream = list(lines_of(SAMPLES, 0.02 * np.arange(47)))
+    lines = Given(stream)
+    taken = iter(range(100))
+    read = lines.read
+
+    def read_with_a_break(wait_s):
+        if next(taken) == 16:
+            raise SourceLost("the broker is away")
+        return read(wait_s)
+
+    lines.read = read_with_a_break
+    predictor = Predictor()
+    watcher = Watcher()
+    predictor.observe(watcher)
+    predictor.switch(pair)
+    feed = SensorFeed(lines, predictor)
+    feed._stop.wait = lambda _seconds: False
+    feed.start()
+    feed._thread.join(WAIT_S)
+    by_hand = [*range(0, 15 - 10 + 1, 5), *range(15, 47 - 10 + 1, 5)]
+    assert len(watcher.inputs) == len(by_hand)
+    np.testing.assert_allclose(watcher.inputs[2], (SAMPLES[15:25].T - 1.0) / 2.0, atol=1e-5)
+    assert watcher.sources[2] == "sensor test at 0.480 s"
+    assert feed.state.refused == 0
+
+
+def test_a_serial_device_is_read_line_by_line():
+    """A pseudo-terminal is what a serial port is to a program."""
+    controller, device = os.openpty()
+    tty.setraw(device)
+    lines = StreamLines(Path(os.ttyname(device)))
+    lines.open()
+    os.write(controller, b"1,2\n3,")
+    assert lines.read(WAIT_S) == b"1,2\n"
+    assert lines.read(0.05) is None
+    os.write(controller, b"4\n")
+    assert lines.read(WAIT_S) == b"3,4\n"
+    lines.close()
+    os.close(controller)
+    os.close(device)
 
 
 def test_a_stream_that_is_slow_is_no_stream_that_is_lost(pair):
