@@ -13,7 +13,7 @@ from .inputs import sound_options
 from .mqtt.discovery import Described
 from .mqtt.topics import AnswerTopics
 from .service import HttpSettings, MqttSettings, Ways
-from .sources.choose import camera_of, folder_of, sensor_of, topic_of
+from .sources.choose import Subscriptions, camera_of, folder_of, sensor_of, topic_of
 
 
 def http_settings(config: ServeConfig, token_file: Path) -> HttpSettings:
@@ -44,12 +44,19 @@ def ways_of(config: ServeConfig) -> Ways:
         ConfigError: The broker cannot be as it was named.
     """
     mqtt = mqtt_settings(config)
-    broker = None if mqtt is None else mqtt.broker
-    own = AnswerTopics("").base
-    topics = (topic_of(topic, broker, own) for topic in config.mqtt_in)
-    sources = (*map(camera_of, config.camera), *map(folder_of, config.watch), *topics)
-    sensors = tuple(sensor_of(text, config.rate, config.speed, broker, own) for text in config.sensor)
-    return Ways(mqtt, config.vote, sources, config.every_s, sensors, config.hop, config.rate)
+    subscriptions = Subscriptions(None)
+    if mqtt is not None:
+        subscriptions = Subscriptions(mqtt.broker, mqtt.topics.published)
+    topics = [topic_of(topic, subscriptions) for topic in config.mqtt_in]
+    return Ways(
+        mqtt=mqtt,
+        votes=config.vote,
+        sources=(*map(camera_of, config.camera), *map(folder_of, config.watch), *topics),
+        every_s=config.every_s,
+        sensors=tuple(sensor_of(text, config.rate, config.speed, subscriptions) for text in config.sensor),
+        hop=config.hop,
+        rate=config.rate,
+    )
 
 
 def mqtt_settings(config: ServeConfig) -> MqttSettings | None:

@@ -43,6 +43,11 @@ class AnswerTopics:
         return f"{self.base}/{self.device}/image"
 
     @property
+    def published(self) -> tuple[str, ...]:
+        """All topics that the device publishes on."""
+        return (self.state, self.availability, self.inputs, self.image, self.discovery)
+
+    @property
     def discovery(self) -> str:
         """The message that describes the device and its entities, retained."""
         return f"{self.prefix}/device/headwater_{self.device}/config"

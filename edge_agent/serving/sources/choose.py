@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import zlib
+from dataclasses import dataclass
 from pathlib import Path
 
 from ...core.config import BrokerConfig
 from ...core.errors import UsageError
 from ...wire.mqtt import MqttTransport
+from ...wire.topics import matches
 from .capture import CaptureSource
 from .folder import FolderSource
 from .mqtt_in import MqttLines, MqttSource
@@ -56,36 +58,61 @@ def folder_of(path: Path) -> Source:
     return FolderSource(path)
 
 
-def topic_of(topic: str, broker: BrokerConfig | None, own: str) -> Source:
-    """Return the topic that ``--mqtt-in`` names.
+@dataclass(frozen=True)
+class Subscriptions:
+    """Where topics are subscribed to.
 
-    Args:
-        topic: The topic, which may have wildcards.
+    Attributes:
         broker: The broker of ``--mqtt``; None: there is none.
-        own: The beginning of the topics that this device publishes on.
+        published: The topics that this device publishes on.
+    """
+
+    broker: BrokerConfig | None
+    published: tuple[str, ...] = ()
+
+    def transport(self, option: str, topic: str) -> MqttTransport:
+        """Return a connection of its own for a topic that an option names.
+
+        Raises:
+            UsageError: There is no broker, or the device would answer its own answers.
+        """
+        if self.broker is None:
+            raise UsageError(f"{option} {topic}: name the broker with --mqtt")
+        if not topic:
+            raise UsageError(f"{option}: the topic is empty; name one")
+        for published in self.published:
+            if matches(topic, published):
+                raise UsageError(
+                    f"{option} {topic}: this device publishes on {published} itself, and would answer its own answers; "
+                    "name another topic"
+                )
+        return MqttTransport(self.broker, f"headwater-in-{zlib.crc32(topic.encode()):08x}")
+
+
+def topic_of(topic: str, subscriptions: Subscriptions) -> Source:
+    """Return the topic that ``--mqtt-in`` names; it may have wildcards.
 
     Raises:
-        UsageError: There is no broker, or the device would answer its own answers.
+        UsageError: It cannot be subscribed to.
     """
-    return MqttSource(_subscriber("--mqtt-in", topic, broker, own), topic)
+    return MqttSource(subscriptions.transport("--mqtt-in", topic), topic)
 
 
-def sensor_of(text: str, rate: float | None, speed: float | None, broker: BrokerConfig | None, own: str) -> Lines:
+def sensor_of(text: str, rate: float | None, speed: float | None, subscriptions: Subscriptions) -> Lines:
     """Return the stream of samples that ``--sensor`` names.
 
     Args:
         text: ``-`` for standard input, ``mqtt:TOPIC``, or the path of a pipe, a device or a file.
         rate: Samples in a second, where the stream has no column for the time.
         speed: How many times as fast a recording is played as it was made; None: as fast as it is answered.
-        broker: The broker of ``--mqtt``; None: there is none.
-        own: The beginning of the topics that this device publishes on.
+        subscriptions: Where topics are subscribed to.
 
     Raises:
-        UsageError: It is not there, or there is no broker.
+        UsageError: It is not there, or its topic cannot be subscribed to.
     """
     if text.startswith("mqtt:"):
         topic = text.removeprefix("mqtt:")
-        return MqttLines(_subscriber("--sensor", topic, broker, own), topic)
+        return MqttLines(subscriptions.transport("--sensor", topic), topic)
     due = None if speed is None else PlayedAt(speed, rate)
     if text == "-":
         return StreamLines(None, due)
@@ -95,16 +122,3 @@ def sensor_of(text: str, rate: float | None, speed: float | None, broker: Broker
             f"--sensor {text}: expected -, mqtt:TOPIC, or a file, a pipe or a device with a sample in each line"
         )
     return StreamLines(path, due)
-
-
-def _subscriber(option: str, topic: str, broker: BrokerConfig | None, own: str) -> MqttTransport:
-    """Return a connection of its own for a topic.
-
-    Raises:
-        UsageError: There is no broker, or the topic is one of the device's own.
-    """
-    if broker is None:
-        raise UsageError(f"{option} {topic}: name the broker with --mqtt")
-    if not topic or topic == "#" or topic.startswith(own):
-        raise UsageError(f"{option} {topic or '(empty)'}: expected a topic that this device does not publish on itself")
-    return MqttTransport(broker, f"headwater-in-{zlib.crc32(topic.encode()):08x}")
