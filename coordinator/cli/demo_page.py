@@ -6,12 +6,11 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
-
 from edge_agent.core.storage import write_atomic
 from edge_agent.core.task import ImageInput
 from edge_agent.data import load
 from edge_agent.data.pictures import png_of
+from edge_agent.data.preprocess import restore_pixels
 
 from ..processes.serving import serving
 
@@ -44,9 +43,5 @@ def served(config: Path, source: str, spec: ImageInput, log: Path) -> Iterator[s
 
 def _write_pictures(source: str, spec: ImageInput, folder: Path) -> None:
     """Put pictures into the folder that the server watches, as a camera's program would."""
-    samples = load(source, spec)
-    channels = (-1, 1, 1)
-    shares = samples.inputs[:PHOTOS] * np.reshape(spec.std, channels) + np.reshape(spec.mean, channels)
-    pixels = np.clip(np.round(shares * 255), 0, 255).astype(np.uint8).transpose(0, 2, 3, 1)
-    for number, picture in enumerate(pixels):
-        write_atomic(folder / f"{number:02}.png", png_of(np.ascontiguousarray(picture)))
+    for number, image in enumerate(load(source, spec).inputs[:PHOTOS]):
+        write_atomic(folder / f"{number:02}.png", png_of(restore_pixels(image, spec)))

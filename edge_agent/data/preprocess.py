@@ -40,10 +40,17 @@ def image_pixels(item: Any, spec: ImageInput) -> np.ndarray:
 
 def normalise_images(pixels: np.ndarray, spec: ImageInput) -> np.ndarray:
     """Normalise ``pixels`` (n, channels, height, width) float32 0..255 in place: (pixels / 255 - mean) / std."""
-    mean, std = (_for_channels(values, spec.channels, (1, -1, 1, 1)) for values in (spec.mean, spec.std))
+    mean, std = (for_channels(values, spec.channels, (1, -1, 1, 1)) for values in (spec.mean, spec.std))
     pixels *= 1.0 / (255.0 * std)
     pixels -= mean / std
     return pixels
+
+
+def restore_pixels(image: np.ndarray, spec: ImageInput) -> np.ndarray:
+    """Return a normalised image (channels, height, width) as pixels (height, width, channels) uint8."""
+    channels = (-1, 1, 1)
+    shares = image * np.reshape(spec.std, channels) + np.reshape(spec.mean, channels)
+    return np.asarray(np.clip(np.round(shares * 255), 0, 255).astype(np.uint8).transpose(1, 2, 0))
 
 
 def cut(
@@ -72,7 +79,7 @@ def cut(
 
 def normalise_windows(windows: np.ndarray, spec: WindowInput) -> np.ndarray:
     """Normalise ``windows`` (n, channels, length) float32 in place: (windows - mean) / std."""
-    mean, std = (_for_channels(values, spec.channels, (1, -1, 1)) for values in (spec.mean, spec.std))
+    mean, std = (for_channels(values, spec.channels, (1, -1, 1)) for values in (spec.mean, spec.std))
     windows -= mean
     windows /= std
     return windows
@@ -182,7 +189,12 @@ def _from_pillow(image: Any) -> np.ndarray:
     return np.asarray(image.convert("L" if grey else "RGB"))
 
 
-def _for_channels(values: tuple[float, ...], channels: int, shape: tuple[int, ...]) -> np.ndarray:
+def for_channels(values: tuple[float, ...], channels: int, shape: tuple[int, ...]) -> np.ndarray:
+    """Return the mean or the std of a task, one value or one for each channel, as float32 of a shape with -1 for these.
+
+    Raises:
+        DataError: There are other numbers of values.
+    """
     if len(values) not in {1, channels}:
         raise DataError(f"mean or std of {len(values)} values, expected 1 or {channels}, one for each channel")
     return np.broadcast_to(np.asarray(values, np.float32), channels).reshape(shape)

@@ -9,9 +9,9 @@ Writing needs the package ``onnx``, and neither torch nor an exporter: the encod
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from dataclasses import dataclass
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from ..core.errors import MissingCapability, StateError, UsageError
 from ..core.graph import FLOAT, LEAST_OPSET, Graph, Node, Value
 from ..core.storage import read_regular
 from ..core.task import ImageInput, InputSpec
-from ..data.preprocess import normalise_images, normalise_windows
+from ..data.preprocess import for_channels, normalise_images, normalise_windows
 from ..heads.saved import SavedHead, SavedNumeric
 from ..version import __version__
 from .batch_norm import encoder_with_statistics
@@ -75,17 +75,19 @@ def write_one_file(bundle: Bundle, encoder: Encoder, head: SavedHead | SavedNume
             f"this head works without the encoder ('{head.local.name}'), and such a model cannot become one file; fit "
             "one that takes the encoder's features, such as 'edge-agent fit --head lr'"
         )
+    _check_onnx()
+    from onnx import checker, load_model_from_string
+
     spec = bundle.manifest.task.input
-    onnx = _onnx()
     tail = _write_tail(head)
     # Step 1: the graph, checked by the rules of ONNX.
-    model = onnx.load_model_from_string(_encoder_bytes(bundle, head))
+    model = load_model_from_string(_encoder_bytes(bundle, head))
     _join(model, spec, tail)
-    onnx.checker.check_model(model, full_check=True)
+    checker.check_model(model, full_check=True)
     # Step 2: the same answers as the head's, to inputs that no weight was chosen by.
-    worst = _compare(_Runner(model.SerializeToString(), spec.kind), spec, encoder, head)
-    # Step 3: what the file says about itself, with an answer that it gave.
     runner = _Runner(model.SerializeToString(), spec.kind)
+    worst = _compare(runner, spec, encoder, head)
+    # Step 3: what the file says about itself, with an answer that it gave.
     answers = {name: array[0].tolist() for name, array in runner.run(example_input(spec)[None]).items()}
     about = _describe(bundle, head, tail)
     about["example"] = {"input": EXAMPLE_RULE[spec.kind], "answers": answers}
@@ -159,18 +161,16 @@ def _flat(graph: Graph, column: Value) -> Value:
 def _write_input(spec: InputSpec, encoder_input: Value) -> Graph:
     """Write what makes the encoder's input of the file's; see `data.preprocess`."""
     graph = Graph(prefix="input.")
+    shape = (-1, 1, 1) if isinstance(spec, ImageInput) else (-1, 1)
+    mean = for_channels(spec.mean, spec.channels, shape)
+    std = for_channels(spec.std, spec.channels, shape)
+    given = Value(spec.kind)
     if isinstance(spec, ImageInput):
-        shape = (spec.channels, 1, 1)
-        mean = np.broadcast_to(np.asarray(spec.mean, np.float32), spec.channels).reshape(shape)
-        std = np.broadcast_to(np.asarray(spec.std, np.float32), spec.channels).reshape(shape)
-        pixels = graph.add("Transpose", graph.cast(Value(spec.kind), FLOAT), perm=[0, 3, 1, 2])
+        pixels = graph.add("Transpose", graph.cast(given, FLOAT), perm=[0, 3, 1, 2])
         scaled = graph.add("Mul", pixels, np.asarray(1.0 / (255.0 * std), np.float32))
         result = graph.add("Sub", scaled, np.asarray(mean / std, np.float32))
     else:
-        window_shape = (spec.channels, 1)
-        window_mean = np.broadcast_to(np.asarray(spec.mean, np.float32), spec.channels).reshape(window_shape)
-        window_std = np.broadcast_to(np.asarray(spec.std, np.float32), spec.channels).reshape(window_shape)
-        result = graph.add("Div", graph.add("Sub", Value(spec.kind), window_mean), window_std)
+        result = graph.add("Div", graph.add("Sub", given, mean), std)
     graph.nodes.append(Node("Identity", (result,), (encoder_input,), {}))
     return graph
 
@@ -227,7 +227,8 @@ def _nodes_of(graph: Graph) -> list[onnx.NodeProto]:
 
 def _node(node: Node) -> onnx.NodeProto:
     """Return an operator in the form of the package ``onnx``, in which a dtype is a number."""
-    helper = _onnx().helper
+    from onnx import helper
+
     attributes = dict(node.attributes)
     if node.operator == "Cast":
         attributes["to"] = helper.np_dtype_to_tensor_dtype(np.dtype(attributes["to"]))
@@ -236,30 +237,23 @@ def _node(node: Node) -> onnx.NodeProto:
 
 
 def _constants_of(graph: Graph) -> list[onnx.TensorProto]:
-    from_array = _onnx().numpy_helper.from_array
-    return [from_array(np.ascontiguousarray(array), name) for name, array in graph.constants.items()]
+    from onnx import numpy_helper
+
+    return [numpy_helper.from_array(np.ascontiguousarray(array), name) for name, array in graph.constants.items()]
 
 
 def _declare(name: str, dtype: str, shape: tuple[int | str, ...]) -> onnx.ValueInfoProto:
-    helper = _onnx().helper
+    from onnx import helper
+
     kind = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
     result: onnx.ValueInfoProto = helper.make_tensor_value_info(name, kind, shape)
     return result
 
 
-def _onnx() -> ModuleType:
-    """Return the module ``onnx``.
-
-    Raises:
-        MissingCapability: It is not installed.
-    """
-    try:
-        import onnx.checker
-        import onnx.helper
-        import onnx.numpy_helper
-    except ImportError as error:
-        raise MissingCapability.package("onnx", "onnx", "writing a model as one file") from error
-    return onnx
+def _check_onnx() -> None:
+    """Raises MissingCapability where the package ``onnx`` is not installed."""
+    if importlib.util.find_spec("onnx") is None:
+        raise MissingCapability.package("onnx", "onnx", "writing a model as one file")
 
 
 # --- what goes in ----------------------------------------------------------------------------------------------------
@@ -285,10 +279,14 @@ def _input_dtype(spec: InputSpec) -> str:
 def example_input(spec: InputSpec) -> np.ndarray:
     """Return the example's input, of `input_shape`: uint8 for images, float32 for windows; see `EXAMPLE_RULE`."""
     shape = input_shape(spec)
-    bytes_like = _PRIME * np.arange(int(np.prod(shape)), dtype=np.int64) % 256
+    return _inputs_of(_PRIME * np.arange(int(np.prod(shape)), dtype=np.int64).reshape(shape) % 256, spec)
+
+
+def _inputs_of(numbers: np.ndarray, spec: InputSpec) -> np.ndarray:
+    """Return integers 0 to 255 as pixels, or as values of a sensor from -1 to 1."""
     if isinstance(spec, ImageInput):
-        return bytes_like.astype(np.uint8).reshape(shape)
-    return ((bytes_like - 128) / 128).astype(np.float32).reshape(shape)
+        return numbers.astype(np.uint8)
+    return ((numbers - 128) / 128).astype(np.float32)
 
 
 def prepare(inputs: np.ndarray, spec: InputSpec) -> np.ndarray:
@@ -321,8 +319,7 @@ def _compare(runner: _Runner, spec: InputSpec, encoder: Encoder, head: SavedHead
         StateError: It is above `TOLERANCE`.
     """
     rng = np.random.default_rng(0)
-    tried = rng.integers(0, 256, (_CHECKED_INPUTS, *input_shape(spec)), np.uint8)
-    inputs = tried if isinstance(spec, ImageInput) else ((tried.astype(np.float32) - 128) / 128).astype(np.float32)
+    inputs = _inputs_of(rng.integers(0, 256, (_CHECKED_INPUTS, *input_shape(spec))), spec)
     answers = runner.run(inputs)
     features = encoder.features(prepare(inputs, spec))
     if isinstance(head, SavedNumeric):

@@ -14,6 +14,7 @@ import numpy as np
 
 from ..core.task import ImageInput
 from ..data.pictures import image_type, png_of, smaller_image
+from ..data.preprocess import restore_pixels
 from .answer import Answer
 from .pair import Pair
 from .predictor import Observation
@@ -131,7 +132,7 @@ def picture_of(entry: Entry, pair: Pair) -> tuple[bytes, str]:
     if isinstance(pair.input, ImageInput):
         if entry.content_type.startswith("image/"):
             return entry.raw, entry.content_type
-        return png_of(_pixels_of(entry.inputs[0], pair.input)), "image/png"
+        return png_of(restore_pixels(entry.inputs[0], pair.input)), "image/png"
     return _lines(entry.inputs[0]).encode(), "image/svg+xml"
 
 
@@ -145,13 +146,6 @@ def _kept_form(observation: Observation) -> tuple[bytes, str]:
         return b"", ""
     smaller = smaller_image(raw, _SMALLER_SIDE)
     return smaller, image_type(smaller)
-
-
-def _pixels_of(inputs: np.ndarray, spec: ImageInput) -> np.ndarray:
-    """Return a prepared image (channels, height, width) as pixels (height, width, channels) uint8."""
-    channels = (-1, 1, 1)
-    shares = inputs * np.reshape(spec.std, channels) + np.reshape(spec.mean, channels)
-    return np.asarray(np.clip(np.round(shares * 255), 0, 255).astype(np.uint8).transpose(1, 2, 0))
 
 
 def _lines(window: np.ndarray) -> str:
