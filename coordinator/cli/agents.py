@@ -176,14 +176,14 @@ def _facts_of(agent: dict[str, Any]) -> dict[str, object]:
     }
     for scope, value in agent["acc"].items():
         facts[f"acc.{scope}"] = value
-    facts["better off alone"] = _is_better_alone(agent)
+    facts["better off alone"] = _describe_better_alone(agent)
     facts["memory"] = None if agent["rss_mb"] is None else f"{agent['rss_mb']:.1f} MB"
     if candidate := agent["candidate"]:
         facts["tried, not in use"] = _describe_candidate(candidate)
     return facts
 
 
-def _is_better_alone(agent: dict[str, Any]) -> str | None:
+def _describe_better_alone(agent: dict[str, Any]) -> str | None:
     """Say whether local training serves an agent better; None where no accuracy of it is known."""
     if all(value is None for value in agent["acc"].values()):
         return None
