@@ -74,16 +74,15 @@ class UnknownRule:
         # Less their mean, AUROC rises by 0.02, but samples of one class no longer tell what is far from all of them.
         rows = _unit(features)
         most = max(MOST_ROWS, least_for(rate))
-        if len(rows) > most:
-            part = np.random.default_rng(0).choice(len(rows), most, replace=False)
-            rows = rows[part]
-            row_groups = row_groups[part]
-            labels = None if labels is None else labels[part]
+        part = part_of(len(rows), most)
+        rows = rows[part]
+        row_groups = row_groups[part]
+        if labels is not None:
+            labels = labels[part].astype(np.int64)
         distances = np.sort(_distances(rows, rows, row_groups))
         threshold = float(distances[math.ceil((len(rows) + 1) * (1 - rate)) - 1])
         has_recordings = len(np.unique(row_groups)) < len(rows)
-        kept_groups = row_groups.astype(np.int64) if has_recordings else None
-        return cls(rows, threshold, rate, kept_groups, None if labels is None else labels.astype(np.int64))
+        return cls(rows, threshold, rate, row_groups.astype(np.int64) if has_recordings else None, labels)
 
     def distances(self, features: np.ndarray) -> np.ndarray:
         """Return the distances (n,), 0..2, of rows of ``features`` (n, d) to their third nearest training sample."""
@@ -106,6 +105,13 @@ class UnknownRule:
     def has_drifted(self, unknown: int, total: int) -> bool:
         """Return whether ``unknown`` of ``total`` inputs exceed what false alarms explain (binomial, p < 0.001)."""
         return unknown > 0 and _binomial_tail(unknown, total, self.rate) < 0.001
+
+
+def part_of(count: int, most: int) -> np.ndarray:
+    """Return the positions of ``most`` of ``count`` rows, drawn the same way each time; of all where they are fewer."""
+    if count <= most:
+        return np.arange(count)
+    return np.random.default_rng(0).choice(count, most, replace=False)
 
 
 def least_for(rate: float) -> int:

@@ -22,7 +22,7 @@ from statistics import NormalDist
 import numpy as np
 
 from .confidence import NEIGHBOURS as RANK
-from .confidence import UnknownRule
+from .confidence import UnknownRule, part_of
 
 WINDOW = 128
 """Recent answers that are looked at."""
@@ -83,13 +83,12 @@ class Reference:
             rule: The rule, with at least `LEAST_ROWS` rows.
             labels: The class of each row, (n,) int64.
         """
-        rows = rule.rows
-        groups = np.arange(len(rows)) if rule.groups is None else rule.groups
-        if len(rows) > MOST_ROWS:
-            part = np.random.default_rng(0).choice(len(rows), MOST_ROWS, replace=False)
-            rows = rows[part]
-            groups = groups[part]
-            labels = labels[part]
+        # Without several recordings each sample is one by itself.
+        groups = np.arange(len(rule.rows)) if rule.groups is None else rule.groups
+        part = part_of(len(rule.rows), MOST_ROWS)
+        rows = rule.rows[part]
+        groups = groups[part]
+        labels = labels[part]
         self._rows = rows.astype(np.float64)
         # 1. Training rows beside each other, each beside rows of other recordings.
         residuals, distances = self._compare(rows, groups)
