@@ -7,7 +7,6 @@ import logging
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, get_args
 
@@ -22,6 +21,7 @@ from ..core.locks import folder_lock
 from ..core.logs import LogFormat, log_json
 from ..core.storage import read_json
 from ..core.time_and_text import show_time
+from ..identity.certificates import show_utc
 from ..version import __version__
 from ..wire.seal import key_file
 from . import output
@@ -394,8 +394,7 @@ def _metric_rows(metrics: dict[str, Any]) -> Iterator[tuple[str, object]]:
 
 
 def _server_rows(server: dict[str, Any]) -> Iterator[tuple[str, object]]:
-    since = datetime.fromtimestamp(server["since"], timezone.utc).isoformat()
-    yield "serves", f"answers at {server['url']} since {show_time(since)}"
+    yield "serves", f"answers at {server['url']} since {show_utc(server['since'])}"
 
 
 def _inputs_rows(inputs: dict[str, Any]) -> Iterator[tuple[str, object]]:

@@ -1,7 +1,7 @@
-"""That a server answers for a device, told to `edge-agent status`: it holds only while the server lives.
+"""The record by which `edge-agent status` finds the server that answers for a device.
 
-The server holds a lock in the state folder, which ends with its process, also when it is killed. So the record of a
-server that is gone is never taken for one that runs.
+The server holds a lock in the state folder, which ends with its process, also when it is killed. Without the lock the
+record does not count, so a server that is gone is never shown as running.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ log = logging.getLogger(__name__)
 
 
 class RunningServer(Frozen):
-    """Where a device is asked."""
+    """The address of a server, and since when it runs."""
 
-    url: str = Field(max_length=4096, description="where it is asked, without the token")
+    url: str = Field(max_length=4096, description="address of the server, without the token")
     since: float = Field(ge=0, description="seconds since 1970 at which it started")
 
 
 @contextlib.contextmanager
 def announced(state: Path | None, url: str, now: Callable[[], float] = time.time) -> Iterator[None]:
-    """Tell others that a server answers at ``url`` while the context lasts.
+    """Keep a record that a server answers at ``url`` while the context lasts.
 
     Args:
-        state: The state folder of the device; None: there is none, and nobody is told.
-        url: Where it is asked, without the token.
+        state: The state folder of the device; None: there is none, and no record is kept.
+        url: The address of the server, without the token.
         now: Seconds since 1970.
     """
     if state is None:
@@ -48,7 +48,7 @@ def announced(state: Path | None, url: str, now: Callable[[], float] = time.time
             stack.enter_context(shared_folder_lock(folder, "edge-agent serve"))
             content = RunningServer(url=url, since=now()).model_dump(mode="json")
             write_atomic(folder / _RECORD, json.dumps(content).encode())
-        # Another server answers for this device, or the disk is full: answers count, and the word about them does not.
+        # Another server answers for this device, or the disk is full. That is no reason to answer nothing.
         except HeadwaterError as error:
             log.info("server_not_announced reason=%s", error)
         except OSError as error:

@@ -12,9 +12,9 @@ import json
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,8 @@ from pydantic import Field
 from ..core.errors import HeadwaterError
 from ..core.storage import read_json, write_atomic
 from ..core.task import Frozen
-from ..core.time_and_text import show_time
 from ..heads.saved import SavedHead
+from ..identity.certificates import show_utc
 from ..personal.drift import EVERY, WINDOW, Comparison, Reference, reference_of, why_not_watched
 from .answer import ClassAnswer
 from .history import Entry, History
@@ -42,7 +42,7 @@ _CALM_LOOKS = 2 * WINDOW // EVERY
 
 
 class InputsState(enum.Enum):
-    """How inputs are, beside the training samples."""
+    """Whether inputs are like the training samples."""
 
     AS_FITTED = "as fitted"
     CHANGED = "changed"
@@ -51,12 +51,12 @@ class InputsState(enum.Enum):
 
 @dataclass(frozen=True)
 class InputsStatus:
-    """How inputs are, since when, and what people are told.
+    """The state of the inputs, as the page and metrics show it.
 
     Attributes:
-        state: How they are.
+        state: Whether they have changed.
         since: Seconds since 1970 at which a look first found that; 0: no look has been taken yet.
-        text: The same in words.
+        text: State and time as a sentence for people.
     """
 
     state: InputsState
@@ -77,7 +77,7 @@ class InputsRecord(Frozen):
 
 
 def read_record(file: Path) -> InputsRecord | None:
-    """Return what a server wrote of its inputs; None where there is nothing, or nothing that can be read."""
+    """Return the record that a server has written of its inputs; None where there is none that can be read."""
     try:
         content = read_json(file)
         return None if content is None else InputsRecord.model_validate(content)
@@ -86,7 +86,7 @@ def read_record(file: Path) -> InputsRecord | None:
 
 
 def record_file(state: Path) -> Path:
-    """Return the file in a state folder in which a server keeps how its inputs are."""
+    """Return the file of this record in a device's state folder."""
     return state / "serve" / "inputs.json"
 
 
@@ -96,7 +96,7 @@ def start_thread(work: Callable[[], None]) -> None:
 
 
 class InputsWatch:
-    """Looks at every answer, and takes a look at the last ones now and then."""
+    """Keeps the last answers, and compares them with the training samples after every `EVERY` of them."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class InputsWatch:
 
     @property
     def status(self) -> InputsStatus:
-        """How inputs are now."""
+        """The state of the inputs now."""
         with self._lock:
             text = self._why_not or describe(self._state, self._since, missing=max(0, WINDOW - self._count))
             return InputsStatus(self._state, self._since, text)
@@ -139,7 +139,7 @@ class InputsWatch:
         return {**self.status.as_json(), "strangest": [entry.as_json() for entry in self._history.pinned()]}
 
     def see_switch(self, pair: Pair) -> None:
-        """Begin anew with what another head learned from; see `Observer`."""
+        """Compare with the training samples of another head from now on; see `Observer`."""
         name = str(pair.id)
         rule = pair.head.confidence.unknown if isinstance(pair.head, SavedHead) else None
         with self._lock:
@@ -168,9 +168,8 @@ class InputsWatch:
         residuals = reference.residuals(observation.features, labels)
         with self._lock:
             self._keep_strange(float((residuals**2).sum(axis=1).max()))
-            for row, label, window in zip(residuals, labels, answers, strict=True):
-                self._rows.append((row, int(label), bool(window.is_unknown)))
-                del self._rows[:-WINDOW]
+            for residual, label, window in zip(residuals, labels, answers, strict=True):
+                self._last.append((residual, int(label), bool(window.is_unknown)))
                 self._count += 1
                 if self._count >= WINDOW and self._count % EVERY == 0:
                     self._look(reference)
@@ -179,7 +178,9 @@ class InputsWatch:
 
     def _clear(self) -> None:
         """Forget everything about answers of another pair."""
-        self._rows: list[tuple[np.ndarray, int, bool]] = []
+        self._last: deque[tuple[np.ndarray, int, bool]] = deque(maxlen=WINDOW)
+        """Residual, class and whether it was unknown, of the last answers."""
+
         self._count = 0
         self._calm = 0
         self._state = InputsState.NOT_ENOUGH
@@ -212,15 +213,15 @@ class InputsWatch:
         self._history.pin(entry for _, _, entry in sorted(self._strangest, reverse=True))
 
     def _look(self, reference: Reference) -> None:
-        """Take a look at the last answers, and change the state if that is due."""
-        residuals = np.stack([row for row, _, _ in self._rows])
-        labels = np.array([label for _, label, _ in self._rows])
-        unknown = np.array([is_unknown for _, _, is_unknown in self._rows])
-        look = reference.look(residuals, labels, unknown)
-        self._calm = 0 if look.have_changed else self._calm + 1
+        """Compare the last answers with the training samples, and change the state if that is due."""
+        residuals, labels, unknown = zip(*self._last, strict=True)
+        look = reference.look(np.stack(residuals), np.array(labels), np.array(unknown))
         if look.have_changed:
+            self._calm = 0
             self._enter(InputsState.CHANGED, look)
-        elif self._state is InputsState.NOT_ENOUGH or self._calm >= _CALM_LOOKS:
+            return
+        self._calm += 1
+        if self._state is InputsState.NOT_ENOUGH or self._calm >= _CALM_LOOKS:
             self._enter(InputsState.AS_FITTED, look)
 
     def _enter(self, state: InputsState, look: Comparison) -> None:
@@ -265,16 +266,15 @@ class InputsWatch:
 
 
 def describe(state: InputsState, since: float, missing: int = 0) -> str:
-    """Say how inputs are.
+    """Return the state of inputs as a sentence for people.
 
     Args:
-        state: How they are.
-        since: Since when, seconds since 1970.
-        missing: Answers until the first look.
+        state: The state.
+        since: Seconds since 1970 at which it began.
+        missing: Answers that are missing until the first look.
     """
     if state is InputsState.CHANGED:
-        moment = datetime.fromtimestamp(since, timezone.utc).isoformat()
-        return f"changed since {show_time(moment)}: unlike what the head learned from; label some and fit it again"
+        return f"changed since {show_utc(since)}: unlike what the head learned from; label some and fit it again"
     if state is InputsState.AS_FITTED:
         return "as fitted"
     return f"not enough answers yet, {missing} more"

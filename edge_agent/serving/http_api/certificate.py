@@ -1,7 +1,7 @@
 """The certificate by which the server proves who it is; a renewed one is taken without a restart.
 
-A device's own certificate is none for this: its authority made it for clients, so that no device of a federation can
-pose as a server to the others.
+The certificate by which a device is enrolled cannot serve here. The federation's authority issues it for clients alone,
+so that no device can pose as a server to the others.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ class ServerCertificate:
             ) from error
 
     def context(self) -> ssl.SSLContext:
-        """Return the context for a new connection; files that have changed since are loaded anew, if they can be."""
+        """Return the context for a new connection.
+
+        Files that have changed since the last call are loaded first. If they cannot be, the certificate before stays.
+        """
         with self._lock:
             try:
                 marks = self._look()
@@ -55,7 +58,7 @@ class ServerCertificate:
             return self._context
 
     def _look(self) -> list[tuple[int, int]]:
-        """Return what tells that a file is another one."""
+        """Return time of change and inode of each file, by which a renewed file is noticed."""
         files = [self._cert] if self._key is None else [self._cert, self._key]
         return [(status.st_mtime_ns, status.st_ino) for status in (file.stat() for file in files)]
 

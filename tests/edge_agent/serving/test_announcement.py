@@ -15,17 +15,17 @@ from edge_agent.serving.announcement import announced, find_server
 WAIT_S = 60
 
 
-def test_a_server_is_told_while_it_runs_and_no_longer(tmp_path):
+def test_a_server_is_found_while_it_runs_and_no_longer(tmp_path):
     assert find_server(tmp_path) is None
     with announced(tmp_path, "http://127.0.0.1:8480/", now=lambda: 5.0):
         server = find_server(tmp_path)
         assert (server.url, server.since) == ("http://127.0.0.1:8480/", 5.0)
-        with announced(tmp_path, "http://127.0.0.1:9999/"):  # a second one answers, too, and is not told
+        with announced(tmp_path, "http://127.0.0.1:9999/"):  # a second one answers as well, and has no record
             assert find_server(tmp_path).url == "http://127.0.0.1:8480/"
     assert find_server(tmp_path) is None
 
 
-def test_without_a_state_folder_nobody_is_told():
+def test_without_a_state_folder_no_record_is_kept():
     with announced(None, "http://127.0.0.1:8480/"):
         pass
 

@@ -1,4 +1,4 @@
-"""What is told when the inputs that are answered have changed."""
+"""How a server notices that its inputs have changed, and where it shows that."""
 
 from __future__ import annotations
 
