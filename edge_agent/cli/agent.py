@@ -207,7 +207,7 @@ def _server_of(state: Path) -> dict[str, Any] | None:
 
 def _inputs_of(state: Path) -> dict[str, Any] | None:
     """Return how the inputs were that a server on this device answered last; None where none has said it."""
-    from ..serving.inputs_watch import read_record, record_file
+    from ..serving.inputs_state import read_record, record_file
 
     record = read_record(record_file(state))
     return None if record is None else record.model_dump(mode="json")
@@ -398,7 +398,7 @@ def _server_rows(server: dict[str, Any]) -> Iterator[tuple[str, object]]:
 
 
 def _inputs_rows(inputs: dict[str, Any]) -> Iterator[tuple[str, object]]:
-    from ..serving.inputs_watch import InputsState, describe
+    from ..serving.inputs_state import InputsState, describe
 
     yield "inputs", describe(InputsState(inputs["state"]), inputs["since"])
 

@@ -6,7 +6,6 @@ the training samples are kept there, to be given their classes.
 
 from __future__ import annotations
 
-import enum
 import heapq
 import json
 import logging
@@ -14,21 +13,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import Field
 
-from ..core.errors import HeadwaterError
-from ..core.storage import read_json, write_atomic
-from ..core.task import Frozen
+from ..core.storage import write_atomic
 from ..heads.saved import SavedHead
-from ..identity.certificates import show_utc
 from ..personal.drift import EVERY, WINDOW, Comparison, Reference, reference_of, why_not_watched
 from .answer import ClassAnswer
 from .history import Entry, History
+from .inputs_state import InputsRecord, InputsState, InputsStatus, describe, read_record
 from .pair import Pair
 from .predictor import Observation
 
@@ -39,55 +34,6 @@ STRANGEST = 10
 
 _CALM_LOOKS = 2 * WINDOW // EVERY
 """Looks in a row that find nothing, after which inputs are as fitted again: two windows without a common answer."""
-
-
-class InputsState(enum.Enum):
-    """Whether inputs are like the training samples."""
-
-    AS_FITTED = "as fitted"
-    CHANGED = "changed"
-    NOT_ENOUGH = "not enough"
-
-
-@dataclass(frozen=True)
-class InputsStatus:
-    """The state of the inputs, as the page and metrics show it.
-
-    Attributes:
-        state: Whether they have changed.
-        since: Seconds since 1970 at which a look first found that; 0: no look has been taken yet.
-        text: State and time as a sentence for people.
-    """
-
-    state: InputsState
-    since: float
-    text: str
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the status as a JSON object."""
-        return {"state": self.state.value, "since": self.since or None, "text": self.text}
-
-
-class InputsRecord(Frozen):
-    """What is kept over a restart."""
-
-    pair: str = Field(max_length=200, description="the encoder and the head that answered")
-    state: InputsState
-    since: float = Field(ge=0, description="seconds since 1970 at which a look first found that")
-
-
-def read_record(file: Path) -> InputsRecord | None:
-    """Return the record that a server has written of its inputs; None where there is none that can be read."""
-    try:
-        content = read_json(file)
-        return None if content is None else InputsRecord.model_validate(content)
-    except (HeadwaterError, ValueError):
-        return None
-
-
-def record_file(state: Path) -> Path:
-    """Return the file of this record in a device's state folder."""
-    return state / "serve" / "inputs.json"
 
 
 def start_thread(work: Callable[[], None]) -> None:
@@ -263,18 +209,3 @@ class InputsWatch:
         self._since = record.since
         if self._tell is not None:
             self._tell(True)
-
-
-def describe(state: InputsState, since: float, missing: int = 0) -> str:
-    """Return the state of inputs as a sentence for people.
-
-    Args:
-        state: The state.
-        since: Seconds since 1970 at which it began.
-        missing: Answers that are missing until the first look.
-    """
-    if state is InputsState.CHANGED:
-        return f"changed since {show_utc(since)}: unlike what the head learned from; label some and fit it again"
-    if state is InputsState.AS_FITTED:
-        return "as fitted"
-    return f"not enough answers yet, {missing} more"

@@ -25,7 +25,8 @@ from .http_api.open_inference import OpenInferenceRoutes
 from .http_api.page import PageRoutes
 from .http_api.server import HttpLimits, HttpServer
 from .inputs import Decoder
-from .inputs_watch import InputsWatch, record_file
+from .inputs_state import record_file
+from .inputs_watch import InputsWatch
 from .mqtt.discovery import Described
 from .mqtt.publisher import Publisher, will_of
 from .mqtt.topics import AnswerTopics

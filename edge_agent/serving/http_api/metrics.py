@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..answer import ClassAnswer, PairId
-from ..inputs_watch import InputsState, InputsWatch
+from ..inputs_state import InputsState
+from ..inputs_watch import InputsWatch
 from ..pair import Pair
 from ..predictor import Observation
 from ..sources.loop import SourceLoop

@@ -11,7 +11,8 @@ from edge_agent.core.storage import read_json
 from edge_agent.personal.drift import EVERY, WINDOW
 from edge_agent.serving.history import History
 from edge_agent.serving.inputs import Decoder
-from edge_agent.serving.inputs_watch import STRANGEST, InputsState, InputsWatch, read_record, record_file
+from edge_agent.serving.inputs_state import InputsState, read_record, record_file
+from edge_agent.serving.inputs_watch import STRANGEST, InputsWatch
 from edge_agent.serving.pair import Pair
 from edge_agent.serving.predictor import Predictor
 

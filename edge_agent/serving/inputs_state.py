@@ -1,0 +1,82 @@
+"""The state of a server's inputs, and the record of it in the device's state folder.
+
+Nothing here computes: `edge-agent status` reads the record without loading what compares inputs.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from ..core.errors import HeadwaterError
+from ..core.storage import read_json
+from ..core.task import Frozen
+from ..identity.certificates import show_utc
+
+
+class InputsState(enum.Enum):
+    """Whether inputs are like the training samples."""
+
+    AS_FITTED = "as fitted"
+    CHANGED = "changed"
+    NOT_ENOUGH = "not enough"
+
+
+@dataclass(frozen=True)
+class InputsStatus:
+    """The state of the inputs, as the page and metrics show it.
+
+    Attributes:
+        state: Whether they have changed.
+        since: Seconds since 1970 at which a look first found that; 0: no look has been taken yet.
+        text: State and time as a sentence for people.
+    """
+
+    state: InputsState
+    since: float
+    text: str
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the status as a JSON object."""
+        return {"state": self.state.value, "since": self.since or None, "text": self.text}
+
+
+class InputsRecord(Frozen):
+    """What is kept over a restart."""
+
+    pair: str = Field(max_length=200, description="the encoder and the head that answered")
+    state: InputsState
+    since: float = Field(ge=0, description="seconds since 1970 at which a look first found that")
+
+
+def read_record(file: Path) -> InputsRecord | None:
+    """Return the record that a server has written of its inputs; None where there is none that can be read."""
+    try:
+        content = read_json(file)
+        return None if content is None else InputsRecord.model_validate(content)
+    except (HeadwaterError, ValueError):
+        return None
+
+
+def record_file(state: Path) -> Path:
+    """Return the file of this record in a device's state folder."""
+    return state / "serve" / "inputs.json"
+
+
+def describe(state: InputsState, since: float, missing: int = 0) -> str:
+    """Return the state of inputs as a sentence for people.
+
+    Args:
+        state: The state.
+        since: Seconds since 1970 at which it began.
+        missing: Answers that are missing until the first look.
+    """
+    if state is InputsState.CHANGED:
+        return f"changed since {show_utc(since)}: unlike what the head learned from; label some and fit it again"
+    if state is InputsState.AS_FITTED:
+        return "as fitted"
+    return f"not enough answers yet, {missing} more"
