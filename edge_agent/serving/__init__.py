@@ -9,6 +9,6 @@ Read in this order: `answer` (what is said of one input), `pair` (what says it),
 `predictor` (one input at a time, and the switch between two pairs), `inputs` (bytes of somebody else, decoded),
 `history`, `corrections` and `refit` (what a person says of the last answers, and what is learned from it), `vote` (what
 holds), `inputs_state` and `inputs_watch` (whether inputs have changed), `http_api` (how it is asked), `sources` (what
-it looks at by itself), `mqtt` (whom it tells), `service` (all of it as a program), `announcement` (where `edge-agent
-status` finds it).
+it looks at by itself), `mqtt` (whom it tells), `service` (all of it as a program), `announcement` (how it is found from
+outside).
 """
