@@ -142,8 +142,7 @@ def _evaluate_saved(arguments: argparse.Namespace, bundle: Bundle) -> int:
         unknown = int(rule.is_unknown(features).sum())
         alarms = unknown / count
         drift = rule.has_drifted(unknown, count)
-        if drift:
-            notes.append(output.drift(unknown, count, rule.rate))
+        notes += output.about_unknown(rule, unknown, count, drift)
     content |= {"ece": error, "false_alarms": alarms, "drift": drift}
     learns_from = f"{saved.precision} features" if saved.local is None else "without the encoder"
     rows = [

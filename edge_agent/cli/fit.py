@@ -176,7 +176,8 @@ def _confidence_rows(
     confidence: Confidence, rate: float, samples: int, false_alarms: float | None
 ) -> list[tuple[str, str]]:
     """Return what is known of a head's reliability, or why it is not, for a table."""
-    from ..personal.confidence import LEAST_FOR_CALIBRATION, least_for
+    from ..personal.confidence import LEAST_FOR_CALIBRATION
+    from ..personal.unknown import least_for
 
     known = confidence.calibration
     rule = confidence.unknown
@@ -189,8 +190,11 @@ def _confidence_rows(
         calibration = f"temperature {known.temperature:.2f}, expected calibration error {before} before, {after} after"
     unknown = "not asked for"
     if rule is not None:
-        reached = f"{formats.percent(false_alarms)} of the held-out samples; misses are not measured"
-        unknown = f"distance above {rule.threshold:.3f}; false alarms {formats.percent(rule.rate)} asked for, {reached}"
+        reached = f"{formats.percent(false_alarms)} of the held-out samples"
+        unknown = (
+            f"{rule.scorer.name} above {rule.threshold:.3f}; false alarms {formats.percent(rule.rate)} asked for, "
+            f"{reached}; {rule.misses_text}"
+        )
     elif rate:
         unknown = (
             f"not estimable: {samples} samples, {least_for(rate)} are needed for {formats.percent(rate)} false alarms"

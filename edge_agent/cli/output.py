@@ -9,9 +9,12 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..core import formats
+
+if TYPE_CHECKING:
+    from ..personal.unknown import UnknownRule
 
 
 def result(arguments: argparse.Namespace, content: Mapping[str, Any], text: Callable[[], Iterable[str]]) -> int:
@@ -46,12 +49,18 @@ ONE_CLASS = "note: all samples are of one class, so accuracies on them say nothi
 BETTER_ALONE = "note: this device is better off alone: acc.local is above acc.personal by more than noise"
 
 
-def drift(unknown: int, total: int, rate: float) -> str:
-    """Return a line about more unknown inputs than chance explains."""
-    return (
-        f"note: {unknown} of {total} inputs are unlike the samples that the head was fitted on, {rate * total:.1f} are "
-        "expected: the inputs have changed, or are of other classes; add samples of them and fit again"
-    )
+def about_unknown(rule: UnknownRule, unknown: int, total: int, has_drifted: bool) -> list[str]:
+    """Return lines about ``unknown`` of ``total`` inputs: more than chance explains, or nothing to rely on."""
+    lines = []
+    if has_drifted:
+        lines.append(
+            f"note: {unknown} of {total} inputs are unlike the samples that the head was fitted on, "
+            f"{rule.rate * total:.1f} are expected: the inputs have changed, or are of other classes; add samples of "
+            "them and fit again"
+        )
+    if not rule.tells_apart:
+        lines.append(f"note: {rule.misses_text}")
+    return lines
 
 
 REPORT_S = 10.0

@@ -81,7 +81,7 @@ def predict(arguments: argparse.Namespace) -> int:
         count = sum(strange)
         drift = rule.has_drifted(count, len(names))
         content |= {"unknown": count, "drift": drift}
-        notes += [output.drift(count, len(names), rule.rate)] if drift else []
+        notes += output.about_unknown(rule, count, len(names), drift)
     shown = [
         (row["input"], f"unknown ({row['class']}?)" if row["unknown"] else row["class"], formats.percent(share))
         for row, share in zip(rows, shares.max(axis=1).tolist(), strict=True)

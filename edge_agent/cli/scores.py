@@ -114,7 +114,7 @@ def numeric_result(
     more: list[tuple[str, str]],
 ) -> int:
     """Print the scores of a numeric head, and what has to be known about them."""
-    from ..personal.confidence import least_for
+    from ..personal.unknown import least_for
 
     head = saved.head
     rows = [("head", f"{head.name}, {saved.precision} features"), ("samples", samples)]

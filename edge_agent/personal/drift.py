@@ -21,8 +21,8 @@ from statistics import NormalDist
 
 import numpy as np
 
-from .confidence import NEIGHBOURS as RANK
-from .confidence import UnknownRule, part_of
+from .detectors import part_of, unit
+from .unknown import UnknownRule
 
 WINDOW = 128
 """Recent answers that are looked at."""
@@ -91,7 +91,8 @@ class Reference:
         labels = labels[part]
         self._rows = rows.astype(np.float64)
         # 1. Training rows beside each other, each beside rows of other recordings.
-        residuals, distances = self._compare(rows, groups)
+        residuals = self._compare(rows, groups)
+        is_far = rule.scorer.score_as_new(rows, labels, groups) > rule.threshold
         classes = int(labels.max()) + 1
         self._means = np.tile(residuals.mean(axis=0), (classes, 1))
         self._counts = np.zeros(classes)
@@ -103,7 +104,7 @@ class Reference:
             centres[label] = self._rows[is_of_class].mean(axis=0)
             # Windows of one recording are one sample of how recordings are.
             self._counts[label] = len(np.unique(groups[is_of_class]))
-            self._far[label] = float((distances[is_of_class] > rule.threshold).mean()) * self._counts[label]
+            self._far[label] = float(is_far[is_of_class].mean()) * self._counts[label]
         # 2. How they spread: residuals about the mean of their class, and rows about theirs. Each mean has cost a row.
         alike = np.bincount(labels, minlength=classes)[labels]
         grown = np.sqrt(alike / np.maximum(alike - 1, 1))[:, None]
@@ -124,8 +125,7 @@ class Reference:
         Returns:
             The residuals (n, d) float64, about zero and with spread 1 for inputs that have not changed.
         """
-        lengths = np.linalg.norm(features, axis=1, keepdims=True)
-        residuals, _ = self._compare(features / np.where(lengths > 0, lengths, 1.0), None)
+        residuals = self._compare(unit(features), None)
         return np.asarray((residuals - self._means[self._known(labels)]) * self._scale)
 
     def look(self, residuals: np.ndarray, labels: np.ndarray, unknown: np.ndarray) -> Comparison:
@@ -155,25 +155,22 @@ class Reference:
         """Return classes (n,), with the first one in place of classes that no training row is of."""
         return np.where(labels < len(self._counts), labels, 0)
 
-    def _compare(self, unit: np.ndarray, groups: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    def _compare(self, queries: np.ndarray, groups: np.ndarray | None) -> np.ndarray:
         """Compare rows of length 1 with the training rows.
 
         Args:
-            unit: The rows, (n, d).
+            queries: The rows, (n, d).
             groups: Of the training rows themselves, the recording of each, (n,), whose rows are not compared with it.
 
         Returns:
-            Each row less the mean of its nearest training rows (n, d), and the distance (n,) that an `UnknownRule` goes
-            by.
+            Each row less the mean of its nearest training rows, (n, d).
         """
-        products = unit.astype(np.float64) @ self._rows.T
+        products = queries.astype(np.float64) @ self._rows.T
         if groups is not None:
             products[groups[:, None] == groups[None, :]] = -2.0
         count = min(NEIGHBOURS, len(self._rows) - 1)
         nearest = np.argpartition(-products, count - 1, axis=1)[:, :count]
-        descending = -np.sort(-np.take_along_axis(products, nearest, axis=1), axis=1)
-        distances = np.sqrt(np.maximum(2 - 2 * descending[:, RANK - 1], 0))
-        return unit - self._rows[nearest].mean(axis=1), distances
+        return np.asarray(queries - self._rows[nearest].mean(axis=1))
 
     def _chance_of_unknown(self, least: int, total: int, shares: np.ndarray) -> float:
         """Return the chance of ``least`` or more unknown ones among ``total`` inputs that have not changed.

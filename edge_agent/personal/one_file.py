@@ -372,7 +372,7 @@ _PREPARATION = {
 _OUTPUTS = {
     "probabilities": "of the labels, in their order; they add up to 1",
     "features": "what the encoder makes of the input",
-    "distance": "to the nearest training samples, 0 to 2",
+    "distance": "how far the input is from the training samples; unknown_threshold belongs to it",
     "unknown": "true where the distance is above unknown_threshold: the label means nothing then",
     "value": "the number that the head predicts, in the unit of its targets",
     "score": "how unlike the normal samples the input is, in standard deviations",

@@ -117,6 +117,12 @@ class Pair:
             return self.bundle.manifest.task.class_names
         return () if isinstance(self.head, SavedNumeric) else self.head.class_names
 
+    @property
+    def unknown_text(self) -> str:
+        """How far its answer "unknown" can be trusted, for people; empty where it never gives that."""
+        rule = self.head.confidence.unknown if isinstance(self.head, SavedHead) else None
+        return "" if rule is None else rule.misses_text
+
     def features(self, inputs: np.ndarray) -> np.ndarray:
         """Return what the head takes, (n, d) float32, for prepared ``inputs`` (n, *shape) float32.
 

@@ -22,9 +22,9 @@ from edge_agent import heads
 from edge_agent.core.task import ImageInput
 from edge_agent.data import Samples, load
 from edge_agent.heads import Head
-from edge_agent.personal.confidence import UnknownRule
 from edge_agent.personal.drift import EVERY, WINDOW, Reference, reference_of
 from edge_agent.personal.personalizer import Personalizer
+from edge_agent.personal.unknown import UnknownRule
 
 TRAINED_ON = (100, 300, 1000)
 SEEDS = 10

@@ -23,9 +23,11 @@ from edge_agent import Personalizer, load_data
 from edge_agent.core.task import ImageInput
 from edge_agent.data import Samples
 from edge_agent.data.idx import read_idx
-from edge_agent.personal.confidence import calibration_error
+from edge_agent.personal.confidence import Calibration, calibration_error
+from edge_agent.personal.detectors import DETECTORS, ClassMeans, Detector
 from edge_agent.personal.personalize import FitOptions, personalize
 from edge_agent.personal.precision import open_encoder
+from edge_agent.personal.unknown import UnknownRule
 
 EACH = (5, 10, 20, 50)
 KNOWN = 6
@@ -108,10 +110,11 @@ def confidence(
     device.fit(*known, own_classes=True, unknown=0.05)
     saved = device.head
     rule = saved.confidence.unknown
-    calibration = saved.confidence.calibration
+    # Where no temperature lowers the error in the folds, probabilities stay as they are.
+    calibration = saved.confidence.calibration or Calibration(1.0, np.nan, np.nan)
     test = device._samples(*tested, device.classes)
     features = device.encoder.features(test.inputs)
-    usual = rule.distances(features)
+    usual = rule.scores(features)
     sure = saved.head.predict_proba(features).max(axis=1)
     raw = saved.head.predict_proba(features)
     tempered = saved.predict_proba(features)
@@ -121,6 +124,8 @@ def confidence(
         "accuracy": float((raw.argmax(axis=1) == test.labels).mean()),
         "false_alarms_asked": rule.rate,
         "false_alarms": float((usual > rule.threshold).mean()),
+        "missed_estimated": rule.misses.share,
+        "by_class_means": float(isinstance(rule.detector, ClassMeans)),
         "temperature": calibration.temperature,
         "ece_test_before": calibration_error(raw, test.labels),
         "ece_test_after": calibration_error(tempered, test.labels),
@@ -129,7 +134,7 @@ def confidence(
     }
     for name, inputs in others.items():
         strange = device.encoder.features(device._samples(inputs, None, device.classes, is_labelled=False).inputs)
-        distances = rule.distances(strange)
+        distances = rule.scores(strange)
         shares = saved.head.predict_proba(strange).max(axis=1)
         result[f"auroc_{name}"] = auroc(usual, distances)
         result[f"auroc_{name}_by_probability"] = auroc(-sure, -shares)
@@ -205,6 +210,46 @@ def printed(count: int, seed: int, paths: Sequence[Path] | None = None, salt: in
     return np.stack(images), labels
 
 
+def by_detector(folder: Path, seeds: int, method: str) -> list[dict[str, Any]]:
+    """Unknown inputs of an own class that a device has not shown, by what tells them apart; see `left_out`."""
+    pool = fashion("test")
+    rows = []
+    for seed in range(seeds):
+        path, known = trained(folder, seed, method)
+        device = Personalizer.open(path, cache=folder / "cache")
+        own = np.setdiff1d(np.arange(10), known)
+        mine = some(pool[1], own, 150, np.random.default_rng(seed + 300))
+        features = device.encoder.features(samples(device, pool, mine, own).inputs)
+        labels = np.searchsorted(own, pool[1][mine])
+        rows += [
+            {"seed": seed, "each": each, "detectors": name, **left_out(features, labels, label, each, detectors)}
+            for each in (10, 30, 100)
+            for name, detectors in (("distance", DETECTORS[:1]), ("chosen", DETECTORS))
+            for label in range(OWN)
+        ]
+    return rows
+
+
+def left_out(
+    features: np.ndarray, labels: np.ndarray, label: int, each: int, detectors: Sequence[type[Detector]]
+) -> dict[str, float]:
+    """AUROC, misses and false alarms for inputs of one class, of a rule from ``each`` samples of the others."""
+    rng = np.random.default_rng(label)
+    others = [rng.permutation(np.flatnonzero(labels == other)) for other in range(OWN) if other != label]
+    train = np.concatenate([rows[:each] for rows in others])
+    test = np.concatenate([rows[each:] for rows in others])
+    rule = UnknownRule.fit(features[train], 0.05, labels=labels[train], detectors=detectors)
+    usual = rule.scores(features[test])
+    strange = rule.scores(features[labels == label])
+    return {
+        "auroc": auroc(usual, strange),
+        "missed": float((strange <= rule.threshold).mean()),
+        "missed_estimated": rule.misses.share,
+        "false_alarms": float((usual > rule.threshold).mean()),
+        "by_class_means": float(isinstance(rule.detector, ClassMeans)),
+    }
+
+
 def summary(rows: list[dict[str, Any]], by: tuple[str, ...]) -> list[dict[str, Any]]:
     """Mean and standard deviation over the seeds of all figures of rows that agree in ``by``."""
     keys = list(dict.fromkeys(tuple(row[name] for name in by) for row in rows))
@@ -228,6 +273,8 @@ def main() -> None:
     arguments.folder.mkdir(parents=True, exist_ok=True)
     seeds = range(arguments.seeds)
     result = {"by_samples": summary(by_samples(arguments.folder, arguments.seeds, arguments.method), ("head", "each"))}
+    by_detectors = by_detector(arguments.folder, arguments.seeds, arguments.method)
+    result["by_detector"] = summary(by_detectors, ("detectors", "each"))
     kinds = {"fashion": lambda seed: on_fashion(arguments.folder, seed, arguments.method)}
     kinds["fonts"] = lambda seed: on_fonts(arguments.folder, seed)
     for name, measured in kinds.items():

@@ -85,6 +85,7 @@ class PageRoutes:
                 **pair.id.as_json(),
                 "bundle_name": pair.bundle.manifest.name,
                 "precision": pair.encoder.precision,
+                "unknown": pair.unknown_text,
                 "takes": "images" if isinstance(pair.input, ImageInput) else "recordings",
             }
             content["classes"] = self._corrections.labels(pair) if pair.class_names else []

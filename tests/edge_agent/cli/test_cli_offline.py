@@ -118,7 +118,7 @@ def test_the_best_head_is_chosen_by_default_and_how_all_of_them_fared_is_shown(p
     assert "candidate" in text
     assert "taken" in text
     assert "±" in text
-    assert "misses are not measured" in text
+    assert "unknown inputs cannot be told apart here" in text
     assert {line.index("taken") for line in text.splitlines() if " taken " in line} <= set(range(40))
     assert main([*FIT, "--param", "c=0.25"]) == 2
     assert "head 'auto' takes no parameters, found c; name the head" in capsys.readouterr().err
@@ -188,6 +188,7 @@ def test_strange_inputs_are_unknown_and_many_of_them_are_drift(pets, capsys):
     fitted = answer(capsys, "fit", "--bundle", "b.hwb", "--data", "images:photos", "--own-classes", "--out", "own")
     assert fitted["unknown_rate"] == 0.05
     assert fitted["false_alarms"] <= 0.2
+    assert 0 <= fitted["unknown_misses"] <= 1
     assert fitted["ece_before"] is None  # 45 samples
     for index in range(6):
         pixels = np.random.default_rng(index).integers(0, 256, (8, 8, 3), dtype=np.uint8)
@@ -209,6 +210,26 @@ def test_strange_inputs_are_unknown_and_many_of_them_are_drift(pets, capsys):
     scored = answer(capsys, "evaluate", "--bundle", "b.hwb", "--data", "digits?n=400&seed=1", "--head", "head")
     assert 0 <= scored["ece"] < 0.5
     assert answer(capsys, *FIT, "--unknown", "1", code=2)["error"]["kind"] == "UsageError"
+
+
+def test_what_would_be_missed_of_unknown_inputs_is_said(pets, capsys):
+    words = ("--bundle", "b.hwb", "--data", "images:photos", "--own-classes")
+    assert main(["fit", *words, "--out", "own"]) == 0
+    assert "misses about " in capsys.readouterr().out
+    labels = sorted(path.name for path in (pets / "photos").iterdir())
+    for folder in labels:
+        for number in range(15):
+            pixels = np.random.default_rng([number, len(folder)]).integers(0, 256, (8, 8, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(pets / "photos" / folder / f"noise{number}.png")
+    for path in (pets / "photos").rglob("*.png"):
+        if not path.name.startswith("noise"):
+            path.unlink()
+    assert main(["fit", *words, "--out", "noise"]) == 0
+    assert "unknown inputs cannot be told apart here: of classes left out in turn " in capsys.readouterr().out
+    assert main(["predict", "--bundle", "b.hwb", "--head", "noise", "--data", "images:photos"]) == 0
+    assert "note: unknown inputs cannot be told apart here" in capsys.readouterr().out
+    assert main(["evaluate", *words[:4], "--head", "noise"]) == 0
+    assert "note: unknown inputs cannot be told apart here" in capsys.readouterr().out
 
 
 def test_why_nothing_is_known_of_a_heads_reliability_is_said(pets, capsys):

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from edge_agent.personal import drift
-from edge_agent.personal.confidence import Confidence, UnknownRule
+from edge_agent.personal.confidence import Confidence
 from edge_agent.personal.drift import EVERY, RUN_TIME, WINDOW, Reference, count_independent, reference_of
+from edge_agent.personal.unknown import UnknownRule
 
 CLASSES = 5
 SIZE = 24

@@ -38,6 +38,12 @@ def test_a_strange_input_is_unknown(bundle, head):
     assert answer.state == "unknown"
 
 
+def test_how_many_unknown_inputs_would_be_missed_is_known(bundle, head):
+    pair = Pair.open(bundle, head)
+    assert pair.unknown_text.startswith("misses about ")
+    assert Pair.open(bundle, None).unknown_text == ""
+
+
 def test_without_a_head_the_shared_classifier_answers(bundle):
     pair = Pair.open(bundle, None)
     answer = pair.answer(prepared(pair, square("red"))).answer

@@ -2,78 +2,17 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from scipy.spatial.distance import cdist
-from scipy.stats import binom
 
 from edge_agent.core.errors import StateError
 from edge_agent.heads.base import softmax
 from edge_agent.personal.confidence import (
     Calibration,
     Confidence,
-    UnknownRule,
     apply_temperature,
     calibrate,
     calibration_error,
 )
-
-
-def test_false_alarms_stay_below_the_rate_that_was_asked_for():
-    rng = np.random.default_rng(0)
-    rates = []
-    for _ in range(100):
-        rule = UnknownRule.fit(rng.normal(size=(60, 8)).astype(np.float32), 0.1)
-        rates.append(rule.is_unknown(rng.normal(size=(200, 8)).astype(np.float32)).mean())
-    assert 0.03 < np.mean(rates) <= 0.1
-
-
-def test_inputs_from_elsewhere_are_unknown():
-    rng = np.random.default_rng(0)
-    known = rng.normal(size=(100, 16)).astype(np.float32) + np.eye(16, dtype=np.float32)[0] * 5
-    rule = UnknownRule.fit(known, 0.05)
-    restored = Confidence.of(Confidence(unknown=rule).arrays(), 16).unknown
-    assert rule.is_unknown(-known).mean() > 0.95
-    np.testing.assert_array_equal(restored.distances(known[:9]), rule.distances(known[:9]))
-    assert Confidence.of({}, 16) == Confidence()
-
-
-def test_a_rate_needs_as_many_samples_as_can_show_it():
-    rows = np.random.default_rng(0).normal(size=(30, 4)).astype(np.float32)
-    assert UnknownRule.fit(rows[:18], 0.05) is None
-    assert UnknownRule.fit(rows[:19], 0.05) is not None
-    assert UnknownRule.fit(rows[:8], 0.1) is None
-    many = np.random.default_rng(0).normal(size=(4400, 2)).astype(np.float32)
-    assert len(UnknownRule.fit(many, 0.05).rows) == 4096
-    assert len(UnknownRule.fit(many, 1 / 4200).rows) == 4199
-
-
-def test_neighbours_of_the_same_recording_do_not_count():
-    rng = np.random.default_rng(0)
-    groups = np.repeat(np.arange(20), 5)
-    rows = (rng.normal(size=(20, 6))[groups] + 0.01 * rng.normal(size=(100, 6))).astype(np.float32)
-    # A new recording is far from the others; without groups every one of its windows would be a false alarm.
-    other = rng.normal(size=(200, 6)).astype(np.float32)
-    assert UnknownRule.fit(rows, 0.1).is_unknown(other).mean() > 0.8
-    assert UnknownRule.fit(rows, 0.1, groups).is_unknown(other).mean() < 0.25
-
-
-def test_drift_is_a_surplus_of_unknown_inputs_beyond_chance():
-    rule = UnknownRule(np.eye(2, dtype=np.float32), 0.5, 0.05)
-    for total in (1, 50, 20_000):
-        for unknown in range(0, total + 1, max(1, total // 50)):
-            assert rule.has_drifted(unknown, total) == (binom.sf(unknown - 1, total, 0.05) < 0.001), (unknown, total)
-
-
-def test_distances_are_those_to_the_third_nearest_direction():
-    """By brute force with scipy, leave-one-out for the threshold."""
-    rng = np.random.default_rng(0)
-    rows = rng.normal(size=(30, 5)).astype(np.float32)
-    queries = rng.normal(size=(7, 5)).astype(np.float32)
-    rule = UnknownRule.fit(rows, 0.1)
-    unit, others = (array / np.linalg.norm(array, axis=1, keepdims=True) for array in (rows, queries))
-    np.testing.assert_allclose(rule.distances(queries), np.sort(cdist(others, unit), axis=1)[:, 2], atol=1e-3)
-    left_out = np.sort(cdist(unit, unit), axis=1)[:, 3]  # the first one is the sample itself
-    assert rule.threshold == pytest.approx(np.sort(left_out)[int(np.ceil(31 * 0.9)) - 1], abs=1e-3)
-    assert (left_out > rule.threshold + 1e-6).mean() <= 0.1
+from edge_agent.personal.unknown import UnknownRule
 
 
 @pytest.mark.parametrize(

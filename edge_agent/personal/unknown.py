@@ -1,0 +1,259 @@
+"""Inputs that are unlike all training samples: the rule that decides, and how often it misses them.
+
+Which of the `detectors` a device uses is found by leaving out each of its classes in turn: the one that misses fewer
+inputs of the class that it was not shown.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..core import formats
+from ..core.graph import DOUBLE, FLOAT, Graph, Value
+from ..core.task import Tensors
+from .detectors import DETECTORS, NEIGHBOURS, ClassMeans, Detector, NearestRows, part_of, unit
+
+MOST_ROWS = 4096
+"""Training samples that an unknown rule holds, or what its rate needs; of more, a random part."""
+
+MOST_LEFT_OUT = 6
+"""Classes that are left out in turn to estimate misses; of more, a random part."""
+
+MOST_FOR_MISSES = 256
+"""Training samples by which misses are estimated; of more, a random part."""
+
+
+@dataclass(frozen=True)
+class Misses:
+    """How often inputs of a class that a head does not know would be taken for one that it knows.
+
+    Attributes:
+        shares: The share that was missed of each class that was left out in turn, 0..1; one or more.
+    """
+
+    shares: tuple[float, ...]
+
+    @property
+    def share(self) -> float:
+        """The mean share, 0..1."""
+        return sum(self.shares) / len(self.shares)
+
+    @property
+    def text(self) -> str:
+        """The mean and the extremes, for people."""
+        extremes = f"{formats.percent(min(self.shares))} to {formats.percent(max(self.shares))}"
+        left_out = "the class that was left out" if len(self.shares) == 1 else f"{len(self.shares)} classes left out"
+        return f"misses about {formats.percent(self.share)} of inputs of an unknown class ({extremes} of {left_out})"
+
+
+@dataclass(frozen=True)
+class UnknownRule:
+    """Inputs are unknown when they are stranger than nearly all training samples would be if they were new.
+
+    Attributes:
+        rows: Features of the training samples, of length 1, (n, d) float32.
+        threshold: The score of the detector above which an input is unknown.
+        rate: The false-alarm rate that was asked for, 0..1.
+        detector: What scores inputs; None stands for `NearestRows` of the rows.
+        groups: The recording of each row, (n,) int64; None: each sample is one by itself.
+        labels: The class of each row, (n,) int64; None: an earlier version saved the rule.
+        misses: How many inputs of a further class it would miss; None: too few classes or samples to say.
+    """
+
+    rows: np.ndarray
+    threshold: float
+    rate: float
+    groups: np.ndarray | None = None
+    labels: np.ndarray | None = None
+    detector: Detector | None = None
+    misses: Misses | None = None
+
+    @classmethod
+    def fit(
+        cls,
+        features: np.ndarray,
+        rate: float,
+        groups: np.ndarray | None = None,
+        labels: np.ndarray | None = None,
+        detectors: Sequence[type[Detector]] = DETECTORS,
+    ) -> UnknownRule | None:
+        """Return the rule for ``features`` (n, d), or None where ``rate`` cannot be estimated from so few.
+
+        Each sample is scored as if it were new: without its ``groups`` (n,), recordings, where there are several. The
+        threshold is the smallest one with at most ``rate`` expected false alarms on further samples of the same kind
+        (split-conformal quantile), so at least 1 / rate - 1 samples are needed. With ``labels`` (n,), classes, the
+        detector is the one of ``detectors`` that misses fewer inputs of classes left out.
+        """
+        if len(features) < least_for(rate):
+            return None
+        # Without several recordings each sample is a group of its own.
+        row_groups = groups
+        if row_groups is None or len(np.unique(row_groups)) < 2:
+            row_groups = np.arange(len(features))
+        # Less their mean, AUROC rises by 0.02, but samples of one class no longer tell what is far from all of them.
+        rows = unit(features)
+        part = part_of(len(rows), max(MOST_ROWS, least_for(rate)))
+        rows = rows[part]
+        row_groups = row_groups[part].astype(np.int64)
+        row_labels = np.zeros(len(rows), np.int64) if labels is None else labels[part].astype(np.int64)
+        kind, misses = _choose(detectors, rows, row_labels, row_groups, rate)
+        threshold = _threshold(kind.score_as_new(rows, row_labels, row_groups), rate)
+        has_recordings = len(np.unique(row_groups)) < len(rows)
+        return cls(
+            rows,
+            threshold,
+            rate,
+            row_groups if has_recordings else None,
+            None if labels is None else row_labels,
+            kind.fit(rows, row_labels),
+            misses,
+        )
+
+    @property
+    def scorer(self) -> Detector:
+        """The detector, also of a rule that an earlier version saved."""
+        return self.detector or NearestRows(self.rows)
+
+    @property
+    def tells_apart(self) -> bool:
+        """Whether inputs of a further class would be marked clearly more often than known ones, as far as is known."""
+        return self.misses is None or 1 - self.misses.share > 2 * self.rate
+
+    @property
+    def misses_text(self) -> str:
+        """What is known of its misses, for people."""
+        if self.misses is None:
+            return "misses cannot be estimated: there is one class, or too few samples of others"
+        if not self.tells_apart:
+            marked = formats.percent(1 - self.misses.share)
+            return (
+                f"unknown inputs cannot be told apart here: of classes left out in turn {marked} were marked, of known "
+                f"inputs {formats.percent(self.rate)}"
+            )
+        return self.misses.text
+
+    def scores(self, features: np.ndarray) -> np.ndarray:
+        """Return how strange rows of ``features`` (n, d) are, (n,) float64 of 0 or more."""
+        return self.scorer.scores(unit(features))
+
+    def is_unknown(self, features: np.ndarray) -> np.ndarray:
+        """Return which rows of ``features`` (n, d) are unlike the training samples, (n,) bool."""
+        return np.asarray(self.scores(features) > self.threshold)
+
+    def write(self, graph: Graph, features: Value) -> tuple[Value, Value]:
+        """Write `scores` (n, 1) float64 and `is_unknown` (n, 1) bool of ``features`` (n, d) float32 as operators."""
+        scores = self.scorer.write(graph, graph.cast(graph.unit(features, FLOAT), DOUBLE))
+        return scores, graph.add("Greater", scores, np.array(self.threshold))
+
+    def has_drifted(self, unknown: int, total: int) -> bool:
+        """Return whether ``unknown`` of ``total`` inputs exceed what false alarms explain (binomial, p < 0.001)."""
+        return unknown > 0 and _binomial_tail(unknown, total, self.rate) < 0.001
+
+    def arrays(self) -> Tensors:
+        """Return everything as named arrays, for `rule_of`."""
+        result: Tensors = {"unknown_rows": self.rows}
+        numbers = np.array([self.threshold, self.rate])
+        if isinstance(self.detector, ClassMeans):
+            # A version without this detector finds no rule under its own name, and goes without one.
+            result["unknown_by_means"] = numbers
+            result["unknown_means"] = self.detector.means
+            result["unknown_directions"] = self.detector.directions
+            result["unknown_weights"] = np.append(
+                self.detector.weights, (self.detector.variance, self.detector.shrinkage)
+            )
+        else:
+            result["unknown"] = numbers
+        if self.groups is not None:
+            result["unknown_groups"] = self.groups
+        if self.labels is not None:
+            result["unknown_labels"] = self.labels
+        if self.misses is not None:
+            result["unknown_misses"] = np.array(self.misses.shares)
+        return result
+
+
+def rule_of(arrays: Mapping[str, np.ndarray]) -> UnknownRule | None:
+    """Return the rule that `UnknownRule.arrays` gave; None where there is none.
+
+    Raises:
+        KeyError: an array is missing.
+        ValueError: an array has other values than it should.
+    """
+    detector = None
+    numbers = arrays.get("unknown")
+    if "unknown_by_means" in arrays:
+        numbers = arrays["unknown_by_means"]
+        *weights, variance, shrinkage = arrays["unknown_weights"].tolist()
+        means = arrays["unknown_means"]
+        detector = ClassMeans(means, arrays["unknown_directions"], np.array(weights), variance, shrinkage)
+    if numbers is None:
+        return None
+    threshold, rate = numbers.tolist()
+    misses = None
+    if "unknown_misses" in arrays:
+        misses = Misses(tuple(arrays["unknown_misses"].tolist()))
+    groups = arrays.get("unknown_groups")
+    return UnknownRule(arrays["unknown_rows"], threshold, rate, groups, arrays.get("unknown_labels"), detector, misses)
+
+
+def least_for(rate: float) -> int:
+    """Return samples below which a false-alarm rate (above 0, below 1) cannot be estimated: 19 for 5 %."""
+    return max(math.ceil(1 / rate - 1 - 1e-9), NEIGHBOURS + 1)
+
+
+def estimate_misses(
+    kind: type[Detector], rows: np.ndarray, labels: np.ndarray, groups: np.ndarray, rate: float
+) -> Misses | None:
+    """Return how many inputs of a further class a detector would miss, by leaving out each class in turn.
+
+    None where no class can be left out: there is one alone, or too few samples of the others for ``rate``.
+    """
+    part = part_of(len(rows), MOST_FOR_MISSES)
+    rows = rows[part]
+    labels = labels[part]
+    groups = groups[part]
+    known = np.unique(labels)
+    missed = []
+    for label in known[part_of(len(known), MOST_LEFT_OUT)]:
+        is_left_out = labels == label
+        others = ~is_left_out
+        if int(others.sum()) < least_for(rate):
+            continue
+        usual = kind.score_as_new(rows[others], labels[others], groups[others])
+        strange = kind.fit(rows[others], labels[others]).scores(rows[is_left_out])
+        missed.append(float((strange <= _threshold(usual, rate)).mean()))
+    return Misses(tuple(missed)) if missed else None
+
+
+def _choose(
+    detectors: Sequence[type[Detector]], rows: np.ndarray, labels: np.ndarray, groups: np.ndarray, rate: float
+) -> tuple[type[Detector], Misses | None]:
+    """Return the detector that misses the fewest inputs of classes left out, and how many."""
+    best = detectors[0]
+    least: Misses | None = None
+    for kind in detectors:
+        misses = estimate_misses(kind, rows, labels, groups, rate)
+        if misses is not None and (least is None or misses.share < least.share):
+            best = kind
+            least = misses
+    return best, least
+
+
+def _threshold(scores: np.ndarray, rate: float) -> float:
+    """Return the smallest score with at most ``rate`` expected false alarms above it, from scores of new samples."""
+    return float(np.sort(scores)[math.ceil((len(scores) + 1) * (1 - rate)) - 1])
+
+
+def _binomial_tail(least: int, total: int, rate: float) -> float:
+    """Return probability of ``least`` or more among ``total``, each with probability ``rate``."""
+    constant = math.lgamma(total + 1)
+
+    def term(count: int) -> float:
+        ways = constant - math.lgamma(count + 1) - math.lgamma(total - count + 1)
+        return math.exp(ways + count * math.log(rate) + (total - count) * math.log1p(-rate))
+
+    return 1.0 - math.fsum(map(term, range(least)))
