@@ -20,6 +20,7 @@ from edge_agent.identity.certificates import show_utc
 
 from ..identity.ledger import AgentRecord, Ledger
 from ..journal.entries import DeviceRetired
+from ..state.fleet_rows import describe_inputs
 from ..state.history import history_of
 from ..state.store import StateFolder
 from ..text import counted, listed
@@ -91,6 +92,7 @@ def show_agents(
     shown = selected[:limit] if limit else selected
     states = dict(sorted(Counter(row["state"] for row in rows).items()))
     result = {"agents": shown, "selected": len(selected), "known": len(rows), "states": states}
+    result["inputs"] = describe_inputs(row["inputs_since"] for row in rows)
     present(result, _show_fleet(result), as_json=as_json)
 
 
@@ -123,6 +125,8 @@ def _show_fleet(result: dict[str, Any]) -> Iterator[Table | str]:
         return
     states = ", ".join(f"{count} {state}" for state, count in result["states"].items())
     yield f"{counted(result['known'], 'agent')}: {states}"
+    if result["inputs"]:
+        yield result["inputs"]
     if not shown:
         yield "none of them is selected (--faults, --find)"
         return

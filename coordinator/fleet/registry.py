@@ -28,6 +28,7 @@ from ..journal.entries import RunHeard, RunningFigures, RunRequested
 from ..journal.store import Journal, run_number, utc_now
 from ..state.command_keys import CommandKeys
 from ..views.candidate import Candidate
+from ..views.values import as_number
 from .link_breaks import LinkBreaks
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,9 @@ HEARTBEATS_PER_S = 50.0
 LONGEST_HEARTBEAT_S = 120.0
 LEASE_HEARTBEATS = 3
 """A lease is as long as so many heartbeats."""
+
+LATEST_TIME = 1e11
+"""Seconds since 1970, beyond which a time that an agent says is none: it has no date."""
 
 MOST_RSS_MB = 1e9
 """No device has a petabyte of memory: a hello that says so is damaged, or hostile."""
@@ -127,6 +131,12 @@ class Figures:
         return replace(self, rss_mb=float(rss_mb))
 
 
+def as_time(value: object) -> float | None:
+    """Return a time that an agent has said, in seconds since 1970; None for what is none."""
+    number = as_number(value)
+    return number if number is not None and 0 <= number < LATEST_TIME else None
+
+
 @dataclass
 class Member:
     """One agent as it described itself, and when it was last heard."""
@@ -158,6 +168,9 @@ class Member:
     asked_at: float | None = None
     """When it was asked to do a task, until a heartbeat says that it has none; then its heartbeats are its own."""
 
+    inputs_since: float | None = None
+    """When the inputs of its server changed, in seconds since 1970; 0: they are as fitted; None: it does not say."""
+
     connection: int = 0
     """Number of its connection to the broker; the last will of an earlier one says nothing of it."""
 
@@ -173,7 +186,7 @@ class Member:
     def is_well(self) -> bool:
         """Whether it is online and there is nothing to say about it."""
         has_nothing_to_say = self.fault is None and self.candidate is None and not self.notes
-        return self.is_present and self.condition == "ok" and has_nothing_to_say
+        return self.is_present and self.condition == "ok" and has_nothing_to_say and not self.inputs_since
 
 
 class Roster:
@@ -210,6 +223,7 @@ class Roster:
         """Return an agent introduces itself (again)."""
         member = Member(agent, message.tier, message.boot, message.software, message.samples, message.bundle_id)
         member.connection = message.connection
+        member.inputs_since = as_time(message.facts.get("inputs_since"))
         before = self._members.get(agent)
         figures = self._before.pop(agent, Figures()) if before is None else before.figures
         member.figures = figures.with_facts(message.facts)

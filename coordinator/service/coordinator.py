@@ -26,6 +26,7 @@ from edge_agent.core.errors import (
 )
 from edge_agent.core.limits import resident_bytes
 from edge_agent.core.task import Task
+from edge_agent.identity.certificates import show_utc
 from edge_agent.wire.blobs.chunks import decode_frame
 from edge_agent.wire.messages import codec, down, fields, up
 from edge_agent.wire.messages.codec import SPOKEN
@@ -828,6 +829,7 @@ class Coordinator:
                     better_alone=member.figures.better_alone,
                     candidate=None if candidate is None else candidate.body(),
                     rss_mb=member.figures.rss_mb,
+                    inputs_since=member.inputs_since,
                     silent_s=round(self.clock() - member.heard_at, 1),
                     bytes_up=self.collector.bytes_from.get(member.id, 0),
                     bytes_down=self.distributor.bytes_to.get(member.id, 0),
@@ -837,13 +839,16 @@ class Coordinator:
     def _notes_on(self, member: Member, run: dict[str, Any] | None) -> list[str]:
         """Return what people should know of an agent, in this order.
 
-        The bundle that it does not run, its own notes, why it is left out of ``run``, what was done to its last update,
-        and how often its connection breaks.
+        The bundle that it does not run, its own notes, that its inputs have changed, why it is left out of ``run``,
+        what was done to its last update, and how often its connection breaks.
         """
         notes = []
         if member.candidate is not None:
             notes.append(member.candidate.note)
         notes.extend(member.notes.values())
+        if member.inputs_since:
+            when = show_utc(member.inputs_since)
+            notes.append(f"its inputs have changed since {when}: they are unlike what its head learned from")
         if run is not None:
             exclusion = run["left_out"].get(member.id)
             if exclusion is not None:

@@ -63,6 +63,9 @@ class AgentStatus:
     """A bundle that it has tried and does not run, with its accuracies there: `coordinator.views.candidate`."""
 
     rss_mb: float | None = None
+    inputs_since: float | None = None
+    """When the inputs of its server changed, in seconds since 1970; 0: they are as fitted; None: it does not say."""
+
     silent_s: float | None = None
     bytes_up: int = 0
     bytes_down: int = 0

@@ -205,6 +205,7 @@ COLUMNS: tuple[Column, ...] = (
         option="memory",
     ),
     Column("fault", lambda row: row.fault, Shape.FAULT, json=("fault",), terminal="last fault"),
+    Column("inputs", lambda row: row.inputs_since, Shape.DETAIL, json=("inputs_since",)),
     Column("notes", lambda row: list(row.notes), Shape.DETAIL, json=("notes",)),
 )
 """All columns in the order of the keys in JSON."""

@@ -7,11 +7,14 @@ have contributed to these files, so a value of another form counts as absent.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 
+from edge_agent.identity.certificates import show_utc
+
 from ..journal.store import utc_now
+from ..text import counted
 from ..views.candidate import SCOPES, Candidate, accuracies_of
 from ..views.fleet import Reported
 from ..views.releases import Book
@@ -86,6 +89,8 @@ class HeardAgent:
     better_alone: bool = False
     rss_mb: float | None = None
     head: str = ""
+    inputs_since: float | None = None
+    """When the inputs of its server changed, in seconds since 1970; 0: they are as fitted; None: it does not say."""
 
     @classmethod
     def from_body(cls, body: Mapping[str, object]) -> HeardAgent:
@@ -113,6 +118,7 @@ class HeardAgent:
             better_alone=body.get("better_alone") is True,
             rss_mb=as_number(body.get("rss_mb")) or None,
             head=as_text(body.get("head") or ""),
+            inputs_since=as_number(body.get("inputs_since")),
         )
 
     @property
@@ -170,6 +176,9 @@ class AgentRow:
 
     rss_mb: float | None = None
     head: str = ""
+    inputs_since: float | None = None
+    """When the inputs of its server changed, in seconds since 1970; 0: they are as fitted; None: it does not say."""
+
     pinned: int | None = None
     """Number of the release that it is kept on."""
 
@@ -216,6 +225,21 @@ class FleetFacts:
 
     by_round: Mapping[str, tuple[float | None, float | None]] = field(default_factory=dict)
     now: datetime = field(default_factory=utc_now)
+
+
+def describe_inputs(since: Iterable[float | None]) -> str:
+    """Return on how many devices the inputs have changed, for people; empty where no device says how its inputs are.
+
+    ``since`` has the time of each agent, as in `AgentRow`.
+    """
+    known = [time for time in since if time is not None]
+    changed = [time for time in known if time]
+    if not known:
+        return ""
+    if not changed:
+        return f"inputs: as fitted on all {counted(len(known), 'device')} that tell it"
+    first = show_utc(min(changed))
+    return f"inputs: changed on {len(changed)} of {counted(len(known), 'device')} that tell it, first {first}"
 
 
 def rows_of(facts: FleetFacts) -> list[AgentRow]:
@@ -275,6 +299,7 @@ def _take_status(row: AgentRow, heard: HeardAgent, facts: FleetFacts) -> None:
     row.candidate = heard.candidate
     row.fault = heard.fault
     row.notes = heard.notes
+    row.inputs_since = heard.inputs_since
     row.bytes_up = heard.bytes_up
     row.bytes_down = heard.bytes_down
 

@@ -15,7 +15,7 @@ from urllib.parse import urlencode
 from edge_agent.core.errors import UsageError
 
 from ..state.fleet_columns import COLUMNS
-from ..state.fleet_rows import AgentRow, Presence
+from ..state.fleet_rows import AgentRow, Presence, describe_inputs
 from ..state.noise import Compared, Gain, classify_mean_gain
 
 PAGE_ROWS = 50
@@ -179,6 +179,9 @@ class Totals:
     gain_kind: Gain
     """Whether the mean gain is more than noise."""
 
+    inputs: str
+    """On how many agents the inputs have changed; empty where none tells it."""
+
     @classmethod
     def from_rows(cls, rows: Sequence[AgentRow]) -> Totals:
         """Return the counts and means over these agents."""
@@ -195,6 +198,7 @@ class Totals:
             personal=Mean.from_values(row.personal for row in rows),
             gain=Mean.from_values(row.gain for row in rows),
             gain_kind=classify_mean_gain(_compared(rows)),
+            inputs=describe_inputs(row.inputs_since for row in rows),
         )
 
 

@@ -252,15 +252,20 @@ def _fleet(snapshot: Snapshot) -> Iterator[Metric]:
         return
     # Series that are always there begin at zero, so that a rate over them is known from the first agent on.
     standing = Counter[tuple[str, str]]({(tier, presence.value): 0 for tier in TIERS for presence in PRESENCES})
+    inputs = Counter[str]()
     faults = Counter[str](dict.fromkeys((*sorted(CODES), "other"), 0))
     for body in snapshot.agents:
         agent = HeardAgent.from_body(body)
         tier = agent.tier if agent.tier in TIERS else "unknown"
         standing[tier, agent.presence.value] += 1
+        if agent.is_present and agent.inputs_since is not None:
+            inputs["changed" if agent.inputs_since else "as fitted"] += 1
         if agent.is_present and agent.fault:
             code = agent.fault.get("code", "")
             faults[code if code in CODES else "other"] += 1
     yield _gauges("agents", "Agents that the coordinator knows.", ("tier", "state"), standing)
+    about = "Agents that tell how the inputs of their servers are: as fitted, or changed since."
+    yield _gauges("agents_by_inputs", about, ("inputs",), inputs)
     yield _gauges("agents_with_fault", "Agents whose last task failed, by the code of the fault.", ("code",), faults)
 
 

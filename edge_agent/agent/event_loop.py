@@ -62,6 +62,18 @@ def will_of(config: AgentConfig, boot: str) -> WillOf:
     return lambda connection: Will(topic, f"offline {boot} {connection}".encode())
 
 
+def inputs_to_tell(config: AgentConfig) -> float | None:
+    """Return since when the inputs of this device's server have changed, see `serving.inputs_state.inputs_since`.
+
+    None where the privacy policy keeps that here.
+    """
+    if not config.privacy.inputs_since:
+        return None
+    from ..serving.inputs_state import inputs_since
+
+    return inputs_since(config.state)
+
+
 class Agent:
     """One device's agent. `start`, then `step` again and again (or `serve`), then `close`."""
 
@@ -128,6 +140,9 @@ class Agent:
         """The number of the connection to the broker, which tells hellos of two connections apart."""
 
         self._hello_at = float("-inf")
+        self._sent_inputs_since: float | None = None
+        """The state of this device's inputs, as the last hello said it."""
+
         self._sent_kept = ""
         """Why this device keeps its bundle, as the last hello said."""
 
@@ -309,6 +324,10 @@ class Agent:
         presence = f"online {self.boot} {self._connection}".encode()
         self.transport.publish(self.topics.presence(self.config.id), presence)
         self._sent_kept = self.tasks.bundles.kept()
+        facts = self.tasks.facts()
+        self._sent_inputs_since = inputs_to_tell(self.config)
+        if self._sent_inputs_since is not None:
+            facts = {**facts, "inputs_since": self._sent_inputs_since}
         hello = up.Hello(
             software=__version__,
             tier=self.tasks.tier,
@@ -320,7 +339,7 @@ class Agent:
             epoch=self.membership.epoch,
             channel=self.config.channel,
             kept=self._sent_kept,
-            facts=self.tasks.facts(),
+            facts=facts,
         )
         self.link.send(hello)
 
@@ -332,8 +351,9 @@ class Agent:
         if job is not None:
             beat = beat.model_copy(update={"run": job.run, "round": job.round, "purpose": job.purpose})
         self.link.beat(beat)
-        # Its owner has pinned or unpinned a bundle meanwhile, which only a hello says.
-        if self.tasks.tier == "head" and self.tasks.bundles.kept() != self._sent_kept:
+        # Its owner has pinned or unpinned a bundle meanwhile, or its inputs have changed: only a hello says that.
+        is_kept_otherwise = self.tasks.tier == "head" and self.tasks.bundles.kept() != self._sent_kept
+        if is_kept_otherwise or inputs_to_tell(self.config) != self._sent_inputs_since:
             self._hello()
 
     # --- what arrives ----------------------------------------------------------------------------------------------

@@ -316,6 +316,11 @@ class PrivacyConfig(Frozen):
     activation_ranges: bool = Field(
         True, description="ranges of the encoder's activations on own samples may leave, for int8"
     )
+    inputs_since: bool = Field(
+        False,
+        description="since when the inputs of the server on this device have changed, or that they are as fitted, may "
+        "leave as one number: 'headwater agents' then counts the devices whose inputs have changed",
+    )
     clip: float | None = Field(
         None, gt=0, le=1e9, description="largest L2 norm of the change in an update; the smaller of this and the run's"
     )

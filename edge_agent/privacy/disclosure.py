@@ -44,6 +44,7 @@ FACTS = {
     "rss_mb": "memory of the agent's process, MB",
     "torch_loaded": "whether torch is in memory",
     "cores": "number of processor cores",
+    "inputs_since": "seconds since 1970 at which the inputs of the device's server changed; 0: they are as fitted",
 }
 """The meaning of each entry in ``facts`` of a hello."""
 
@@ -93,6 +94,7 @@ _SETTINGS = {
     "metrics": "privacy.metrics",
     **dict.fromkeys(("acc_global", "acc_local", "acc_personal", "better_alone", "local_model"), "privacy.metrics"),
     "one_class": "privacy.metrics",
+    "inputs_since": "privacy.inputs_since",
 }
 """The key of the agent's file that withholds or rounds each field."""
 
@@ -112,7 +114,8 @@ def _fields(model: type[BaseModel], where: str, path: str = "") -> Iterator[Item
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             yield from _fields(field.annotation, where, f"{path}{name}.")
         elif name == "facts":
-            yield from (Item(where, f"facts.{fact}", meaning) for fact, meaning in FACTS.items())
+            for fact, meaning in FACTS.items():
+                yield Item(where, f"facts.{fact}", meaning, _SETTINGS.get(fact, ""))
         else:
             full_name = f"{path}{name}"
             if name == "metrics":

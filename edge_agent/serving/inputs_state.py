@@ -16,6 +16,7 @@ from ..core.errors import HeadwaterError
 from ..core.storage import read_json
 from ..core.task import Frozen
 from ..identity.certificates import show_utc
+from .announcement import find_server
 
 
 class InputsState(enum.Enum):
@@ -60,6 +61,24 @@ def read_record(file: Path) -> InputsRecord | None:
         return None if content is None else InputsRecord.model_validate(content)
     except (HeadwaterError, ValueError):
         return None
+
+
+def inputs_since(state: Path) -> float | None:
+    """Return what a device may tell of the inputs of its server, as one number.
+
+    Args:
+        state: The state folder of the device.
+
+    Returns:
+        Seconds since 1970 at which the inputs changed; 0: they are as fitted; None: no server runs, or it has had too
+        few answers.
+    """
+    if find_server(state) is None:
+        return None
+    record = read_record(record_file(state))
+    if record is None or record.state is InputsState.NOT_ENOUGH:
+        return None
+    return record.since if record.state is InputsState.CHANGED else 0.0
 
 
 def record_file(state: Path) -> Path:

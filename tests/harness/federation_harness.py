@@ -31,7 +31,7 @@ from coordinator.views.runs import replay
 from edge_agent.agent.event_loop import Agent, will_of
 from edge_agent.agent.runtime import AgentRuntime
 from edge_agent.core.children import InlineWorker, Worker
-from edge_agent.core.config import AgentBrokerConfig, AgentConfig, DataConfig
+from edge_agent.core.config import AgentBrokerConfig, AgentConfig, DataConfig, PrivacyConfig
 from edge_agent.core.errors import TrainingCancelled
 from edge_agent.core.task import Task, Tensors
 from edge_agent.wire.memory import MemoryTransport
@@ -244,6 +244,7 @@ class Federation:
         seconds: float | None = None,
         training_s: float | None = None,
         channel: str = "stable",
+        privacy: PrivacyConfig | None = None,
         **options: Any,
     ) -> Agent:
         """An agent that is new, or starts again on what it has on disk.
@@ -262,6 +263,7 @@ class Federation:
             broker=broker,
             data=DataConfig(source="none:"),
             channel=channel,
+            privacy=privacy or PrivacyConfig(),
         )
         self.boots += 1
         boot = f"b{self.boots}"

@@ -143,7 +143,7 @@ class TaskRunner:
         return remove_all_runs(self.config.state / "runs")
 
     def facts(self) -> dict[str, str | int | float | bool | None]:
-        """Return what the coordinator may know of this device."""
+        """Return what the coordinator may know of this device's process and machine."""
         return {"rss_mb": round(resident_mb(), 1), "torch_loaded": "torch" in sys.modules, "cores": os.cpu_count() or 1}
 
     # --- what the tasks use ----------------------------------------------------------------------------------------

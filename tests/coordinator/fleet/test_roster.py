@@ -127,6 +127,17 @@ def test_memory_that_is_none_is_not_shown(roster, said):
     assert roster.get("a").figures.rss_mb is None
 
 
+@pytest.mark.parametrize(
+    "said, known",
+    [(0, 0.0), (1.7e9, 1.7e9), (-1, None), (1e12, None), (float("nan"), None), ("today", None), (True, None)],
+)
+def test_when_inputs_changed_is_a_time_or_is_not_known(roster, said, known):
+    facts = {"inputs_since": said}
+    member = roster.hello("a", up.Hello.model_construct(tier="head", boot="b", software="x", samples=0, facts=facts))
+    assert member.inputs_since == known
+    assert member.is_well == (not known)
+
+
 def test_accuracy_that_is_none_is_not_shown(roster):
     roster.hello("a", up.Hello(software="x", tier="train", samples=1, boot="b1"))
     roster.trained("a", {"acc.global": 1.5, "acc.personal": -0.1})

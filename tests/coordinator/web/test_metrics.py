@@ -14,6 +14,7 @@ from federation_duties import WIDE_TASK
 from federation_harness import Federation
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.applications import Starlette
+from web_site import agent_status
 
 from coordinator.journal.entries import fact_of
 from coordinator.journal.sqlite import SqliteJournal
@@ -308,6 +309,13 @@ def test_a_flood_of_questions_reads_the_folder_once_a_second(tmp_path, monkeypat
     app = Starlette(routes=metrics.routes(tmp_path))
     assert {asgi_client.get(app, "/metrics").status for _ in range(50)} == {200}
     assert len(asked) == 1
+
+
+def test_agents_that_tell_of_their_inputs_are_counted():
+    said = {"a": 0.0, "b": 1.7e9, "c": 1.7e9, "d": None}
+    found = figures(agents=[agent_status(name, inputs_since=since) for name, since in said.items()])
+    assert found["headwater_agents_by_inputs", ("inputs", "changed")] == 2
+    assert found["headwater_agents_by_inputs", ("inputs", "as fitted")] == 1
 
 
 def test_a_fault_of_an_agent_is_counted_by_its_code(tmp_path):
