@@ -451,11 +451,18 @@ class Personalizer:
             return {**scores.accuracies(), "better_alone": scores.better_alone}
         return {"acc.personal": scores.personal, "acc.global": overall}
 
-    def stream(self, inputs: Iterable[Inputs]) -> Iterator[Answer]:
-        """Yield the answer to each of many inputs, one at a time and as they come: of a camera, say, or of a folder.
+    def stream(
+        self, inputs: str | Iterable[Inputs], *, every: float = 1.0, rate: float | None = None
+    ) -> Iterator[Answer]:
+        """Yield the answer to each of many inputs, one at a time and as they come.
 
         Args:
-            inputs: Paths, Pillow images, or batches of one (``X[None]``). A recording has one answer for all windows.
+            inputs: The name of a source, as ``edge-agent serve`` has them: ``camera:auto``, ``camera:rpicam``,
+                ``camera:rtsp://host/stream``, ``watch:FOLDER``, ``sensor:-`` or ``sensor:FILE``; it is answered until
+                it ends, and opened again where it was lost. Otherwise paths, Pillow images, or batches of one
+                (``X[None]``). A recording has one answer for all windows.
+            every: Seconds between two answers to a camera, at least.
+            rate: Samples of a sensor in a second, where its stream has no column for the time.
 
         Yields:
             `edge_agent.serving.answer.ClassAnswer`, with label, probability and whether the input is unknown; of a
@@ -463,9 +470,14 @@ class Personalizer:
 
         Raises:
             DataError: An input cannot be read, or does not fit the bundle's task; the answers before it were given.
-            UsageError: There is neither a head nor a shared classifier.
+            UsageError: There is neither a head nor a shared classifier, or no source of that name.
         """
         pair = self._pair()
+        if isinstance(inputs, str):
+            from ..serving.sources.stream import answers_of
+
+            yield from answers_of(pair, inputs, every, rate)
+            return
         for one_input in inputs:
             samples = self._samples(one_input, None, self.classes, is_labelled=False)
             yield pair.answer(samples.inputs).answer

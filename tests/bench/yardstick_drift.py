@@ -1,15 +1,16 @@
 """How often inputs are called changed when they are not, and how soon when they are.
 
 ``python tests/bench/yardstick_drift.py`` prints the tables of examples/results/changed-inputs.md: digits in printed
-fonts with a convolutional encoder, and motions with six sensors, made up, with one over time. A device fits a head on
-some samples; others, drawn again and again, are its stream. What is changed is the input, before the encoder.
+fonts with a convolutional encoder, and motions with six sensors and sounds of a microphone, made up, with one over
+time. A device fits a head on some samples; others, drawn again and again, are its stream. What is changed is the input,
+before the encoder.
 """
 
 from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
@@ -21,6 +22,7 @@ from coordinator import simulate
 from edge_agent import heads
 from edge_agent.core.task import ImageInput
 from edge_agent.data import Samples, load
+from edge_agent.data.wav import WavOptions, log_mel, mel_bands
 from edge_agent.heads import Head
 from edge_agent.personal.drift import EVERY, WINDOW, Reference, reference_of
 from edge_agent.personal.personalizer import Personalizer
@@ -35,7 +37,7 @@ RUNS = 60
 """Answers of one class in a row, in streams of such runs, and of one input in streams of pictures that stay."""
 
 Change = Callable[[np.ndarray], np.ndarray]
-"""Pixels (height, width, channels) 0..255 or values (channels, time) of one input, changed."""
+"""Pixels (height, width, channels) 0..255, values (channels, time) or a sound (time,) of one input, changed."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +53,12 @@ class Task:
         """Features of all samples, after a change of their inputs."""
         inputs = self.samples.inputs
         if change is not None:
-            inputs = np.stack([self._changed(row, change) for row in inputs])
+            inputs = self.changed(change)
         return self.personal.encoder.features(inputs.astype(np.float32))
+
+    def changed(self, change: Change) -> np.ndarray:
+        """All inputs after a change, as the encoder takes them."""
+        return np.stack([self._changed(row, change) for row in self.samples.inputs])
 
     def _changed(self, row: np.ndarray, change: Change) -> np.ndarray:
         spec = self.samples.input
@@ -66,6 +72,24 @@ class Task:
         else:
             values = change(values)
         return (values - mean) / std
+
+
+@dataclass(frozen=True)
+class SoundTask(Task):
+    """Sounds, which are changed before they become log-mel energies."""
+
+    signals: np.ndarray
+    """(n, time), 1 being full scale."""
+
+    def changed(self, change: Change) -> np.ndarray:
+        """See `Task.changed`."""
+        spec = self.samples.input
+        return (energies(change(self.signals)) - column(spec.mean)) / column(spec.std)
+
+
+def column(values: Sequence[float]) -> np.ndarray:
+    """One value for each channel, for inputs (n, channels, time)."""
+    return np.reshape(np.asarray(values, np.float32), (-1, 1))
 
 
 def turned(pixels: np.ndarray) -> np.ndarray:
@@ -136,6 +160,68 @@ def motions() -> Task:
             "noise (twice as much)": noisy(0.87),
             "two sensors exchanged": lambda values: values[[1, 0, 2, 3, 4, 5]],
         },
+    )
+
+
+RATE = 8000
+LOG_MEL = WavOptions(rate=RATE, mels=24, frame_ms=32, step_ms=16)
+
+
+def energies(signals: np.ndarray) -> np.ndarray:
+    """Log-mel energies (n, mels, frames) of sounds (n, time)."""
+    bands = mel_bands(LOG_MEL)
+    return np.stack([log_mel(signal, LOG_MEL, bands).T for signal in signals])
+
+
+def sound(label: int, rng: np.random.Generator) -> np.ndarray:
+    """One second of a bell, a knock, a whistle or a motor, before some noise."""
+    time = np.arange(RATE) / RATE
+    begin = rng.uniform(0, 0.4)
+    since = np.maximum(time - begin, 0)
+    heard = time >= begin
+    pitch = rng.uniform(0.8, 1.25)
+    if label == 0:
+        partials = [np.sin(2 * np.pi * 700 * pitch * k * since) / k for k in (1, 2.4, 3.9)]
+        signal = heard * np.exp(-5 * since) * sum(partials)
+    elif label == 1:
+        signal = heard * np.exp(-40 * since) * (rng.normal(size=RATE) + 2 * np.sin(2 * np.pi * 180 * pitch * since))
+    elif label == 2:
+        sweep = 1200 * pitch * since + 500 * rng.uniform(-1, 1) * since**2
+        signal = heard * (since < 0.5) * np.sin(2 * np.pi * sweep)
+    else:
+        turns = 2 * np.pi * 90 * pitch * time
+        signal = sum(np.sin(k * turns) / k for k in range(1, 12)) * (1 + 0.3 * np.sin(2 * np.pi * 7 * time))
+    loudness = rng.uniform(0.1, 0.4)
+    return np.asarray(loudness * signal / np.abs(signal).max() + rng.uniform(0.003, 0.01) * rng.normal(size=RATE))
+
+
+def muffled(signals: np.ndarray) -> np.ndarray:
+    """Sounds of a covered microphone: each sample is the mean of nine."""
+    return np.apply_along_axis(np.convolve, 1, signals, np.full(9, 1 / 9), mode="same")
+
+
+def sounds() -> Task:
+    """Four kinds of sounds, made up, as log-mel energies."""
+    rng = np.random.default_rng(4)
+    labels = rng.integers(0, 4, 4000)
+    signals = np.stack([sound(int(label), rng) for label in labels])
+    inputs = energies(signals)
+    result = simulate("fedavg", data=(inputs[:1000], labels[:1000]), clients=5, rounds=5)
+    with tempfile.TemporaryDirectory() as folder:
+        personal = Personalizer.open(result.export(Path(folder) / "e.hwb"), norm="shipped", cache=folder)
+    task = personal.bundle.manifest.task
+    values = (inputs[1000:] - column(task.input.mean)) / column(task.input.std)
+    hiss = np.random.default_rng(0).normal(0, 0.03, signals[1000:].shape)
+    return SoundTask(
+        "sounds",
+        personal,
+        Samples(values, labels[1000:], task.class_names, task.input),
+        {
+            "noise (σ = 0.03 of full scale)": lambda heard: heard + hiss,
+            "a third as loud": lambda heard: heard / 3,
+            "microphone covered": muffled,
+        },
+        signals[1000:],
     )
 
 
@@ -226,9 +312,9 @@ def measure(task: Task) -> None:
 
 
 def main() -> None:
-    """Measure both tasks."""
+    """Measure all tasks."""
     argparse.ArgumentParser(description=__doc__).parse_args()
-    for task in (digits(), motions()):
+    for task in (digits(), motions(), sounds()):
         measure(task)
 
 

@@ -6,5 +6,5 @@ no model. `feed` asks it, answers, waits, and opens it again when it was lost.
 Read in this order: `source` (the contract), `feed` (the loop around a source), `choose` (text of the command line to a
 source), then the kinds: `rpicam`, `capture`, `snapshot`, `folder` and `mqtt_in`. Sensors give samples and not frames:
 `samples` (lines of numbers) and `sensor_feed` (the loop that cuts windows from them). What both loops share is in
-`loop`.
+`loop`; `stream` gives a program the answers to a source one by one.
 """
