@@ -73,7 +73,7 @@ class Guard:
         if headers.get("sec-fetch-site", "") in _OTHER_SITES:
             return error_response(403, "WrongOrigin", "pages of other sites may not ask this server")
         origin = headers.get("origin", "")
-        if origin and urlsplit(origin).netloc.lower() != headers.get("host", "").lower():
+        if origin and _origin_host(origin) != headers.get("host", "").lower():
             return error_response(403, "WrongOrigin", f"pages of {origin} may not ask this server")
         if self.is_local and access is Access.ASK:
             return None
@@ -88,6 +88,14 @@ class Guard:
             return error_response(401, "NoToken", message, needs)
         if not hmac.compare_digest(given.strip().encode(errors="replace"), self.token.encode()):
             return error_response(401, "WrongToken", "this is not the token; it was printed at the start", needs)
+        return None
+
+
+def _origin_host(origin: str) -> str | None:
+    """Return the name and port in an ``Origin`` header field, in lower case; None where it names none."""
+    try:
+        return urlsplit(origin).netloc.lower() or None
+    except ValueError:
         return None
 
 

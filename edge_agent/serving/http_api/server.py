@@ -1,8 +1,8 @@
 """A small HTTP server: bytes to requests and back, under limits of size, time and number.
 
-Python's own server reads the header; a thread serves each connection. How many there may be, how long a request may
-take to arrive, how large it may be, and how much memory all bodies together may take is limited, so that clients that
-hang up, never read, or send a byte a second cost nobody else anything.
+Python's own server understands the header; a thread serves each connection. How many there may be, how long a request
+may take to arrive, how large its header and body may be, and how much memory all bodies together may take is limited,
+so that clients that hang up, never read, or send a byte a second cost nobody else anything.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import io
 import logging
 import os
+import re
 import selectors
 import socket
 import socketserver
@@ -25,7 +26,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import SplitResult, parse_qsl, urlsplit
 
 from ...core.errors import HeadwaterError, UsageError, cause
 from ...version import __version__
@@ -34,6 +35,18 @@ from .certificate import ServerCertificate
 from .messages import Request, Response, Route, error_response, refused
 
 log = logging.getLogger(__name__)
+
+_MOST_LINE_BYTES = 16 << 10
+"""The longest first line of a request."""
+
+_MOST_HEADER_BYTES = 32 << 10
+"""The largest header of a request, its first line included: every connection may hold so much before a token counts."""
+
+_REST_S = 2.0
+"""Seconds for which the rest of a request that was refused is taken."""
+
+_FIELD = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+:[^\x00\r\n]*\r?\n")
+"""A line of a header. Others would be understood by a proxy in one way, and by this server in another one."""
 
 
 @dataclass(frozen=True)
@@ -245,7 +258,11 @@ class _Connections(socketserver.ThreadingMixIn, socketserver.TCPServer):
                 request.sendall(_TOO_MANY)
             self.shutdown_request(request)
             return
-        super().process_request(request, client_address)
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # no thread can be started now; the place must not be lost for good
+            self.places.release()
+            raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Serve a connection until it ends."""
@@ -328,22 +345,56 @@ class _Connection(BaseHTTPRequestHandler):
         self.close_connection = True
         try:
             self._timed.allow(limits.idle_s)
-            self.raw_requestline = self.rfile.readline(65537)
+            self.raw_requestline = self.rfile.readline(_MOST_LINE_BYTES + 1)
             self._timed.allow(limits.request_s)
             if not self.raw_requestline:
                 return
-            if len(self.raw_requestline) > 65536:
+            if len(self.raw_requestline) > _MOST_LINE_BYTES:
                 self.send_error(HTTPStatus.REQUEST_URI_TOO_LONG)
                 return
-            if self.parse_request():
+            fields = self._read_fields()
+            if fields is not None and self._parse(fields):
                 self._answer()
         except (TimeoutError, ConnectionError, ssl.SSLError):
             self.close_connection = True
 
+    def _read_fields(self) -> bytes | None:
+        """Return the lines of the header after the first, with the empty one that ends it; None: they were refused."""
+        lines = []
+        left_bytes = _MOST_HEADER_BYTES - len(self.raw_requestline)
+        while True:
+            line = self.rfile.readline(left_bytes + 1)
+            left_bytes -= len(line)
+            if left_bytes < 0:
+                message = f"the header has more than {_MOST_HEADER_BYTES} bytes"
+                self.send_error(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, message)
+                return None
+            lines.append(line)
+            if line in {b"", b"\n", b"\r\n"}:
+                return b"".join(lines)
+            if _FIELD.fullmatch(line) is None:
+                self.send_error(HTTPStatus.BAD_REQUEST, f"the header has a line that is no field: {line[:60]!r}")
+                return None
+
+    def _parse(self, fields: bytes) -> bool:
+        """Let the base class understand the header, and return whether it could; otherwise it has said why not."""
+        connection = self.rfile
+        self.rfile = io.BytesIO(fields)  # type: ignore[assignment,unused-ignore]
+        try:
+            return self.parse_request()
+        finally:
+            self.rfile = connection
+
+    def handle_expect_100(self) -> bool:
+        """Wait with the word to go on: whether the body is taken is decided first."""
+        return True
+
     def _answer(self) -> None:
         """Find the route of the request, check who sends it, read its body, and send the response."""
         site = self.server.site
-        target = urlsplit(self.path)
+        target = self._target()
+        if target is None:
+            return
         headers = {name.lower(): value for name, value in self.headers.items()}
         match = site.find(self.command, target.path)
         if isinstance(match, Response):
@@ -364,6 +415,9 @@ class _Connection(BaseHTTPRequestHandler):
                 busy = (("Retry-After", "1"),)
                 self._refuse(error_response(503, "Busy", "too many large requests at once; try again", busy))
                 return
+            # A client that asks before it sends much, as curl does, waits for this.
+            if size and headers.get("expect", "").lower() == "100-continue":
+                self._send_bytes(b"HTTP/1.1 100 Continue\r\n\r\n")
             body = self.rfile.read(size)
             if len(body) < size:
                 self.close_connection = True
@@ -371,6 +425,17 @@ class _Connection(BaseHTTPRequestHandler):
             request = Request(self.command, target.path, dict(parse_qsl(target.query)), headers, body, names)
             response = _handled(route, request)
         self._send(response)
+
+    def _target(self) -> SplitResult | None:
+        """Return the address that the request names; None: it names none or two, which it was told."""
+        if len(self.headers.get_all("Host", [])) > 1:
+            self.send_error(HTTPStatus.BAD_REQUEST, "Host is given more than once")
+            return None
+        try:
+            return urlsplit(self.path)
+        except ValueError:
+            self.send_error(HTTPStatus.BAD_REQUEST, "the first line of the request names no address")
+            return None
 
     def _body_size(self, headers: dict[str, str]) -> int | Response:
         """Return how many bytes the body has, or why it is not read."""
@@ -391,6 +456,16 @@ class _Connection(BaseHTTPRequestHandler):
         has_body = self.headers.get("Content-Length", "0").strip() != "0" or "Transfer-Encoding" in self.headers
         self.close_connection = self.close_connection or has_body
         self._send(response)
+        if has_body:
+            self._take_rest()
+
+    def _take_rest(self) -> None:
+        """Take what a client goes on to send, and keep nothing: a close before would make it lose the response."""
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_WR)
+            self._timed.allow(min(_REST_S, self.server.site.limits.request_s))
+            while self.rfile.read1(65536):  # type: ignore[attr-defined,unused-ignore]
+                pass
 
     def _send(self, response: Response) -> None:
         """Send a response in one piece, within the time that its reader has."""
@@ -409,8 +484,16 @@ class _Connection(BaseHTTPRequestHandler):
             lines.append("Connection: close")
         head = "\r\n".join([*lines, "", ""]).encode("latin-1")
         body = b"" if self.command == "HEAD" else response.body
+        self._send_bytes(head + body)
+
+    def _send_bytes(self, data: bytes) -> None:
+        """Send bytes within the time that their reader has.
+
+        Raises:
+            OSError: The reader has gone, or has not taken them in time.
+        """
         self.connection.settimeout(self.server.site.limits.request_s)
-        self.connection.sendall(head + body)
+        self.connection.sendall(data)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Send what the base class finds wrong with a request as JSON, and end the connection."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import socket
@@ -14,7 +15,7 @@ from serving_site import TOKEN, png, settings_for_tests, square
 from edge_agent.core.errors import UsageError
 from edge_agent.serving.http_api.access import Guard, host_name, own_token
 from edge_agent.serving.http_api.messages import Access, Route, error_response, json_response
-from edge_agent.serving.http_api.server import BodyBudget, HttpLimits, HttpServer
+from edge_agent.serving.http_api.server import BodyBudget, HttpLimits, HttpServer, _TimedReader
 from edge_agent.serving.service import HttpSettings, Service
 
 RED = png(square("red"))
@@ -119,11 +120,86 @@ def test_head_has_no_body(echo):
         (b"GET / HTTP/9.9\r\n\r\n", b"505"),
         (b"GET /" + b"x" * 70_000 + b" HTTP/1.1\r\n\r\n", b"414"),
         (b"GET / HTTP/1.1\r\n" + b"A: b\r\n" * 200 + b"\r\n", b"431"),
+        (b"GET / HTTP/1.1\r\nA: " + b"b" * 40_000 + b"\r\n\r\n", b"431"),
+        (b"GET / HTTP/1.1\r\n" + (b"A: " + b"b" * 9_000 + b"\r\n") * 5, b"431"),
+        (b"GET http://[ HTTP/1.1\r\nHost: localhost\r\n\r\n", b"400"),
+        (b"GET /open HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n\r\n", b"400"),
     ],
 )
 def test_requests_that_are_too_large_or_malformed_end_the_connection(echo, request_bytes, status):
     server = echo(HttpLimits(body_bytes=1000))
     assert raw_exchange(server.port, request_bytes).split()[1] == status
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"Content-Length : 50", b"no field", b" folded: 1", b"X: a\rContent-Length: 50", b"X: \0", b"X\x0b: 1", b": 1"],
+)
+def test_a_header_that_a_proxy_may_understand_otherwise_is_refused(echo, line):
+    second = b"GET /open HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+    first = b"POST /echo/x HTTP/1.1\r\nHost: localhost\r\n" + line + b"\r\n\r\n"
+    answer = raw_exchange(echo().port, first + second)
+    assert answer.split()[1] == b"400"
+    assert answer.count(b"HTTP/1.1 ") == 1
+
+
+def test_headers_take_little_memory_before_they_have_ended(echo, monkeypatch):
+    """Each of 64 connections could hold 100 lines of 64 kB: without a token, 400 MB and three copies of them."""
+    read = 0
+    real = _TimedReader.readinto
+
+    def counting(reader, buffer):
+        nonlocal read
+        count = real(reader, buffer)
+        read += count
+        return count
+
+    monkeypatch.setattr(_TimedReader, "readinto", counting)
+    with socket.create_connection(("127.0.0.1", echo().port), timeout=WAIT_S) as connection:
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(b"GET /open HTTP/1.1\r\n" + (b"A: " + b"b" * 60_000 + b"\r\n") * 90)
+        with contextlib.suppress(ConnectionError):
+            while connection.recv(65536):
+                pass
+    assert read < 100_000
+
+
+def test_a_client_that_asks_first_is_told_to_go_on_only_where_its_body_is_taken(echo):
+    server = echo(HttpLimits(body_bytes=1000))
+    with socket.create_connection(("127.0.0.1", server.port), timeout=WAIT_S) as connection:
+        head = b"POST /echo/x HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\nContent-Length: %d\r\n\r\n"
+        connection.sendall(head % 2)
+        assert connection.recv(25) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        connection.sendall(b"ab")
+        assert b'"body":"ab"' in connection.recv(65536)
+        connection.sendall(head % 1001)
+        assert connection.recv(65536).startswith(b"HTTP/1.1 413")
+
+
+def test_a_refused_body_is_taken_so_that_its_sender_reads_why(echo):
+    server = echo(HttpLimits(body_bytes=1000))
+    head = b"POST /echo/x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 8000000\r\n\r\n"
+    # Sending all of it first is what simple clients do; a closed connection would end that with an error.
+    assert raw_exchange(server.port, head, *[bytes(80_000)] * 100).startswith(b"HTTP/1.1 413")
+
+
+def test_a_thread_that_cannot_be_started_costs_no_place(echo, monkeypatch):
+    server = echo(HttpLimits(connections=2))
+    real = threading.Thread.start
+    failures = 5
+
+    def start(thread):
+        nonlocal failures
+        if "process_request" in thread.name and failures:
+            failures -= 1
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    for _ in range(5):
+        assert raw_exchange(server.port) == b""
+    assert failures == 0
+    assert ask(server, "GET", "/open")[0] == 200
 
 
 def test_a_body_that_comes_too_slowly_ends_its_connection_alone(echo):
@@ -192,6 +268,8 @@ def test_this_machine_may_ask_without_a_token(host):
         (True, Access.OPEN, {"host": "evil.example"}, 421),
         (True, Access.ASK, {"host": "localhost:1", "origin": "http://evil.example"}, 403),
         (True, Access.ASK, {"host": "localhost:1", "origin": "null"}, 403),
+        (True, Access.ASK, {"origin": "null"}, 403),
+        (True, Access.ASK, {"host": "localhost:1", "origin": "http://["}, 403),
         (True, Access.ASK, {"host": "localhost:1", "sec-fetch-site": "cross-site"}, 403),
         (True, Access.ASK, {"host": "localhost:1", "sec-fetch-site": "same-origin"}, None),
         (True, Access.OPEN, {"host": "localhost:1", "sec-fetch-site": "cross-site"}, None),
