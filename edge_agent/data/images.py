@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,11 +22,18 @@ from ..core.errors import DataError, MissingCapability, cause
 from ..core.storage import open_regular
 from ._sound_files import SUFFIXES as SOUND_SUFFIXES
 from .base import DataSource, FileItems, Options, Raw
+from .expansion import SMALL_BYTES, memory_budget_bytes
 from .preprocess import has_pillow
 
 _log = logging.getLogger(__name__)
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"})
 
+
+_FORMATS = ("PNG", "JPEG", "BMP", "GIF", "PPM", "WEBP", "TIFF")
+"""What Pillow reads here. Of its other forms one starts a program (EPS: Ghostscript), whatever the file is called."""
+
+_PIXEL_BYTES = 4
+"""The memory that Pillow takes for a pixel."""
 
 _FOREIGN = {
     "images": ("save it as JPEG or PNG", ".heic .heif .avif .jxl .dng .cr2 .cr3 .nef .arw .raf .svg .pdf"),
@@ -71,7 +79,8 @@ def decode_image(file: BinaryIO, *, is_sound: bool = False) -> Any:
         is_sound: Whether its name ends as that of a sound, which the error then says.
 
     Raises:
-        DataError: It cannot be read as an image, or its header declares more pixels than Pillow accepts.
+        DataError: It cannot be read as an image, or its header declares more pixels than Pillow accepts or the free
+            memory allows.
     """
     import warnings
 
@@ -80,7 +89,11 @@ def decode_image(file: BinaryIO, *, is_sound: bool = False) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(file) as image:
+            with Image.open(file, formats=_FORMATS) as image:
+                # Threads share the filter of warnings, so that one may come through where two images are decoded.
+                if image.width * image.height > (Image.MAX_IMAGE_PIXELS or math.inf):
+                    raise Image.DecompressionBombError
+                _check_memory(image.width * image.height)
                 image.load()
                 return image
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:  # before a pixel is decoded
@@ -89,9 +102,27 @@ def decode_image(file: BinaryIO, *, is_sound: bool = False) -> Any:
     except UnidentifiedImageError as error:
         sound = "; sounds are given as --data 'wav:FILE?form=image'" if is_sound else ""
         raise DataError(f"cannot be read as an image: its form is not known; save it as JPEG or PNG{sound}") from error
+    except DataError:
+        raise
     # Pillow's plug-ins raise whatever their format's parser raises on damaged files.
     except Exception as error:
         raise DataError(f"cannot be read as an image: {cause(error)}") from error
+
+
+def _check_memory(pixels: int) -> None:
+    """Return quietly where an image of so many pixels may be decoded.
+
+    Raises:
+        DataError: There is too little memory for it and its copies: a file of 300 kB can hold an image of 350 MB.
+    """
+    if pixels * _PIXEL_BYTES <= SMALL_BYTES:
+        return
+    most = memory_budget_bytes() // _PIXEL_BYTES
+    if pixels > most:
+        raise DataError(
+            f"is too large to be decoded: {pixels / 1e6:.0f} million pixels, and the free memory here is enough for "
+            f"{most / 1e6:.0f}; make it smaller first"
+        )
 
 
 def read(where: str, options: ImagesOptions) -> Raw:

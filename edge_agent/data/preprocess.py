@@ -19,6 +19,12 @@ from ..core.task import ImageInput, WindowInput
 _ROWS = 256
 """Image rows that are resized at once without Pillow: bounds the memory for large photos."""
 
+_LONGEST_SIDE = 1 << 15
+"""The most pixels of a side: resizing needs a weight for each of them and each pixel of the result."""
+
+_KEPT_WEIGHTS = 1 << 20
+"""Weights that are kept for the next image have at most so many values; those of 16 sizes are kept."""
+
 _PILLOW_UNIT = 2.0**22
 """Pillow's weights are multiples of 1 / this."""
 
@@ -27,15 +33,26 @@ def image_pixels(item: Any, spec: ImageInput) -> np.ndarray:
     """Return pixels (channels, height, width) of one image, uint8, or float32 0..255 where the image held floats 0..1.
 
     Raises:
-        DataError: The array has a shape or a number of channels that no image has.
+        DataError: The array has a shape or a number of channels that no image has, or a side is too long.
     """
     pixels = height_width_channels(item)[:, :, :3]
+    if max(pixels.shape[:2]) > _LONGEST_SIDE:
+        raise DataError(f"image of shape {pixels.shape}, expected sides of at most {_LONGEST_SIDE} pixels")
     if pixels.shape[2] != spec.channels and spec.channels == 3:
         pixels = np.repeat(pixels, 3, axis=2)
     elif pixels.shape[2] != spec.channels:  # to grey by ITU-R 601, as Pillow does
-        grey = pixels.astype(np.float64) @ np.array([0.299, 0.587, 0.114])
-        pixels = _round(grey, pixels.dtype == np.uint8)[:, :, None]
+        pixels = _to_grey(pixels)
     return np.ascontiguousarray(resize(pixels, spec.height, spec.width, antialias=spec.antialias).transpose(2, 0, 1))
+
+
+def _to_grey(pixels: np.ndarray) -> np.ndarray:
+    """Return pixels (height, width, 1) of coloured ones (height, width, 3), some rows at once: float64 takes memory."""
+    shares = np.array([0.299, 0.587, 0.114])
+    rows = []
+    for begin in range(0, len(pixels), _ROWS):
+        grey = pixels[begin : begin + _ROWS].astype(np.float64) @ shares
+        rows.append(_round(grey, pixels.dtype == np.uint8))
+    return np.concatenate(rows)[:, :, None]
 
 
 def normalise_images(pixels: np.ndarray, spec: ImageInput) -> np.ndarray:
@@ -126,8 +143,18 @@ def has_pillow() -> bool:
     return importlib.util.find_spec("PIL") is not None
 
 
-@functools.lru_cache(maxsize=16)
 def _weights(size: int, target: int, antialias: bool) -> np.ndarray:
+    """Return `_new_weights`, those of usual sizes from the last time."""
+    is_usual = size * target <= _KEPT_WEIGHTS
+    return _usual_weights(size, target, antialias) if is_usual else _new_weights(size, target, antialias)
+
+
+@functools.lru_cache(maxsize=16)
+def _usual_weights(size: int, target: int, antialias: bool) -> np.ndarray:
+    return _new_weights(size, target, antialias)
+
+
+def _new_weights(size: int, target: int, antialias: bool) -> np.ndarray:
     """Return the weights (target, size) float64 of old pixels in new ones: a triangle, widened when shrinking."""
     scale = size / target
     reach = max(scale, 1.0) if antialias else 1.0
@@ -182,11 +209,20 @@ def _from_pillow(image: Any) -> np.ndarray:
 
     image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I") or image.mode == "F":
-        wide = np.asarray(image, np.float64)
-        # Pillow clips 16-bit grey to white when it converts; keep the upper 8 bits instead.
-        return np.clip(wide / 257.0 + 0.5 if wide.max() > 255 else wide + 0.5, 0, 255).astype(np.uint8)
+        return _bytes_of_wide(np.asarray(image))
     grey = image.mode in {"1", "L", "LA"}
     return np.asarray(image.convert("L" if grey else "RGB"))
+
+
+def _bytes_of_wide(grey: np.ndarray) -> np.ndarray:
+    """Return grey pixels (height, width) of more than 8 bits as uint8, some rows at once: float64 takes memory."""
+    # Pillow clips 16-bit grey to white when it converts; keep the upper 8 bits instead.
+    scale = 257.0 if grey.max() > 255 else 1.0
+    rows = []
+    for begin in range(0, len(grey), _ROWS):
+        block = grey[begin : begin + _ROWS].astype(np.float64)
+        rows.append(np.clip(block / scale + 0.5, 0, 255).astype(np.uint8))
+    return np.concatenate(rows)
 
 
 def for_channels(values: tuple[float, ...], channels: int, shape: tuple[int, ...]) -> np.ndarray:

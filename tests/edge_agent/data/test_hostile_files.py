@@ -8,20 +8,25 @@ import os
 import re
 import threading
 import tracemalloc
+import warnings
 import zipfile
 
 import numpy as np
 import pytest
+from PIL import Image, ImageFile
 
 from edge_agent.bundle import archive as archive_module
 from edge_agent.bundle import unpacked
 from edge_agent.core.config import AgentConfig, load
 from edge_agent.core.errors import DataError, HeadwaterError
+from edge_agent.core.task import ImageInput
 from edge_agent.data import expansion
 from edge_agent.data import load as load_data
 from edge_agent.data._sound_files import read_header
+from edge_agent.data.images import decode_image
 from edge_agent.data.npz import NpzOptions, load_array, load_arrays
 from edge_agent.data.npz import read as read_npz
+from edge_agent.data.preprocess import image_pixels
 from edge_agent.data.tables import CsvOptions
 from edge_agent.data.tables import read as read_csv
 from edge_agent.heads import saved
@@ -166,3 +171,75 @@ def test_a_table_with_too_many_columns_is_refused(tmp_path):
     path.write_text(",".join("abcdefgh"[number % 8] for number in range((1 << 16) + 1)) + "\n")
     with pytest.raises(DataError, match="65537 columns, expected at most 65536"):
         read_csv(str(path), CsvOptions())
+
+
+# --- images -----------------------------------------------------------------------------------------------------------
+
+
+def test_no_program_is_started_to_read_an_image(tmp_path, monkeypatch):
+    """Pillow gives EPS to Ghostscript, whatever the file is called."""
+    started = tmp_path / "started"
+    program = tmp_path / "gs"
+    program.write_text(f"#!/bin/sh\ntouch {started}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    eps = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n"
+    with pytest.raises(DataError, match="its form is not known; save it as JPEG or PNG"):
+        decode_image(io.BytesIO(eps))
+    assert not started.exists()
+
+
+def test_an_image_that_memory_is_too_small_for_is_refused_before_it_is_decoded(monkeypatch):
+    raw = io.BytesIO()
+    Image.new("L", (4000, 4000)).save(raw, "PNG")
+    monkeypatch.setattr("edge_agent.data.images.memory_budget_bytes", lambda: 40_000_000)
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda _: pytest.fail("it was decoded"))
+    with pytest.raises(
+        DataError, match="16 million pixels, and the free memory here is enough for 10; make it smaller"
+    ):
+        decode_image(raw)
+
+
+def test_the_limit_of_pixels_holds_where_another_thread_has_changed_the_filter_of_warnings(monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    monkeypatch.setattr("warnings.simplefilter", lambda *_: warnings.filterwarnings("ignore"))
+    raw = io.BytesIO()
+    Image.new("L", (11, 11)).save(raw, "PNG")
+    with pytest.raises(DataError, match="is too large to be decoded"):
+        decode_image(raw)
+
+
+@pytest.mark.parametrize("shape", [(1, 40_000), (40_000, 1, 3)])
+def test_an_array_as_an_image_has_no_side_whose_weights_fill_the_memory(shape):
+    """A body of 16 MB holds 4 million floats in one row; resizing it would need 7 GB of weights."""
+    peak, message = peak_bytes(image_pixels, np.zeros(shape, np.float32), ImageInput(height=224, width=224))
+    assert peak < 1 << 20
+    assert "expected sides of at most 32768 pixels" in message
+
+
+def taken_bytes(function, *arguments):
+    """The most memory that Python and NumPy take for a function, and what is left of it afterwards."""
+    tracemalloc.start()
+    try:
+        function(*arguments)
+        left, peak = tracemalloc.get_traced_memory()
+        return peak, left
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("mode", ["RGB", "I;16"])
+def test_pictures_become_grey_with_little_more_memory_than_they_have(mode):
+    pixels = Image.new(mode, (1500, 2000))
+    peak, _ = taken_bytes(image_pixels, pixels, ImageInput(channels=1, height=8, width=8))
+    assert peak < 40_000_000  # 3 million pixels, as float64 of three colours 72 MB and more
+
+
+def test_weights_of_odd_sizes_are_not_kept():
+    spec = ImageInput(channels=1, height=8, width=256)
+
+    def resize_several():
+        for width in range(10_000, 10_003):
+            image_pixels(np.zeros((8, width), np.float32), spec)
+
+    assert taken_bytes(resize_several)[1] < 4_000_000
