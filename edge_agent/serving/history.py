@@ -43,7 +43,7 @@ class Entry:
         answer: What was said.
         inputs: The prepared input (n, *shape) float32.
         raw: The input as it came, or a smaller picture of it; empty where it was never encoded.
-        content_type: The form of ``raw``.
+        content_type: The form of ``raw`` where it is an image that browsers show, read from its bytes; else empty.
         corrected: The class that a person gave it since; empty: none.
     """
 
@@ -129,19 +129,26 @@ class History:
 
 def picture_of(entry: Entry, pair: Pair) -> tuple[bytes, str]:
     """Return a picture of an input, and its media type: the image itself, or the lines of a window."""
-    if isinstance(pair.input, ImageInput):
-        if entry.content_type.startswith("image/"):
-            return entry.raw, entry.content_type
-        return png_of(restore_pixels(entry.inputs[0], pair.input)), "image/png"
-    return _lines(entry.inputs[0]).encode(), "image/svg+xml"
+    if entry.content_type:
+        return entry.raw, entry.content_type
+    spec = pair.input
+    if isinstance(spec, ImageInput) and entry.inputs.shape[1:] == spec.shape:
+        return png_of(restore_pixels(entry.inputs[0], spec)), "image/png"
+    # Of pictures that were answered before a release with another task, the rows of the first channel are lines.
+    window = entry.inputs[0]
+    return _lines(window if window.ndim == 2 else window[0]).encode(), "image/svg+xml"
 
 
 def _kept_form(observation: Observation) -> tuple[bytes, str]:
-    """Return the bytes of an input that are kept, and their media type; of a large image those of a smaller one."""
+    """Return the bytes of an input that are kept, and their media type; of a large image those of a smaller one.
+
+    The media type is empty where browsers show no such image. What the sender calls it does not count: the page would
+    hand on text of its sender as a document. A table may begin as an image does, with ``BM``.
+    """
     raw = observation.raw
-    kind = image_type(raw)
+    kind = image_type(raw) if isinstance(observation.pair.input, ImageInput) else ""
     if len(raw) <= _LARGEST_RAW:
-        return raw, kind or observation.content_type
+        return raw, kind
     if not kind:
         return b"", ""
     smaller = smaller_image(raw, _SMALLER_SIDE)

@@ -15,12 +15,15 @@ from serving_site import COLOURS, TOKEN, Site, fill_state, png, square
 from edge_agent.agent.head_tier import refit, why_not_from_added
 from edge_agent.cli.where import config_of_folder
 from edge_agent.core.errors import StateError
+from edge_agent.core.task import Task, WindowInput
 from edge_agent.data import from_files
 from edge_agent.data.collected import Collection, labelled
 from edge_agent.data.pictures import image_type
+from edge_agent.personal.personalizer import load_bundle
 from edge_agent.serving.corrections import Corrections, FitState
 from edge_agent.serving.history import History
 from edge_agent.serving.http_api.page import content_policy
+from edge_agent.serving.pair import Pair
 from edge_agent.serving.pair_source import StatePair
 from edge_agent.serving.refit import Refit
 from edge_agent.serving.service import Device
@@ -106,6 +109,44 @@ def test_a_large_photo_is_kept_as_a_smaller_one(site):
 def test_the_form_of_an_image_is_read_from_its_bytes(form):
     assert image_type(png(square("red"), form)) == f"image/{form.lower()}"
     assert image_type(b"<svg onload=alert(1)>") == ""
+
+
+def test_what_a_sender_calls_its_bytes_is_not_handed_on(site):
+    """A PPM image may hold any text, and an SVG document any script."""
+    evil = b"P6\n#<svg xmlns='http://www.w3.org/2000/svg' onload='alert(1)'/>\n8 8\n255\n" + bytes(192)
+    site.ask("POST", "/classify", evil, {"Content-Type": "image/svg+xml"})
+    _, raw, headers = site.ask("GET", "/history/1/picture")
+    assert headers["content-type"] == "image/png"
+    assert b"alert" not in raw
+
+
+def windows_pair(make_bundle, tmp_path):
+    spec = WindowInput(channels=2, length=10, stride=10)
+    task = Task(input=spec, class_names=("still", "shaken"), encoder="linear", encoder_params={})
+    bundle = make_bundle("windows.hwb", task=task, global_head=True).path
+    return Pair.open(load_bundle(bundle, tmp_path / "cache"), None)
+
+
+def test_a_table_that_begins_as_an_image_does_is_answered(site, make_bundle, tmp_path):
+    site.service.predictor.switch(windows_pair(make_bundle, tmp_path))
+    wide = b"BMI,age\n" + b"\n".join(b"%s,1" % (b"0." + b"1" * 60_000) for _ in range(10)) + b"\n"
+    assert len(wide) > 512 << 10
+    assert site.classify(wide)["class"] in {"still", "shaken"}
+    assert site.ask("GET", "/history/1/picture")[2]["content-type"] == "image/svg+xml"
+
+
+def test_pictures_stay_after_a_release_with_another_task(site, make_bundle, tmp_path):
+    pixels = io.BytesIO()
+    np.save(pixels, square("red"))
+    site.classify(pixels.getvalue())
+    before = site.service.predictor.pair
+    site.service.predictor.switch(windows_pair(make_bundle, tmp_path))
+    assert site.ask("GET", "/history/1/picture")[0] == 200
+    recording = io.BytesIO()
+    np.save(recording, np.zeros((10, 2), np.float32))
+    site.classify(recording.getvalue())
+    site.service.predictor.switch(before)
+    assert site.ask("GET", "/history/2/picture")[0] == 200
 
 
 def test_an_array_is_shown_as_a_picture(site):
