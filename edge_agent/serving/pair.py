@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Literal
 import numpy as np
 
 from ..bundle.unpacked import Bundle
-from ..core.errors import UsageError
+from ..core.errors import DataError, UsageError
 from ..core.storage import sha256_of
 from ..core.task import InputSpec
 from ..heads import saved
@@ -26,6 +27,9 @@ SHARED = "shared"
 
 _ID_LETTERS = 12
 """How many characters of an id an answer shows."""
+
+_LARGEST_FEATURE = 1e15
+"""Features beyond this have squares that float32 cannot sum."""
 
 AnyHead = SavedHead | SavedNumeric
 """A head of either kind."""
@@ -140,13 +144,18 @@ class Pair:
             clock: Seconds, for the times in the answer.
 
         Raises:
-            DataError: The inputs have another shape than the task's.
+            DataError: The inputs have another shape than the task's, or values so large that the answer is no number.
             BundleDamaged: The encoder does not run.
         """
         started_at = clock()
         features = self.features(inputs)
         encoded_at = clock()
+        if not (np.abs(features) <= _LARGEST_FEATURE).all():
+            raise DataError("the features of this input are no numbers to compute with; its values are far too large")
         answer = self.answer_features(features)
+        # JSON has no word for infinity: such an answer would break whatever shows it later, too.
+        if not _is_finite(answer):
+            raise DataError("the answer to this input is no finite number; its values are far too large")
         stages = Stages(encode=1000 * (encoded_at - started_at), head=1000 * (clock() - encoded_at))
         return Answered(answer.with_stages(stages), features)
 
@@ -188,6 +197,13 @@ class Pair:
             is_anomaly = value > threshold
         windows = tuple(values) if len(values) > 1 else ()
         return NumberAnswer(value, is_score, is_anomaly, threshold, self.id, windows=windows)
+
+
+def _is_finite(answer: Answer) -> bool:
+    """Return whether all numbers of an answer are finite."""
+    if isinstance(answer, ClassAnswer):
+        return all(map(math.isfinite, answer.probabilities.values()))
+    return all(map(math.isfinite, (answer.value, *answer.windows)))
 
 
 def _id_of(bundle: Bundle, head: AnyHead | None) -> PairId:

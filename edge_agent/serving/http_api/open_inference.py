@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -63,7 +63,7 @@ class InputTensor(_Lenient):
     """An input of a request."""
 
     name: str = Field(max_length=200)
-    shape: tuple[int, ...] = Field(max_length=8)
+    shape: tuple[Annotated[int, Field(lt=1 << 31)], ...] = Field(max_length=8)
     datatype: str = Field(max_length=20)
     parameters: dict[str, Any] = Field(default_factory=dict)
     data: Any = None
@@ -207,9 +207,14 @@ class OpenInferenceRoutes:
         with self._predictor.turn() as pair:
             if array.shape[1:] != pair.encoder.input_shape:
                 raise DataError(f"inputs {list(array.shape)}, expected {list(_encoder_input(pair).shape)}")
-            if not np.isfinite(array).all():
-                raise DataError("inputs hold NaN or infinity")
-            return pair, [pair.encoder.features(array.astype(np.float32))]
+            with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinity, which is refused
+                inputs = array.astype(np.float32)
+            if not np.isfinite(inputs).all():
+                raise DataError("inputs hold NaN, infinity or values beyond float32")
+            features = pair.encoder.features(inputs)
+            if not np.isfinite(features).all():
+                raise DataError("the features of these inputs are no finite numbers; their values are far too large")
+            return pair, [features]
 
     def _classify(self, array: np.ndarray) -> tuple[Pair, Sequence[np.ndarray]]:
         """Return what the head says of pictures or windows."""
@@ -254,9 +259,11 @@ def _prepare(pair: Pair, array: np.ndarray) -> np.ndarray:
         return preprocess.normalise_images(pixels.astype(np.float32), spec)
     if array.shape[1:] != spec.shape:
         raise DataError(f"window {list(array.shape)}, expected [n, {spec.channels}, {spec.length}]")
-    if not np.isfinite(array).all():
-        raise DataError("window holds NaN or infinity")
-    return preprocess.normalise_windows(array.astype(np.float32), spec)
+    with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinity, which is refused
+        windows = array.astype(np.float32)
+    if not np.isfinite(windows).all():
+        raise DataError("window holds NaN, infinity or values beyond float32")
+    return preprocess.normalise_windows(windows, spec)
 
 
 def _columns(pair: Pair, answers: Sequence[Answered]) -> list[np.ndarray]:

@@ -141,7 +141,8 @@ class SensorFeed(SourceLoop[SensorState]):
         self._window.append(sample.values)
         if len(self._window) < spec.length:
             return
-        window = np.stack(self._window[-spec.length :], axis=1).astype(np.float32)
+        with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinity, and its window is refused
+            window = np.stack(self._window[-spec.length :], axis=1).astype(np.float32)
         hop = spec.stride if self._hop is None else self._hop
         # What the next window begins with stays; a hop of more than a window passes samples over.
         del self._window[:hop]
@@ -165,6 +166,8 @@ class SensorFeed(SourceLoop[SensorState]):
             spec = pair.input
             if not isinstance(spec, WindowInput) or window.shape != spec.shape:
                 raise DataError(f"a window of {window.shape[0]} channels, the encoder takes {spec.shape[0]}")
+            if not np.isfinite(window).all():
+                raise DataError("a window holds values beyond float32")
             return normalise_windows(window[None].copy(), spec)
 
         source = f"{self.name} {self._time_of(sample)}"

@@ -211,3 +211,22 @@ def test_any_json_gives_an_answer_or_a_mistake(site, content):
     status, answer, _ = site.ask("POST", "/v2/models/classifier/infer", json.dumps(content).encode())
     assert status in {200, 400}
     assert "error" in answer or status == 200
+
+
+@pytest.mark.parametrize("datatype, value", [("FP32", 3e38), ("FP64", 1e300)])
+def test_values_too_large_for_features_are_refused(site, datatype, value):
+    tensor = {"name": "image", "shape": [1, 3, 8, 8], "datatype": datatype, "data": [value] * 192}
+    status, content, _ = infer(site, "encoder", {"inputs": [tensor]})
+    assert status == 400
+    assert "finite" in content["error"] or "beyond float32" in content["error"]
+
+
+def test_a_shape_of_numbers_too_long_to_be_shown_is_refused(site):
+    body = b'{"inputs":[{"name":"image","datatype":"UINT8","shape":[1,%b,%b,3],"data":[1]}]}' % (
+        b"9" * 4000,
+        b"9" * 4000,
+    )
+    status, content, _ = site.ask("POST", "/v2/models/classifier/infer", body)
+    assert status == 400
+    assert "inputs.0.shape.1" in content["error"]
+    assert len(content["error"]) < 1000

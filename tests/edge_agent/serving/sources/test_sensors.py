@@ -391,3 +391,12 @@ def test_a_stream_that_is_slow_is_no_stream_that_is_lost(pair):
     goes_on.set()
     feed._thread.join(WAIT_S)
     assert feed.state.answered == 8
+
+
+@pytest.mark.parametrize("value", ["3e38", "1e300"])
+def test_values_that_no_answer_can_be_given_for_are_refused_and_the_stream_goes_on(pair, value):
+    """An answer of NaN would be no JSON: the page, MQTT and the list of the last answers would break for long."""
+    rows = [f"{value},{value}\n".encode()] * 10 + [b"1,1\n"] * 10
+    feed, watcher = answer_all(pair, rows, hop=10)
+    assert (feed.state.refused, feed.state.answered) == (1, 1)
+    assert len(watcher.inputs) == 1
