@@ -22,7 +22,8 @@ class CaptureSource:
     def __init__(self, where: str) -> None:
         """Name a camera: ``0``, ``/dev/video0`` or ``rtsp://host/path``."""
         self._where = where
-        shown = re.sub(r"//[^/@\s]*@", "//…@", where)  # no password on a page or in a log
+        # No password on a page or in a log. It may hold "@" and "/", and many cameras want it behind a "?".
+        shown = re.sub(r"//\S*@", "//…@", where.partition("?")[0])
         self.name = f"camera:{shown}"
         self._capture: Any = None
         self._newest = Newest()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -10,7 +11,10 @@ from pathlib import Path
 
 from ...core.errors import SourceLost, cause
 from ...core.storage import read_regular
+from ...wire.messages.fields import printable
 from .source import Frame
+
+log = logging.getLogger(__name__)
 
 _MOST_BYTES = 64 << 20
 _SETTLED_S = 0.5
@@ -30,7 +34,7 @@ class FolderSource:
 
     def __init__(self, folder: Path, now: Callable[[], float] = time.time) -> None:
         """Name a folder; what is in it when it is opened for the first time does not count."""
-        self.name = f"folder {folder.name}"
+        self.name = f"folder {printable(folder.name)}"
         self._folder = folder
         self._now = now
         self._known: dict[Mark, None] | None = None
@@ -58,8 +62,13 @@ class FolderSource:
             known[mark] = None
             while len(known) > _MOST_KNOWN:
                 del known[next(iter(known))]
-            with contextlib.suppress(FileNotFoundError):  # it was removed meanwhile
-                return Frame(read_regular(self._folder / mark[0], _MOST_BYTES), mark[0])
+            name = printable(mark[0])  # whoever puts files here names them: it must not break a line of the log
+            try:
+                return Frame(read_regular(self._folder / mark[0], _MOST_BYTES), name)
+            except FileNotFoundError:  # it was removed meanwhile
+                continue
+            except OSError as error:
+                log.warning("file_not_read source=%s file=%s reason=%s", self.name, name, cause(error))
         self._waits.wait(wait_s)
         return None
 

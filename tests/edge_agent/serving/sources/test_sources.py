@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from serving_site import png, square
 
 from edge_agent.core.errors import MissingCapability, SourceLost, UsageError
+from edge_agent.core.storage import read_regular
 from edge_agent.serving.sources.capture import CaptureSource
 from edge_agent.serving.sources.choose import camera_of, folder_of
 from edge_agent.serving.sources.folder import FolderSource
@@ -204,6 +205,8 @@ def test_a_camera_that_is_not_there_says_so(camera):
 
 def test_no_password_is_in_a_name():
     assert CaptureSource("rtsp://me:secret@host/stream").name == "camera:rtsp://…@host/stream"
+    assert CaptureSource("rtsp://me:se@cr/et@host/stream").name == "camera:rtsp://…@host/stream"
+    assert CaptureSource("rtsp://host/stream?user=me&password=secret").name == "camera:rtsp://host/stream"
     assert SnapshotSource("http://me:secret@host:81/a.jpg?key=1").name == "http://host:81/a.jpg"
 
 
@@ -334,6 +337,29 @@ def test_new_files_are_given_once_and_oldest_first(tmp_path):
     put(tmp_path, "b.png", b"22", 50)
     assert source.read(0) == Frame(b"22", "b.png")
     assert sorted(path.name for path in tmp_path.iterdir()) == [".hidden.png", "a.png", "b.png", "before.png"]
+
+
+def test_the_name_of_a_file_breaks_no_line_of_the_log(tmp_path):
+    source = FolderSource(tmp_path, now=lambda: 100.0)
+    source.open()
+    put(tmp_path, "a\nsource_ok \udcff.png", b"one", 10)
+    assert [frame.name for frame in read(source)] == ["a source_ok  .png"]
+
+
+def test_a_file_that_cannot_be_read_is_passed_over(tmp_path, monkeypatch, caplog):
+    source = FolderSource(tmp_path, now=lambda: 100.0)
+    source.open()
+    put(tmp_path, "a.png", b"one", 10)
+    put(tmp_path, "b.png", b"two", 11)
+
+    def forbidden(path, most_bytes):
+        if path.name == "a.png":
+            raise PermissionError(13, "Permission denied")
+        return read_regular(path, most_bytes)
+
+    monkeypatch.setattr("edge_agent.serving.sources.folder.read_regular", forbidden)
+    assert [frame.name for frame in read(source)] == ["b.png"]
+    assert "file=a.png reason=this user has no access" in caplog.text
 
 
 def test_a_file_that_is_being_written_waits(tmp_path):
