@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import threading
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from serving_site import COLOURS, named_source, png, square
 
 from edge_agent.core.task import Task, WindowInput
 from edge_agent.personal.personalizer import Personalizer, load_bundle
+from edge_agent.serving.http_api import open_inference
 
 SQUARES = np.stack([square(label, 321, size=20) for label in COLOURS])
 
@@ -230,3 +232,26 @@ def test_a_shape_of_numbers_too_long_to_be_shown_is_refused(site):
     assert status == 400
     assert "inputs.0.shape.1" in content["error"]
     assert len(content["error"]) < 1000
+
+
+def test_values_of_one_request_at_a_time_are_objects_in_memory(site, monkeypatch):
+    present = 0
+    most = 0
+    real = open_inference._array_of
+
+    def counting(*arguments):
+        nonlocal present, most
+        present += 1
+        most = max(most, present)
+        threading.Event().wait(0.02)
+        present -= 1
+        return real(*arguments)
+
+    monkeypatch.setattr(open_inference, "_array_of", counting)
+    tensor = image_tensor(SQUARES[:1])
+    threads = [threading.Thread(target=infer, args=(site, "classifier", {"inputs": [tensor]})) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert most == 1
