@@ -98,6 +98,7 @@ class Decoder:
         elif raw.startswith(_SOUNDS):
             [recording] = self._sound_items(raw)
         elif _is_text(raw):
+            self._check_lines(raw, spec)
             with _as_file(raw) as path:
                 recording = tables.read_recording(path)
         else:
@@ -109,6 +110,20 @@ class Decoder:
                 "send it in parts"
             )
         return preprocess.normalise_windows(preprocess.cut(recording, spec), spec)
+
+    def _check_lines(self, raw: bytes, spec: WindowInput) -> None:
+        """Return quietly where a table has about as few lines as may be answered at once.
+
+        Reading millions of them only to refuse them would hold up everybody else for seconds. Lines may be empty or
+        broken within a cell, so that four of them count as one sample.
+
+        Raises:
+            DataError: There are more.
+        """
+        lines = max(raw.count(b"\n"), raw.count(b"\r"))
+        most = spec.length + spec.stride * self.most_windows
+        if lines > 4 * most:
+            raise DataError(f"has {lines} lines; at most {most} samples are answered at once: send it in parts")
 
     def _sound_items(self, raw: bytes) -> list[np.ndarray]:
         """Return the pictures of a sound, or its recording as the only item.
@@ -150,17 +165,24 @@ def _is_text(raw: bytes) -> bool:
 
 @contextlib.contextmanager
 def _as_file(raw: bytes) -> Iterator[Path]:
-    """Yield the path of a file with these bytes, in memory where the system has such files, for readers of files."""
-    if hasattr(os, "memfd_create") and Path("/proc/self/fd").is_dir():
-        descriptor = os.memfd_create("input", os.MFD_CLOEXEC)
+    """Yield the path of a file with these bytes, in memory where the system has such files, for readers of files.
+
+    Raises:
+        DataError: That of the reader, whose message names the input instead of a path that its sender does not know.
+    """
+    with contextlib.ExitStack() as stack:
+        if hasattr(os, "memfd_create") and Path("/proc/self/fd").is_dir():
+            descriptor = os.memfd_create("input", os.MFD_CLOEXEC)
+            stack.callback(os.close, descriptor)
+            with open(descriptor, "wb", closefd=False) as in_memory:
+                in_memory.write(raw)
+            path = Path(f"/proc/self/fd/{descriptor}")
+        else:
+            file = stack.enter_context(tempfile.NamedTemporaryFile())
+            file.write(raw)
+            file.flush()
+            path = Path(file.name)
         try:
-            with open(descriptor, "wb", closefd=False) as file:
-                file.write(raw)
-            yield Path(f"/proc/self/fd/{descriptor}")
-        finally:
-            os.close(descriptor)
-        return
-    with tempfile.NamedTemporaryFile() as file:
-        file.write(raw)
-        file.flush()
-        yield Path(file.name)
+            yield path
+        except DataError as error:
+            raise DataError(str(error).replace(str(path), "the input")) from error

@@ -153,3 +153,15 @@ def test_any_bytes_give_inputs_or_an_error_of_ours(start, rest, spec):
         return
     assert inputs.shape[1:] == spec.shape
     assert inputs.dtype == np.float32
+
+
+def test_a_table_of_too_many_lines_is_refused_before_it_is_read(monkeypatch):
+    monkeypatch.setattr("edge_agent.data.tables.read_recording", lambda _: pytest.fail("it was read"))
+    with pytest.raises(DataError, match="has 40001 lines; at most 5010 samples are answered at once"):
+        Decoder(WINDOW).decode(b"x,y\n" + b"a,b\n" * 40_000)
+
+
+def test_a_message_about_a_table_names_no_path_of_this_machine():
+    with pytest.raises(DataError, match=r"csv: 'the input': .*first 'a' in line 2") as refused:
+        Decoder(WINDOW).decode(b"x,y\na,b\n")
+    assert "/proc" not in str(refused.value)
