@@ -14,6 +14,7 @@ from collections.abc import Callable
 import numpy as np
 
 from ...core.errors import Busy, HeadwaterError, SourceLost
+from ...wire.messages.fields import printable
 from ..inputs import Decoder
 from ..pair import Pair
 from ..predictor import Predictor
@@ -101,7 +102,8 @@ class Feed(SourceLoop[FeedState]):
         except SourceLost:
             raise
         except HeadwaterError as error:
-            log.warning("frame_not_answered source=%s reason=%s", source, error)
-            self._note_refused(str(error))
+            reason = printable(str(error))  # it may quote what somebody has sent
+            log.warning("frame_not_answered source=%s reason=%s", source, reason)
+            self._note_refused(reason)
             return
         self._note_answered()

@@ -20,6 +20,9 @@ FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0
 """The longest of these pauses."""
 
+END_S = 5.0
+"""Seconds that the end waits for a source: a camera that sends a byte now and then could hold it up for ever."""
+
 _AS_IT_SHOULD = {"ok", "ended"}
 
 
@@ -88,10 +91,10 @@ class SourceLoop(ABC, Generic[State]):
         self._thread.start()
 
     def close(self) -> None:
-        """Answer no more."""
+        """Answer no more; a source that does not come back is left to the end of the program."""
         self._stop.set()
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(END_S)
 
     @abstractmethod
     def _answer_until_lost(self) -> None:

@@ -8,7 +8,7 @@ import threading
 import pytest
 from serving_site import png, square
 
-from edge_agent.core.errors import SourceLost
+from edge_agent.core.errors import DataError, SourceEnded, SourceLost
 from edge_agent.serving.inputs import Decoder
 from edge_agent.serving.pair import Pair
 from edge_agent.serving.predictor import Predictor
@@ -158,3 +158,38 @@ def test_the_page_and_the_metrics_show_sources(source):
         assert site.ask("GET", "/history")[1]["answers"][0]["source"] == "script"
     finally:
         service.close()
+
+
+def test_what_somebody_has_sent_breaks_no_line_of_the_log(predictor, caplog):
+    class Quoting:
+        def decode(self, _raw):
+            raise DataError("first 'x\nsource_ok source=camera' in line 2")
+
+    feed = Feed(Scripted(Frame(b"x", "a.csv"), SourceEnded("all")), predictor, lambda _pair: Quoting(), every_s=0)
+    feed.start()
+    feed._thread.join(WAIT_S)
+    assert feed.state.refused == 1
+    assert "'x source_ok source=camera'" in caplog.text
+
+
+def test_a_source_that_does_not_come_back_does_not_hold_up_the_end(predictor, monkeypatch):
+    monkeypatch.setattr(module, "END_S", 0.01)
+    is_asked = threading.Event()
+    go_on = threading.Event()
+
+    class Stuck(Scripted):
+        def read(self, wait_s):
+            is_asked.set()
+            assert go_on.wait(WAIT_S)
+
+    feed = Feed(Stuck(), predictor, lambda pair: Decoder(pair.input), every_s=0)
+    feed.start()
+    assert is_asked.wait(WAIT_S)
+    closer = threading.Thread(target=feed.close)
+    closer.start()
+    closer.join(WAIT_S / 10)
+    has_ended = not closer.is_alive()
+    go_on.set()
+    closer.join(WAIT_S)
+    feed._thread.join(WAIT_S)
+    assert has_ended
