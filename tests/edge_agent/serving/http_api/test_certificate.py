@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import ipaddress
+import socket
 import ssl
 import urllib.request
 
@@ -17,6 +19,7 @@ from serving_site import png, square
 from edge_agent.core.config import ServeConfig, parse
 from edge_agent.core.errors import ConfigError, UsageError
 from edge_agent.serving.http_api.certificate import ServerCertificate
+from edge_agent.serving.http_api.server import HttpLimits
 from edge_agent.serving.service import HttpSettings
 from edge_agent.serving.settings import http_settings
 
@@ -116,3 +119,32 @@ def test_the_settings_of_the_file_and_the_address_of_the_page(tmp_path):
     assert isinstance(settings, HttpSettings)
     with pytest.raises(ConfigError, match="cert is not set"):
         parse(ServeConfig, {"key": str(key)}, where="test")
+
+
+def test_a_client_that_agrees_on_no_key_loses_its_place(serve, source, tmp_path):
+    cert, key = write_certificate(tmp_path)
+    site = serve(source, tls=ServerCertificate(cert, key), limits=HttpLimits(connections=1, request_s=0.3))
+    for begin in (b"", b"\x16\x03\x01", b"GET / HTTP/1.1\r\n\r\n"):
+        with socket.create_connection(("127.0.0.1", site.port), timeout=30) as silent:
+            silent.sendall(begin)
+            with contextlib.suppress(ConnectionError):
+                while silent.recv(100):
+                    pass
+    status = 0
+    while status != 200:  # its thread ends a moment after its connection
+        with contextlib.suppress(OSError):
+            status, _ = ask(site.port, cert, png(square("red")))
+
+
+def test_why_a_large_body_was_refused_is_read_over_an_encrypted_connection(serve, source, tmp_path):
+    cert, key = write_certificate(tmp_path)
+    site = serve(source, tls=ServerCertificate(cert, key), limits=HttpLimits(body_bytes=1000))
+    context = ssl.create_default_context(cafile=cert)
+    with (
+        socket.create_connection(("127.0.0.1", site.port), timeout=30) as connection,
+        context.wrap_socket(connection, server_hostname="127.0.0.1") as encrypted,
+    ):
+        encrypted.sendall(b"POST /classify HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4000000\r\n\r\n")
+        for _ in range(50):
+            encrypted.sendall(bytes(80_000))
+        assert encrypted.recv(65536).startswith(b"HTTP/1.1 413")
