@@ -210,8 +210,9 @@ def _from_pillow(image: Any) -> np.ndarray:
     image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I") or image.mode == "F":
         return _bytes_of_wide(np.asarray(image))
-    grey = image.mode in {"1", "L", "LA"}
-    return np.asarray(image.convert("L" if grey else "RGB"))
+    mode = "L" if image.mode in {"1", "L", "LA"} else "RGB"
+    # Converting to the mode that it has already would be one more copy.
+    return np.asarray(image if image.mode == mode else image.convert(mode))
 
 
 def _bytes_of_wide(grey: np.ndarray) -> np.ndarray:
