@@ -11,10 +11,12 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from edge_agent.core.children import ThreadWorker
+from edge_agent.core.config import BrokerConfig
 from edge_agent.core.errors import BrokerAway, DuplicateCoordinator, StateError, UsageError
 from edge_agent.core.limits import OPEN_FILES, allow_open_files
 from edge_agent.core.locks import lock_holder
@@ -44,11 +46,13 @@ from .preflight import overlaps
 from .standby import Standby, wait_for_folder
 from .surroundings import Access, Runtime, StartOptions
 
+if TYPE_CHECKING:
+    from ..identity.serving import IdentityService  # it loads cryptography, which only certificates need
+
 log = logging.getLogger(__name__)
 
 START_LIMIT_S = 10.0
 """How long a start waits until it may serve, before it reports what it waits for."""
-
 
 LEAST_FREE_BYTES = 1 << 20
 """With less than this the journal may not take the entries of a start."""
@@ -67,22 +71,14 @@ def take_over(
         StateError: there is no journal in the state folder, or it is damaged.
     """
     while True:
-        takeover = Takeover()
+        # 1. Wait until the other one is silent. Where its broker is its own, both end together: its lock tells.
         if config.broker is None:
-            if (config.state / MARKER).exists():
-                raise UsageError(
-                    f"{config.state} is a copy, and the coordinator starts its own broker, which ends with it: nobody "
-                    "can hear here whether it serves. Give [broker] url, or start 'headwater serve' here by hand"
-                )
-            if not wait_for_folder(config.state, stop):
-                return None
+            takeover = _wait_without_broker(config, stop)
         else:
-            transport = MqttTransport(config.broker, f"{config.federation}-standby-{secrets.token_hex(4)}")
-            with contextlib.closing(transport):
-                standby = Standby(config.federation, config.state, transport, takeover_s=takeover_s)
-                if not standby.wait(stop):
-                    return None
-                takeover = standby.replaced
+            takeover = _wait_at_broker(config, config.broker, stop, takeover_s)
+        if takeover is None:
+            return None
+        # 2. Start in its place. What may pass by itself, such as another standby that was faster, is waited for again.
         try:
             return stack.enter_context(coordinator(config, stop, takeover=takeover))
         except (DuplicateCoordinator, BrokerAway) as error:
@@ -91,6 +87,36 @@ def take_over(
             if lock_holder(config.state) is None:
                 raise
             log.warning("not_taken_over reason=%s", error)
+
+
+def _wait_without_broker(config: CoordinatorConfig, stop: threading.Event) -> Takeover | None:
+    """Wait until the state folder of a coordinator with its own broker is free; None where ``stop`` is set before.
+
+    Raises:
+        UsageError: the state folder is a copy: its lock says nothing about the coordinator that serves.
+        StateError: the folder has no journal, or its file system does not answer.
+    """
+    if (config.state / MARKER).exists():
+        raise UsageError(
+            f"{config.state} is a copy, and the coordinator starts its own broker, which ends with it: nobody "
+            "can hear here whether it serves. Give [broker] url, or start 'headwater serve' here by hand"
+        )
+    return Takeover() if wait_for_folder(config.state, stop) else None
+
+
+def _wait_at_broker(
+    config: CoordinatorConfig, broker: BrokerConfig, stop: threading.Event, takeover_s: float
+) -> Takeover | None:
+    """Wait until the coordinator that serves is silent for ``takeover_s``; None where ``stop`` is set before.
+
+    Raises:
+        UsageError: the coordinator that serves works on another state folder, or nobody could hear it.
+        StateError: there is no journal in the state folder, or it is damaged.
+    """
+    transport = MqttTransport(broker, f"{config.federation}-standby-{secrets.token_hex(4)}")
+    with contextlib.closing(transport):
+        standby = Standby(config.federation, config.state, transport, takeover_s=takeover_s)
+        return standby.replaced if standby.wait(stop) else None
 
 
 @contextlib.contextmanager
@@ -121,54 +147,27 @@ def coordinator(
     # Sockets, files of uploads and of updates that are aggregated: a plain shell allows 1,024 of them together.
     allow_open_files(OPEN_FILES)
     with contextlib.ExitStack() as stack:
+        # 1. The state folder belongs to this process from here on. What an operator has to decide about a backup is
+        # asked for before anything is written.
         folder = StateFolder(config.state)
         state = _when_there_is_room(config.state, stop, lambda: stack.enter_context(folder.open("headwater serve")))
         stack.enter_context(logging_to(config.state))
         if takeover is None:
             takeover = prepare_start(config, state, decisions or Decisions(), stop)
-        broker = config.broker
-        embedded = config.embedded
-        identity = None
-        keys = CommandKeys.of(config.state, config.federation)
+        # 2. A broker that agents reach, and the connection to it.
         refusals = Refusals(time.monotonic)
-
-        def refused_by(by: By) -> OnRefused:
-            return lambda agent, message, remedy: refusals.note(agent, by, LOGIN_REFUSED, message, remedy)
-
-        if config.identity is not None:
-            from ..identity.enrolment import Enrolment
-            from ..identity.serving import IdentityService
-
-            identity = IdentityService(Enrolment(config.state, config.federation, config.identity))
-            identity.broker.on_refused = refused_by("broker")
-            identity.port.on_refused = refused_by("enrolment")
-            stack.callback(identity.stop)
-            identity.start(utc_now())
-            broker = identity.client()
-            keys = CommandKeys.of(config.state, config.federation, identity.generation)
-        elif broker is None:
-            served = EmbeddedBroker(
-                embedded.bind, embedded.port, federation=config.federation, password_file=embedded.password_file
-            )
-            served.on_refused = refused_by("broker")
-            stack.enter_context(served)
-            broker = served.config()
-            log.info("broker_started url=%s", broker.url)
+        entrance = _open_entrance(config, refusals, stack)
         topics = Topics(config.federation)
         boot = secrets.token_hex(8)
         limits = RateLimits(topics)
         mqtt = MqttTransport(
-            broker,
+            entrance.broker,
             f"{config.federation}-coordinator-{boot}",  # two with one id would end each other's connection for ever
             admits=limits.admits,
             rank_of=rank_by(topics),
         )
         worker = ThreadWorker(mqtt.wake)
-        transport: Transport = mqtt
-        if config.hosted:
-            side = HostedTransport.of(config, mqtt.wake)
-            ids = [client.id for client in config.hosted]
-            transport = CombinedTransport(mqtt, side, topics, ids, side.away)
+        transport = _with_hosted_clients(config, mqtt, topics)
         hooks = OwnDataHooks(
             config.proxy, ComputeProcess(state.path / "hosted" / "compute.log"), ThreadWorker(mqtt.wake)
         )  # a process of its own: an evaluation takes as long as it likes, and no round waits for it
@@ -178,17 +177,92 @@ def coordinator(
             state,
             transport,
             runtime=Runtime(worker=worker, hooks=hooks, compute=compute or ComputeProcess(state.path / "compute.log")),
-            access=Access(broker_url=broker.url, limits=limits, identity=identity, keys=keys, refusals=refusals),
+            access=Access(
+                broker_url=entrance.broker.url,
+                limits=limits,
+                identity=entrance.identity,
+                keys=entrance.keys,
+                refusals=refusals,
+            ),
             start=StartOptions(boot=boot, probe_s=probe_s, takeover=takeover),
         )
         for overlap in overlaps(config):
             log.warning("samples_serve_twice %s", overlap)
+        # 3. The start itself; most callers get a coordinator that serves already.
         stack.callback(service.close)
         _when_there_is_room(config.state, stop, service.start)
-        until = time.monotonic() + START_LIMIT_S
-        while not service.is_serving and service.waiting.about != "broker" and time.monotonic() < until:
-            service.step(service.idle_s())
+        _step_until_serving(service)
         yield service
+
+
+@dataclass(frozen=True)
+class _Entrance:
+    """How agents reach a coordinator, and how they know its commands."""
+
+    broker: BrokerConfig
+    """The broker that the coordinator connects to."""
+
+    keys: CommandKeys
+    """The keys of its commands."""
+
+    identity: IdentityService | None = None
+    """Who has a certificate; None: agents need none."""
+
+
+def _open_entrance(config: CoordinatorConfig, refusals: Refusals, stack: contextlib.ExitStack) -> _Entrance:
+    """Start what agents connect to: a broker with certificates, an embedded broker, or nothing beside the one given.
+
+    Args:
+        config: The coordinator's configuration.
+        refusals: Notes the devices that are not let in.
+        stack: Ends with its context what was started.
+    """
+
+    def refused_by(by: By) -> OnRefused:
+        return lambda agent, message, remedy: refusals.note(agent, by, LOGIN_REFUSED, message, remedy)
+
+    # The secret of commands is made before anything listens.
+    keys = CommandKeys.of(config.state, config.federation)
+    if config.identity is not None:
+        from ..identity.enrolment import Enrolment
+        from ..identity.serving import IdentityService
+
+        identity = IdentityService(Enrolment(config.state, config.federation, config.identity))
+        identity.broker.on_refused = refused_by("broker")
+        identity.port.on_refused = refused_by("enrolment")
+        stack.callback(identity.stop)
+        identity.start(utc_now())
+        broker = identity.client()
+        # Each revocation begins another generation of an agent's key, which commands have to follow.
+        keys = CommandKeys.of(config.state, config.federation, identity.generation)
+        return _Entrance(broker, keys, identity)
+    if config.broker is not None:
+        return _Entrance(config.broker, keys)
+    embedded = config.embedded
+    served = EmbeddedBroker(
+        embedded.bind, embedded.port, federation=config.federation, password_file=embedded.password_file
+    )
+    served.on_refused = refused_by("broker")
+    stack.enter_context(served)
+    broker = served.config()
+    log.info("broker_started url=%s", broker.url)
+    return _Entrance(broker, keys)
+
+
+def _with_hosted_clients(config: CoordinatorConfig, mqtt: MqttTransport, topics: Topics) -> Transport:
+    """Return the transport to all agents: those at the broker, and the clients that the coordinator hosts itself."""
+    if not config.hosted:
+        return mqtt
+    hosted = HostedTransport.of(config, mqtt.wake)
+    ids = [client.id for client in config.hosted]
+    return CombinedTransport(mqtt, hosted, topics, ids, hosted.away)
+
+
+def _step_until_serving(service: Coordinator) -> None:
+    """Step until the coordinator serves, for at most `START_LIMIT_S`; not while the broker is away."""
+    until = time.monotonic() + START_LIMIT_S
+    while not service.is_serving and service.waiting.about != "broker" and time.monotonic() < until:
+        service.step(service.idle_s())
 
 
 T = TypeVar("T")
