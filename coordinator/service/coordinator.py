@@ -292,8 +292,8 @@ class Coordinator:
 
     def _on_disconnected(self, event: Disconnected) -> None:
         """Wait for the broker; meanwhile no agent can be heard, and none counts as lost."""
-        what = f"the broker at {self.broker_url} cannot be reached ({event.reason}); trying again until it can"
-        self._broker_wait = Waiting(what, about="broker")
+        awaited = f"the broker at {self.broker_url} cannot be reached ({event.reason}); trying again until it can"
+        self._broker_wait = Waiting(awaited, about="broker")
         self.roster.disconnected()
         self.distributor.disconnected()
 

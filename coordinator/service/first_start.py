@@ -97,8 +97,8 @@ def prepare_start(
 
 def _describe_age(backup: BackupFacts) -> str:
     """Return when a backup was made, as a clause for people."""
-    made = show_time(backup.at) if backup.at else "an unknown time"
-    return f"made at {made}"
+    made_at = show_time(backup.at) if backup.at else "an unknown time"
+    return f"made at {made_at}"
 
 
 # --- another coordinator ---------------------------------------------------------------------------------------------
@@ -155,13 +155,13 @@ def _check_other(
     """
     own_id = federation_of(state.journal.entries(kinds=("coordinator_started",)))
     serves = "is starting" if other.serving_s is None else f"has been serving for {other.serving_s:.0f} s"
-    own = state.journal.progress()
+    progress = state.journal.progress()
     kind = "a state folder" if backup is None else f"a backup {_describe_age(backup)}"
     about = (
         f"another coordinator of federation '{config.federation}' {serves}: host '{other.host}', process "
         f"{other.process}, federation id {other.federation[:12]}, epoch {other.epoch}, {other.entries} journal entries "
-        f"and {counted(other.newest_run, 'run')}; {state.path} is {kind}, federation id {own_id[:12]}, {own.entries} "
-        f"journal entries and {counted(own.newest_run, 'run')}"
+        f"and {counted(other.newest_run, 'run')}; {state.path} is {kind}, federation id {own_id[:12]}, "
+        f"{progress.entries} journal entries and {counted(progress.newest_run, 'run')}"
     )
     if other.federation != own_id:
         raise DuplicateCoordinator(

@@ -129,8 +129,8 @@ class Peers:
         """Return what keeps this coordinator from serving."""
         if self._queried_at is None:
             return Waiting("the broker's answer to our subscriptions", about="start")
-        what = f"another coordinator of federation '{self._name}' may answer; serves when none does"
-        return Waiting(what, until=self._queried_at + self._probe_s, about="start")
+        awaited = f"another coordinator of federation '{self._name}' may answer; serves when none does"
+        return Waiting(awaited, until=self._queried_at + self._probe_s, about="start")
 
     def tick(self) -> bool:
         """Announce this coordinator from time to time; return True at the moment when it begins to serve."""
@@ -178,7 +178,7 @@ class Peers:
 
     def _note_standby(self, message: Present, now: float) -> None:
         """Note a coordinator in reserve, and forget those that were not heard lately."""
-        recent = {boot: known for boot, known in self._standbys.items() if now - known[1] < KNOWN_S}
+        recent = {boot: (name, at) for boot, (name, at) in self._standbys.items() if now - at < KNOWN_S}
         self._standbys = recent if len(recent) < MOST_ANSWERED else {}
         self._standbys[message.boot] = (f"host '{message.host}', process {message.process}", now)
 

@@ -52,31 +52,19 @@ def checked_method(
 
     created = list[Method]()
     check(lambda: created.append(methods.create(name, params, paper=paper)))
+    # 1. What every method needs: an encoder for the task, and the data that the configuration names.
     check(lambda: models.check(config.task))
     for source in config.export.calibration:
         check(functools.partial(data.check, source, config.export.folder))
     mistakes += _unusable_data(config)
+    # 2. What this method needs, where there is one.
     if created:
         method = created[0]
-        weights = config.run.weights
-        patience = config.export.patience
-        shares_encoder = "encoder" in method.shared
         check(lambda: _check_method(method, config))
         check(lambda: _check_signing(method, config))
-        if config.warm_start is not None and not shares_encoder:
-            mistakes.append(
-                UsageError(
-                    f"[warm_start] with method '{method.name}', which shares no encoder: it would reach no client; "
-                    "leave it out (headwater run --no-warm-start)"
-                )
-            )
-        if patience and method.needs_last_round:
-            mistakes.append(
-                UsageError(
-                    f"export.patience = {patience} may end a run of method '{method.name}' before its last round, in "
-                    "which it computes what it evaluates; set export.patience = 0, or switch that off in the method"
-                )
-            )
+        check(lambda: _check_warm_start(method, config))
+        check(lambda: _check_patience(method, config))
+        weights = config.run.weights
         if weights is not None and not mistakes:  # otherwise the model may not be buildable
             check(lambda: _check_weights(method, config.task, weights))
         if not mistakes:
@@ -144,6 +132,25 @@ def _check_signing(method: Method, config: CoordinatorConfig) -> None:
         )
 
 
+def _check_warm_start(method: Method, config: CoordinatorConfig) -> None:
+    """Require that a warm start reaches clients, which have the encoder only from a method that shares it."""
+    if config.warm_start is not None and "encoder" not in method.shared:
+        raise UsageError(
+            f"[warm_start] with method '{method.name}', which shares no encoder: it would reach no client; "
+            "leave it out (headwater run --no-warm-start)"
+        )
+
+
+def _check_patience(method: Method, config: CoordinatorConfig) -> None:
+    """Require that no run ends early whose method computes in its last round what it evaluates."""
+    patience = config.export.patience
+    if patience and method.needs_last_round:
+        raise UsageError(
+            f"export.patience = {patience} may end a run of method '{method.name}' before its last round, in "
+            "which it computes what it evaluates; set export.patience = 0, or switch that off in the method"
+        )
+
+
 def _noise_objection(method: Method, privacy: DifferentialPrivacyConfig) -> str:
     """Return why a run would fail under ``[privacy]`` after all devices were asked; empty where it would not."""
     if privacy.clip is None:
@@ -159,6 +166,7 @@ def _noise_objection(method: Method, privacy: DifferentialPrivacyConfig) -> str:
 
 
 def _check_weights(method: Method, task: Task, path: Path) -> None:
+    """Require that clients get the weights of a file, and that they fit the encoder of the task."""
     from edge_agent.training.weights import read_weights
 
     if "encoder" not in method.shared:
@@ -254,8 +262,8 @@ def _locate(source: str, folder: Path | None) -> tuple[tuple[str, object], dict[
     Raises:
         HeadwaterError, ValueError: The source is no valid one.
     """
-    kind, location, given = data.location(source, folder)
-    options = data.source_kind(kind).options.model_validate(given).model_dump()
+    kind, location, options_given = data.location(source, folder)
+    options = data.source_kind(kind).options.model_validate(options_given).model_dump()
     return (kind, location), options
 
 

@@ -255,18 +255,14 @@ class Standby:
             return False
         silent_s = now - self._heard_at
         try:
-            holder = _lock_holder(self._state)
-            if holder != self._lock[0]:
-                self._lock = (holder, now)
+            holder = self._read_lock(now)
             is_copy = self._is_copy()
-            # A free lock is a second sign that the other process has ended; a copy has a lock of its own.
-            is_ended = holder is None and not is_copy
-            enough_s = QUIET_S if is_ended else self._takeover_s
-            if silent_s < enough_s:
+            if silent_s < self._enough_silence_s(holder, is_copy=is_copy):
                 return False
             if holder is not None:
                 self._release_lock(holder, now, is_copy=is_copy)
         except StateError as error:
+            # It is tried again each time, and logged when the reason is another one.
             if str(error) != self._said:
                 log.warning("takeover_waits reason=%s", error)
             self._said = str(error)
@@ -274,6 +270,24 @@ class Standby:
         name = "free" if holder is None else holder.name
         log.warning("takes_over from=%s silent_s=%.0f lock=%s", self.serving or "nobody heard", silent_s, name)
         return True
+
+    def _read_lock(self, now: float) -> LockHolder | None:
+        """Return who holds the state folder, and note since when; None: nobody does.
+
+        Raises:
+            StateError: the folder's file system does not answer.
+        """
+        holder = _lock_holder(self._state)
+        known_holder, _ = self._lock
+        if holder != known_holder:
+            self._lock = (holder, now)
+        return holder
+
+    def _enough_silence_s(self, holder: LockHolder | None, *, is_copy: bool) -> float:
+        """Return after how many seconds of silence the coordinator counts as lost."""
+        # A free lock is a second sign that the other process has ended; a copy has a lock of its own.
+        is_ended = holder is None and not is_copy
+        return QUIET_S if is_ended else self._takeover_s
 
     def _release_lock(self, holder: LockHolder, now: float, *, is_copy: bool) -> None:
         """Remove the lock of a process that does not answer.
