@@ -110,8 +110,15 @@ def export_bundle(request: Request) -> dict[str, Any]:
     method = _method(request)
     state = _state(request)
     hosted = _HOSTED.validate_python(request["hosted"])
-    domains = own_domains(task, config, hosted) if config.int8 and is_release else {}
-    quick = not is_release and config.exporter == "auto"
+    # The next round replaces the bundle of a round: only a release is worth the time that int8 takes.
+    has_int8 = config.int8 and is_release
+    domains = own_domains(task, config, hosted) if has_int8 else {}
+    # The legacy exporter saves seconds of each round; the gates are the same.
+    is_quick = not is_release and config.exporter == "auto"
+    exporter = "legacy" if is_quick else config.exporter
+    norm_note = NORM_NOTES[method.norm] if request["pooled"] else ""
+    client_ranges = _tensors(request, "client_ranges") if is_release else {}
+    lineage = None if request["lineage"] is None else Lineage.model_validate(request["lineage"])
     report = bundle(
         _model(request, method, task, state),
         method,
@@ -120,12 +127,12 @@ def export_bundle(request: Request) -> dict[str, Any]:
         Path(request["path"]),
         name=request["run"],
         global_head=method.global_head(state),
-        exporter="legacy" if quick else config.exporter,  # seconds of each round otherwise; the gates are the same
-        norm_note=NORM_NOTES[method.norm] if request["pooled"] else "",
-        int8=config.int8 and is_release,
+        exporter=exporter,
+        norm_note=norm_note,
+        int8=has_int8,
         own_norm=is_release,
-        client_ranges=_tensors(request, "client_ranges") if is_release else {},
-        lineage=None if request["lineage"] is None else Lineage.model_validate(request["lineage"]),
+        client_ranges=client_ranges,
+        lineage=lineage,
     )
     parity = report.manifest.parity
     variants = variant_figures(report.manifest)["variants"]
@@ -133,7 +140,9 @@ def export_bundle(request: Request) -> dict[str, Any]:
         "bundle_id": report.manifest.bundle_id,
         "parity_max_abs": float(parity.max_abs),
         "int8_cosine": parity.int8_cosine,
-        "held_out": {name: one["accuracy"] for name, one in variants.items() if one["accuracy"] is not None},
+        "held_out": {
+            name: variant["accuracy"] for name, variant in variants.items() if variant["accuracy"] is not None
+        },
     }
 
 

@@ -298,10 +298,10 @@ def next_steps(
 def describe_spent(privacy: dict[str, Any]) -> str:
     """Return what is spent of the privacy budget, as a line; ``privacy``: JSON of the summary or the status."""
     epsilon = privacy.get("epsilon")
-    left = privacy.get("epsilon_left")
+    epsilon_left = privacy.get("epsilon_left")
     uncovered = privacy.get("rounds_without_noise")
     used = "more spent than any epsilon bounds" if epsilon is None else f"epsilon {epsilon:g} spent"
-    rest = "no limit is set" if left is None else f"{left:g} left"
+    rest = "no limit is set" if epsilon_left is None else f"{epsilon_left:g} left"
     line = f"differential privacy: {used}, {rest} (delta {privacy['delta']:g})"
     if uncovered:
         return f"{line}; {counted(uncovered, 'round')} without noise, which epsilon does not cover"

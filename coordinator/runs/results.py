@@ -13,7 +13,7 @@ from edge_agent.wire.messages.up import Report
 from ..journal import entries as facts
 from ..journal.entries import CancelRequested, ReleaseReported, RoundClosed, RunCancelled, RunFinished
 from ..journal.kinds import FINAL
-from ..journal.store import facts_of, utc_now
+from ..journal.store import Entry, utc_now
 from ..rounds.context import Run, Steps, Waiting
 from ..rounds.figures import Stats, round_record
 from ..rounds.privacy import PrivacyBudget
@@ -43,6 +43,7 @@ def restore(state: StateFolder, run: str) -> None:
     Raises:
         StateError: the file is damaged, or has rounds that the journal lacks.
     """
+    # 1. Which rounds have closed, and which of them have a record. The file must not be ahead of the journal.
     closed = {entry.round or 0: entry for entry in state.journal.entries(run, ("round_closed",))}
     folder = state.run(run)
     recorded = {int(record.get("round", 0)) for record in folder.metrics() if record.get("kind") == "round"}
@@ -53,17 +54,30 @@ def restore(state: StateFolder, run: str) -> None:
             f"{max(closed, default=0)}: the journal is an older copy, or was copied without journal.db-wal. Put the "
             "newer journal back, or the whole state folder from a backup; to repeat those rounds, remove their lines"
         )
+    # 2. The records that are missing, in the order of their rounds.
     for number in sorted(closed.keys() - recorded):
-        # The record of the open round as it was when it closed, from the entries between the two ends of rounds.
-        record = RunRecord(run, round=number - 1)
-        before = closed.get(number - 1)
-        begin = 0 if before is None else before.id
-        for entry in state.journal.entries(run, after=begin):
-            if entry.id < closed[number].id:  # what comes after it was late
-                record = step(record, entry)
-        for fact in facts_of([closed[number]], RoundClosed):
-            if record.open_round is not None:
-                folder.append_metrics(round_record(record.open_round, fact))
+        end = closed[number]
+        record = _record_before(state, run, closed.get(number - 1), end, number)
+        if record.open_round is not None and isinstance(end.fact, RoundClosed):
+            folder.append_metrics(round_record(record.open_round, end.fact))
+
+
+def _record_before(state: StateFolder, run: str, end_before: Entry | None, end: Entry, number: int) -> RunRecord:
+    """Return the record of a run just before a round closed: its open round is as it was then.
+
+    Args:
+        state: The state folder.
+        run: Name of the run.
+        end_before: The entry with which the round before closed; None: it is the first one.
+        end: The entry with which this round closed.
+        number: The round's number.
+    """
+    record = RunRecord(run, round=number - 1)
+    begin = 0 if end_before is None else end_before.id
+    for entry in state.journal.entries(run, after=begin):
+        if entry.id < end.id:  # what comes after it was late
+            record = step(record, entry)
+    return record
 
 
 RECORDED_AT_ONCE = 500

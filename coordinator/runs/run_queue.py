@@ -68,19 +68,23 @@ class Runs:
 
     def advance(self) -> None:
         """Cancel runs on request, start the next one, and continue the active one."""
+        # 1. What other processes have requested.
         try:
             self._read_journal()
         except (StateError, OSError) as error:
             self.trouble(error)
+        # 2. A run that is stalled resumes from the journal when its pause is over.
         stall = self._storage.stall
         if stall is not None and self._clock() >= stall.until:
             if self.loop is not None:
                 self.loop.withdraw()
             self._begin(stall.run)
-        loop = self.loop
-        steps = self._steps
-        if loop is None or steps is None:
-            return
+        # 3. The active run goes on.
+        if self.loop is not None and self._steps is not None:
+            self._step(self.loop, self._steps)
+
+    def _step(self, loop: RunLoop, steps: Steps) -> None:
+        """Take one step of the active run. Whatever fails in it costs a pause or the run, not the service."""
         try:
             if loop.failure is not None:
                 raise loop.failure
@@ -130,19 +134,24 @@ class Runs:
             return
         cancels, seen = requested_cancels(self._state, self._cancels_seen)
         for run, reason in cancels.items():
-            end_run(self._state, run, "run_cancelled", reason)
-            log.warning("run_cancelled run=%s reason=%s", run, reason)
-            if self.loop is not None and self.loop.run.id == run:
-                self.loop.abandon()
-                self._end()
-            elif self._storage.stall is not None and self._storage.stall.run == run:
-                self._end()
+            self._cancel(run, reason)
         self._cancels_seen = seen  # only now: a request that could not be recorded is read again
         if self._steps is None and self._storage.stall is None:
             for run in self._state.journal.unfinished()[:1]:
                 self._begin(run)
         self._prune()
         self._read = version
+
+    def _cancel(self, run: str, reason: str) -> None:
+        """Record that a run is cancelled, and end it if it is the active one or the one that is stalled."""
+        end_run(self._state, run, "run_cancelled", reason)
+        log.warning("run_cancelled run=%s reason=%s", run, reason)
+        stall = self._storage.stall
+        if self.loop is not None and self.loop.run.id == run:
+            self.loop.abandon()
+            self._end()
+        elif stall is not None and stall.run == run:
+            self._end()
 
     def _prune(self) -> None:
         """Remove files of ended runs: by the configuration after each run, and those that a command has named."""
