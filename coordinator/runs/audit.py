@@ -392,7 +392,7 @@ def _compare_states(
                 before=before,
                 # Without a limit for cosines no update is compared with the way of the run.
                 start=states[0] if settings.min_cosine is not None else None,
-                bases=frozenset(round_.bases[round_.asked[agent]] for agent in updates if agent in round_.asked),
+                bases=_base_states(round_, updates),
                 updates=updates,
                 settings=settings,
                 repeats=repeats,
@@ -401,8 +401,15 @@ def _compare_states(
             has_all = len(updates) == len(round_.accepted) and inputs.states <= intact_blobs
             if has_all and not round_.is_masked:
                 _compare_aggregation(state, method, round_, closed, inputs, audited, result)
+        # The next round began from this state, and with these counts.
         before = closed.digest
         repeats = dict(closed.fact.repeats)
+
+
+def _base_states(round_: _Round, agents: Iterable[str]) -> frozenset[str]:
+    """Return the digests of the earlier states that updates of these agents started from, in a buffered round."""
+    asked_earlier = [agent for agent in agents if agent in round_.asked]
+    return frozenset(round_.bases[round_.asked[agent]] for agent in asked_earlier)
 
 
 def _find_first_state(entries: Sequence[Entry]) -> str | None:
@@ -483,26 +490,37 @@ def _compare_receipts(
     for entry in entries:
         if entry.kind == "update_accepted":
             accepted[entry.agent, entry.round, entry.digest] = entry
-    # The last receipt of an update counts: a coordinator on a restored backup rejects those of later rounds first.
+    # 1. The last receipt of an update counts: a coordinator on a restored backup rejects those of later rounds first.
     last_receipts = {(receipt.agent, receipt.round, receipt.digest): receipt for receipt in receipts}
     confirmed = set[tuple[str | None, int | None]]()
     for key, receipt in last_receipts.items():
         journaled = accepted.get(key)
-        row = f"receipt of {receipt.agent}, round {receipt.round}, {receipt.digest[:16]}"
-        if journaled is None:
-            if receipt.is_accepted:
-                lost = "lost: the agent's receipt says accepted, and the journal has no such entry"
-                result.breaks.append(f"{row}: {lost}")
-        elif not receipt.is_accepted:
-            contrary = f"the agent's receipt says rejected, and entry {journaled.id} has accepted it"
-            result.breaks.append(f"{row}: {contrary}")
-        elif not _is_outside_rounds(journaled.fact):
+        contradiction = _contradiction_to_receipt(receipt, journaled)
+        if contradiction:
+            row = f"receipt of {receipt.agent}, round {receipt.round}, {receipt.digest[:16]}"
+            result.breaks.append(f"{row}: {contradiction}")
+        elif journaled is not None and not _is_outside_rounds(journaled.fact):
             confirmed.add((receipt.agent, receipt.round))
+    # 2. How many updates of each aggregation are confirmed by the agents that sent them.
     result.receipts = len(receipts)
     result.agents = sorted({receipt.agent for receipt in receipts})
     for round_, audited in zip(closed_rounds, result.rounds, strict=True):
         in_aggregation = {(agent, entry.round) for agent, entry in round_.accepted.items()}
         audited.confirmed = len(in_aggregation & confirmed)
+
+
+def _contradiction_to_receipt(receipt: _Receipt, journaled: Entry | None) -> str:
+    """Return how a receipt contradicts the journal; empty where both say the same.
+
+    Args:
+        receipt: The last receipt of an update.
+        journaled: The entry that has accepted the update; None: there is none.
+    """
+    if journaled is None and receipt.is_accepted:
+        return "lost: the agent's receipt says accepted, and the journal has no such entry"
+    if journaled is not None and not receipt.is_accepted:
+        return f"the agent's receipt says rejected, and entry {journaled.id} has accepted it"
+    return ""
 
 
 def _read_all_receipts(state: StateFolder, run_id: str, given: Sequence[Path], result: Audit) -> list[_Receipt]:
