@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import getpass
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -44,30 +44,15 @@ def create(folder: StateFolder, plan: Plan, run: str | None, by: str, *, new_cha
     plan.check(utc_now())
     if plan.activate_at and moment_of(plan.activate_at) <= utc_now():
         raise UsageError(f"--activate-at {plan.activate_at} is over; leave it out, or give a time to come")
-    at_hand = _bundles(folder, run, ("bundle_exported",))
-    if not at_hand and run is not None:  # it did not end, or is of this release alone
-        at_hand = [
-            one
-            for one in _bundles(folder, run, ("release_made",))
-            if isinstance(one.fact, ReleaseMade) and not one.fact.rolls_back
-        ]
-    if not at_hand:
-        if run is not None:
-            replay(folder.journal, run)  # names the runs that there are
-        of = "no run" if run is None else run
-        raise UsageError(
-            f"{of} has a bundle that can be released; a run exports one at its end where export.after_run is true, "
-            "'headwater report' says why it did not"
-        )
-    chosen = at_hand[-1]
+    newest = _newest_bundle(folder, run)
     book = book_of(folder.journal)
     if not new_channel:
         book.check_channel(plan.channel)
     book.check_fleet(plan)
     older = book.for_everybody(plan.channel)
     parent = None if older is None else older.bundle_id
-    made = release_of(chosen.fact, plan=plan.to_fact(), by=by, parent=parent)
-    _release(folder, chosen.run, chosen.round, chosen.digest, made)
+    release = release_of(newest.fact, plan=plan.to_fact(), by=by, parent=parent)
+    _release(folder, newest.run, newest.round, newest.digest, release)
     return len(book.releases) + 1
 
 
@@ -136,8 +121,8 @@ def rollback(folder: StateFolder, number: int | None, reason: str, by: str) -> i
     release = find_release(book, number)
     if release.rolled_back_by:
         raise UsageError(_is_already(release, f"by release {release.rolled_back_by}"))
-    older, made = rollback_of(book, release, reason or f"rolled back by {by}", by)
-    _release(folder, older.run, older.round, older.digest, made)
+    older, way_back = rollback_of(book, release, reason or f"rolled back by {by}", by)
+    _release(folder, older.run, older.round, older.digest, way_back)
     return len(book.releases) + 1
 
 
@@ -156,16 +141,9 @@ def pin(
         raise UsageError(f"--until {until} is over; give a date to come")
     until = moment_of(until).isoformat(timespec="minutes") if until else ""
     book = book_of(folder.journal)
-    known = book.devices.get(device)
-    if known is None:
-        tier = next((one["tier"] for one in read_agents(folder.path) if one["id"] == device), None)
-        if tier is not None:
-            raise UsageError(
-                f"{device} is of tier '{tier}', which takes no releases; tier = \"head\" in its agent.toml does"
-            )
-        raise UsageError(f"no device '{device[:80]}' was heard; known: {listed(sorted(book.devices))}")
+    heard_device = _find_device(folder, book, device)
     if number is None:
-        number = Running(book).number(known, book.wanted(known, utc_now()))
+        number = Running(book).number(heard_device, book.wanted(heard_device, utc_now()))
         if number is None:
             raise UsageError(f"{device} runs no release that is known here; name one")
     release = find_release(book, number)
@@ -198,15 +176,15 @@ def current_user() -> str:
 
 def describe_release(book: Book, release: Release, now: datetime) -> dict[str, Any]:
     """Return a release as JSON: its plan, where it stands, where it comes from, and what it scored where."""
-    made = release.made
+    fact = release.made
     on_devices = book.scores(release.bundle_id)
-    lineage = {"run": release.run, "round": release.round, **(made.lineage or {})}
+    lineage = {"run": release.run, "round": release.round, **(fact.lineage or {})}
     scored = {
         "run": lineage.pop("scores", None),
         "devices": None if on_devices is None else on_devices.model_dump(),
-        "held_out": made.held_out,
-        "parity_max_abs": made.parity_max_abs,
-        "int8_cosine": made.int8_cosine,
+        "held_out": fact.held_out,
+        "parity_max_abs": fact.parity_max_abs,
+        "int8_cosine": fact.int8_cosine,
     }
     steps = [*list_waits(book, release, now)]
     return {
@@ -218,12 +196,12 @@ def describe_release(book: Book, release: Release, now: datetime) -> dict[str, A
         "by": release.author or None,
         "note": release.note,
         "undone_because": book.undone_because(release),
-        "signed": made.signed,
+        "signed": fact.signed,
         "at": release.at,
         "plan": asdict(release.plan),
         "canary": list(release.canary),
         "outcomes": {name: count for name, count in sorted(release.count.items()) if count},
-        "lineage": {**lineage, "parent": made.parent},
+        "lineage": {**lineage, "parent": fact.parent},
         "scored": scored,
         "results": {agent: asdict(result) for agent, result in sorted(release.results.items())},
     }
@@ -247,33 +225,52 @@ def list_waits(book: Book, release: Release, now: datetime) -> Iterator[str]:
     """
     if release.rolled_back_by or book.replaced_by(release) is not None:
         return
-    number = release.number
-    answers = book.pending(release, now)
-    pending, unable = ([one for one in answers if (one in release.results) is has] for has in (False, True))
     if release.held:
-        yield from release.held.splitlines()
-        back = f"; 'headwater release rollback {number}' returns devices" if book.before(release) is not None else ""
-        yield f"next: 'headwater release resume {number}' continues it{back}"
+        yield from _list_waits_of_held(book, release)
         return
-    whom = f": {listed(pending)}" if pending else ""
-    wait_s, _ = release.plan.activation(now)
-    until = f", which switch from {show_time(now + timedelta(seconds=wait_s))} on"
-    when = until if wait_s else ""
-    reports = f"waits for reports of {counted(len(pending), 'device')}"
+    # A device that could not try the bundle has answered, and is asked again; others have not answered yet.
+    to_answer = book.pending(release, now)
+    silent = [agent for agent in to_answer if agent not in release.results]
+    unable = [agent for agent in to_answer if agent in release.results]
     if release.promoted:
-        yield from [f"{reports}{whom}{when}"] if pending else []
-        yield from (
-            [f"asks {counted(len(unable), 'device')} again that could not try it: {listed(unable)}"] if unable else []
-        )
+        if silent:
+            yield _wait_for_reports(release, silent, "", now)
+        if unable:
+            yield f"asks {counted(len(unable), 'device')} again that could not try it: {listed(unable)}"
     elif release.paused:
-        yield f"the canary succeeded; continue with 'headwater release promote {number}'"
+        yield f"the canary succeeded; continue with 'headwater release promote {release.number}'"
     else:
-        if (more := book.canary_size(release) - len(release.canary)) > 0:
-            known = counted(book.sizes[release.plan.channel], "device")
-            where = f"of {known} in channel '{release.plan.channel}' once online"
-            yield f"the canary lacks {counted(more, 'device')}, chosen {where}"
+        missing = book.canary_size(release) - len(release.canary)
+        if missing > 0:
+            heard = counted(book.sizes[release.plan.channel], "device")
+            where = f"of {heard} in channel '{release.plan.channel}' once online"
+            yield f"the canary lacks {counted(missing, 'device')}, chosen {where}"
         if release.canary:
-            yield f"{reports} of the canary{whom}{when}"
+            yield _wait_for_reports(release, silent, " of the canary", now)
+
+
+def _list_waits_of_held(book: Book, release: Release) -> Iterator[str]:
+    """Yield why a release is held, and the commands that continue it or return its devices, one line each."""
+    yield from release.held.splitlines()
+    back = ""
+    if book.before(release) is not None:
+        back = f"; 'headwater release rollback {release.number}' returns devices"
+    yield f"next: 'headwater release resume {release.number}' continues it{back}"
+
+
+def _wait_for_reports(release: Release, silent: Sequence[str], group: str, now: datetime) -> str:
+    """Say for whose reports a release waits, and from when on these devices switch to it.
+
+    Args:
+        release: The release.
+        silent: The devices that have not answered.
+        group: What they are part of, with a space before it; empty: all devices.
+        now: The time, from which the wait for a maintenance window counts.
+    """
+    whom = f": {listed(silent)}" if silent else ""
+    wait_s, _ = release.plan.activation(now)
+    when = f", which switch from {show_time(now + timedelta(seconds=wait_s))} on" if wait_s else ""
+    return f"waits for reports of {counted(len(silent), 'device')}{group}{whom}{when}"
 
 
 class Running:
@@ -300,52 +297,59 @@ def device_rows(book: Book, now: datetime) -> list[dict[str, Any]]:
 
     ``held``: it stays with what it runs, because that release is held.
     """
-    rows = list[dict[str, Any]]()
     running = Running(book)
-    for agent, device in sorted(book.devices.items()):
-        wanted = book.wanted(device, now)
-        pin = book.pin(agent, now)
-        runs = running.number(device, wanted)
-        about = wanted if wanted is not None else book.get(runs or 0)
-        result = about.results.get(agent) if about is not None else None
-        rows.append(
-            {
-                "device": agent,
-                "channel": device.channel,
-                "bundle_id": device.runs,
-                "runs": runs,
-                "wanted": wanted.number if wanted is not None else None,
-                "held": wanted is None and about is not None and bool(about.held),
-                "outcome": result.outcome if result is not None else None,
-                "reason": result.reason if result is not None else "",
-                "acc.personal": result.acc if result is not None else None,
-                "pinned": None if pin is None else {"release": pin.release, "reason": pin.reason, "until": pin.until},
-                "kept": device.kept,
-            }
-        )
-    return rows
+    return [_device_row(book, running, device, now) for _, device in sorted(book.devices.items())]
+
+
+def _device_row(book: Book, running: Running, device: Device, now: datetime) -> dict[str, Any]:
+    """Return the row of one device, see `device_rows`."""
+    to_run = book.wanted(device, now)
+    pin = book.pin(device.id, now)
+    runs = running.number(device, to_run)
+    # The answer is that to the release which it is to run; where there is none, to the one that it runs.
+    release = to_run if to_run is not None else book.get(runs or 0)
+    result = None if release is None else release.results.get(device.id)
+    return {
+        "device": device.id,
+        "channel": device.channel,
+        "bundle_id": device.runs,
+        "runs": runs,
+        "wanted": None if to_run is None else to_run.number,
+        "held": to_run is None and release is not None and bool(release.held),
+        "outcome": None if result is None else result.outcome,
+        "reason": "" if result is None else result.reason,
+        "acc.personal": None if result is None else result.acc,
+        "pinned": None if pin is None else {"release": pin.release, "reason": pin.reason, "until": pin.until},
+        "kept": device.kept,
+    }
 
 
 def tiers_without_releases(path: Path) -> Counter[str]:
-    """Agents by their tier, of those that take no releases."""
-    return Counter(one["tier"] for one in read_agents(path) if one["tier"] != "head")
+    """Return how many agents there are of each tier that takes no releases."""
+    return Counter(agent["tier"] for agent in read_agents(path) if agent["tier"] != "head")
 
 
 def open_releases(folder: StateFolder) -> list[dict[str, Any]]:
     """Return the releases that devices may get now, or that are held, in short: what each waits for."""
     book = book_of(folder.journal)
     now = utc_now()
-    held = (one for one in book.releases if one.held and not one.rolled_back_by and book.replaced_by(one) is None)
+    held = [release for release in book.releases if _is_held_now(book, release)]
+    releases = sorted([*book.current(), *held], key=lambda release: release.number)
     return [
         {
-            "release": one.number,
-            "channel": one.plan.channel,
-            **describe_standing(book, one, now),
-            "bundle_id": one.bundle_id,
-            "waits_for": "; ".join(list_waits(book, one, now)),
+            "release": release.number,
+            "channel": release.plan.channel,
+            **describe_standing(book, release, now),
+            "bundle_id": release.bundle_id,
+            "waits_for": "; ".join(list_waits(book, release, now)),
         }
-        for one in sorted([*book.current(), *held], key=lambda one: one.number)
+        for release in releases
     ]
+
+
+def _is_held_now(book: Book, release: Release) -> bool:
+    """Return whether a release is held, and no other one has taken its place or undone it."""
+    return bool(release.held) and not release.rolled_back_by and book.replaced_by(release) is None
 
 
 def describe_open_release(release: dict[str, Any]) -> str:
@@ -360,14 +364,15 @@ def stage_text(release: Mapping[str, Any]) -> str:
         return f"rolled back by {release['rolled_back_by']}"
     if release["replaced_by"]:
         return f"replaced by {release['replaced_by']}"
-    return f"rolls back {release['rolls_back']}, {release['stage']}" if release["rolls_back"] else release["stage"]
+    stage: str = release["stage"]
+    return f"rolls back {release['rolls_back']}, {stage}" if release["rolls_back"] else stage
 
 
 def releases_of_run(folder: StateFolder, run: str) -> list[dict[str, Any]]:
     """Return the releases of a run as JSON, see `describe_release`."""
     book = book_of(folder.journal)
     now = utc_now()
-    return [describe_release(book, one, now) for one in book.releases if one.run == run]
+    return [describe_release(book, release, now) for release in book.releases if release.run == run]
 
 
 # --- inside ----------------------------------------------------------------------------------------------------------
@@ -382,7 +387,8 @@ def find_release(book: Book, number: int | None) -> Release:
     if number is not None:
         release = book.get(number)
     else:
-        release = next((one for one in reversed(book.releases) if not one.rolls_back and not one.rolled_back_by), None)
+        forward = [release for release in book.releases if not release.rolls_back and not release.rolled_back_by]
+        release = forward[-1] if forward else None
     if release is None:
         there = f"there are 1 to {len(book.releases)}" if book.releases else "'headwater release create' makes one"
         raise UsageError(f"no release {number or ''}".rstrip() + f"; {there}")
@@ -403,14 +409,64 @@ def _is_already(release: Release, why: str) -> str:
     return f"release {release.number} is at stage '{release.stage}'; {why}"
 
 
-def _release(folder: StateFolder, run: str | None, number: int | None, digest: str | None, made: ReleaseMade) -> None:
+def _release(folder: StateFolder, run: str | None, number: int | None, digest: str | None, fact: ReleaseMade) -> None:
+    """Sign the file of a bundle for a release, and journal the release.
+
+    Args:
+        folder: The state folder.
+        run: Name of the bundle's run.
+        number: The round of that run after which the bundle was exported.
+        digest: Digest of the bundle's file.
+        fact: The release, without its signature.
+    """
     from ..state.release_keys import file_to_release  # loads cryptography
 
-    content, signed = file_to_release(folder, run or "", made.bundle_id, digest or "", utc_now())
+    content, signed = file_to_release(folder, run or "", fact.bundle_id, digest or "", utc_now())
     blob = folder.blobs.put(content)
-    folder.journal.append(made.changed(signed=signed), run=run, round=number, digest=blob)
+    folder.journal.append(fact.changed(signed=signed), run=run, round=number, digest=blob)
     if blob not in folder.blobs:  # a coordinator at work removes what no entry names
         folder.blobs.put(content)
+
+
+def _newest_bundle(folder: StateFolder, run: str | None) -> Entry:
+    """Return the entry about the newest bundle of a run, or of all runs, that can be released.
+
+    Raises:
+        UnknownName: no such run.
+        UsageError: there is no bundle at hand.
+    """
+    bundles = _bundles(folder, run, ("bundle_exported",))
+    if not bundles and run is not None:
+        # The run did not end, or its bundle was exported for a release alone.
+        for entry in _bundles(folder, run, ("release_made",)):
+            if isinstance(entry.fact, ReleaseMade) and not entry.fact.rolls_back:
+                bundles.append(entry)
+    if not bundles:
+        if run is not None:
+            replay(folder.journal, run)  # names the runs that there are
+        of = "no run" if run is None else run
+        raise UsageError(
+            f"{of} has a bundle that can be released; a run exports one at its end where export.after_run is true, "
+            "'headwater report' says why it did not"
+        )
+    return bundles[-1]
+
+
+def _find_device(folder: StateFolder, book: Book, name: str) -> Device:
+    """Return a device that takes releases.
+
+    Raises:
+        UsageError: it was not heard, or is of a tier that takes none.
+    """
+    device = book.devices.get(name)
+    if device is not None:
+        return device
+    for agent in read_agents(folder.path):
+        if agent["id"] == name and agent["tier"] is not None:
+            raise UsageError(
+                f"{name} is of tier '{agent['tier']}', which takes no releases; tier = \"head\" in its agent.toml does"
+            )
+    raise UsageError(f"no device '{name[:80]}' was heard; known: {listed(sorted(book.devices))}")
 
 
 def _bundles(folder: StateFolder, run: str | None, kinds: tuple[Kind, ...]) -> list[Entry]:
