@@ -564,31 +564,40 @@ class DuplicateIds:
         self._reject(agent, member, message.boot, "take the id from each other")
         return True
 
-    def _reject(self, agent: str, member: Member, boot: str, why: str) -> None:
-        log.warning("duplicate_id agent=%s has=%s rejected=%s: both %s", agent, member.boot, boot, why)
+    def _reject(self, agent: str, member: Member, boot: str, conflict: str) -> None:
+        """Reject a start for good; ``conflict``: what both starts did, as the rest of a sentence."""
+        log.warning("duplicate_id agent=%s has=%s rejected=%s: both %s", agent, member.boot, boot, conflict)
         at = show_time(utc_now())
         member.notes["duplicate"] = (
             f"another agent with the id '{agent}' (start {boot}) was rejected at {at}: both were alive; "
             "give one of them another id"
         )
         self._rejected[agent] = boot
-        self._send(agent, _rejection(member, boot, why))
+        self._send(agent, _rejection(member, boot, conflict))
 
     def _accept(self, agent: str, member: Member | None, message: up.Hello) -> bool:
+        """Return whether the start that says hello has the id, by asking the one that had it whether it is alive."""
+        # Nobody has the id now.
         if member is None or not member.is_present:
             self._claims.pop(agent, None)
             self._rejected.pop(agent, None)
             return True
         claim = self._claims.get(agent)
+        # The start that has the id keeps it. If this answers the question, both it and the claimant are alive.
         if member.boot == message.boot:
             if claim is not None and message.answers == claim.question:
                 del self._claims[agent]
                 self._reject(agent, member, claim.boot, "answered at once")
             return True
+        return self._accept_claim(agent, member, message, claim)
+
+    def _accept_claim(self, agent: str, member: Member, message: up.Hello, claim: _Claim | None) -> bool:
+        """Return whether another start than the one that has the id gets it: that one has not answered in time."""
         if self._rejected.get(agent) == message.boot:
             if not message.answers:  # it has not heard
                 self._send(agent, _rejection(member, message.boot))
             return False
+        # The first hello of this start makes it a claimant, and the other one is asked.
         if claim is None or claim.boot != message.boot:
             self._ask(agent, message.boot)
             return False
@@ -612,13 +621,14 @@ class DuplicateIds:
         self._send(agent, down.Who(question=question))
 
 
-def _rejection(member: Member, boot: str, why: str = "answered the same question") -> down.Refused:
-    why = (
+def _rejection(member: Member, boot: str, conflict: str = "answered the same question") -> down.Refused:
+    """Return the message that rejects a start; ``conflict``: what both starts did, as the rest of a sentence."""
+    message = (
         f"the id '{member.id}' is in use: this agent (start {boot}) and one that was here before (start {member.boot}, "
-        f"tier {member.tier}) both {why}, so both are alive; give one of them another id in its "
+        f"tier {member.tier}) both {conflict}, so both are alive; give one of them another id in its "
         "configuration, or stop it"
     )
-    return down.Refused(error=DuplicateId.__name__, message=why, whom=boot)
+    return down.Refused(error=DuplicateId.__name__, message=message, whom=boot)
 
 
 AGAIN_S = 60.0
@@ -852,10 +862,10 @@ class ReceiptMemory:
         Only for manifests that the open round does not take: their answer never changes.
         """
         key = (agent, down.job_key(message), message.blob.digest)
-        given = self._given.get(key)
-        if given is not None:
+        receipt = self._given.get(key)
+        if receipt is not None:
             self._given.move_to_end(key)
-            self._send(agent, given)
+            self._send(agent, receipt)
             return
         self._about = key
         try:
