@@ -68,9 +68,8 @@ class Carousel:
     def due(self, now: float) -> Iterator[bytes]:
         """Yield the frames that may be published now; reports are asked for after each half of a window."""
         chunk_bytes = self.blob.ref.chunk_bytes
-        # Step 1: how much may be under way. Listeners that have stopped answering hold back nobody, but where all have.
-        everyone = list(self.listeners.values())
-        moving = [sending for sending in everyone if sending.is_moving(now)] or everyone
+        # Step 1: how much may be under way.
+        moving = self._pacemakers(now)
         is_ready = all(sending.pace.is_ready(chunk_bytes) for sending in moving)
         if not moving or not is_ready:
             return
@@ -97,6 +96,15 @@ class Carousel:
             if asks_for_report:
                 self._unasked = 0
             yield self.blob.frame(start, stop, report=asks_for_report)
+
+    def _pacemakers(self, now: float) -> list[Sending]:
+        """Return what is sent to the listeners that set the pace.
+
+        Those that have stopped answering hold back nobody, unless all listeners have.
+        """
+        everyone = list(self.listeners.values())
+        moving = [sending for sending in everyone if sending.is_moving(now)]
+        return moving or everyone
 
     def _note_published(self, start: int, stop: int, now: float) -> None:
         """Note that the chunks from ``start`` up to ``stop`` are under way to every listener."""

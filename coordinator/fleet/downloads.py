@@ -342,11 +342,14 @@ class Distributor:
             if sending is not None:
                 sending.cut()
 
-    def _leave_abandoned(self, wanted: _Offer, agent: str) -> None:
-        """Another blob that the agent needs no longer takes no part of its link; if it does, it asks for it again."""
+    def _leave_abandoned(self, requested: _Offer, agent: str) -> None:
+        """Send the agent no other blob that it needs no longer, which takes a part of its link.
+
+        If it needs that one after all, it asks for it again.
+        """
         for offer in self._busy.values():
             sending = offer.sending_to(agent)
-            if offer is not wanted and sending is not None and sending.is_abandoned(self._clock()):
+            if offer is not requested and sending is not None and sending.is_abandoned(self._clock()):
                 self._leave(offer, agent)
 
     def _lacks(self, offer: _Offer, sending: Sending, ranges: Ranges) -> None:
@@ -364,29 +367,34 @@ class Distributor:
         # A broadcast sends each chunk that any agent needs. An agent that has many of them already gets the
         # rest for itself.
         needs = {agent: bits_of(chunks.flags_of(want.ranges, offer.blob.count)) for agent, want in waiting.items()}
-        wanted = offer.carousel.wanted
+        broadcast = offer.carousel.wanted
         for need in needs.values():
-            wanted |= need
+            broadcast |= need
         for agent, want in waiting.items():
-            overshoot = (wanted & ~needs[agent]).bit_count()
+            overshoot = (broadcast & ~needs[agent]).bit_count()
             has_most = overshoot > OVERSHOOT * offer.blob.count
-            is_unlike = self._is_slow(agent, offer) or self._is_far(agent, offer)
-            is_apart = agent in offer.apart or has_most or is_unlike
+            has_unlike_link = self._is_slow(agent, offer) or self._is_far(agent, offer)
+            is_apart = agent in offer.apart or has_most or has_unlike_link
             stays_alone = is_apart or not others or agent in offer.invited
             if want.direct and stays_alone:
                 offer.direct[agent] = self._begin(offer, agent, want)
             elif want.direct:
-                self._say(agent, Listen(digest=want.digest, broadcast=True))
-                offer.invited.add(agent)
-                offer.joining[agent] = self._clock()
-                offer.unanswered.add(agent)
+                self._invite(offer, agent)
             elif is_apart and others:
                 offer.apart.discard(agent)  # it asks as a listener: the message to it was lost, so it is sent again
                 self._separate(offer, agent)
             else:
                 offer.carousel.join(agent, self._begin(offer, agent, want), self._clock())
 
+    def _invite(self, offer: _Offer, agent: str) -> None:
+        """Ask an agent that requests the blob for itself to listen to the broadcast; its answer is waited for."""
+        self._say(agent, Listen(digest=offer.blob.ref.digest, broadcast=True))
+        offer.invited.add(agent)
+        offer.joining[agent] = self._clock()
+        offer.unanswered.add(agent)
+
     def _begin(self, offer: _Offer, agent: str, want: Want) -> Sending:
+        """Return what is sent to an agent from now on, which continues what is under way to it."""
         sending = offer.held.pop(agent, None) or Sending(offer.blob, self._pace(agent))
         sending.lacks(want.ranges, self._clock())
         return sending

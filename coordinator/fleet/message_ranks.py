@@ -41,9 +41,9 @@ def rank_by(topics: Topics) -> RankOf:
         if kind == "s":
             return Rank(is_urgent=message.payload.startswith(b"offline"), replaces=f"s {agent} {message.payload!r}")
         if kind == "up":
-            what = type_of(message.payload)
-            if what in NEWEST_COUNTS:
-                return Rank(replaces=f"{what} {agent} {_boot_of(message.payload)}")
+            message_type = type_of(message.payload)
+            if message_type in NEWEST_COUNTS:
+                return Rank(replaces=f"{message_type} {agent} {_boot_of(message.payload)}")
         return ORDINARY
 
     return rank_of

@@ -197,12 +197,12 @@ class Rollout:
         result = None if release is None else _judge_report(message, release.plan.min_gain)
         self._note(reported_device, release, result)
         # Step 3: offer what it is to run after that, if it is another release than the one that it was offered.
-        wanted = self._wanted(agent)
-        if wanted is None:
+        to_run = self._wanted(agent)
+        if to_run is None:
             return
         offer = self._offers.get(agent)
-        is_offered = offer is not None and offer.release == wanted.number
-        was_at_work_on_another = release is not None and release is not wanted
+        is_offered = offer is not None and offer.release == to_run.number
+        was_at_work_on_another = release is not None and release is not to_run
         if was_at_work_on_another or not is_offered:
             self.offer(agent)
 
@@ -344,15 +344,20 @@ class Rollout:
             return
         self._changes[device.id] += 1
         # Step 3: the entry has all that is known of the device now, as a restart reads the newest one alone.
-        fact = DeviceReported(runs=device.runs, channel=device.channel, kept=device.kept)
-        member = self._roster.get(device.id)
-        if member is not None:
-            candidate = None if member.candidate is None else member.candidate.to_fact()
-            fact = fact.changed(running=member.figures.to_fact(), candidate=candidate)
+        fact = self._fact_about(device)
         if release is not None and result is not None:
             fact = fact.changed(release=release.number, result=result.to_fact())
         self._state.journal.append(fact, agent=device.id)
         self._follow(draws=False)
+
+    def _fact_about(self, device: Device) -> DeviceReported:
+        """Return what a device runs, with the figures that it has reported since it was heard, for the journal."""
+        fact = DeviceReported(runs=device.runs, channel=device.channel, kept=device.kept)
+        member = self._roster.get(device.id)
+        if member is None:
+            return fact
+        candidate = None if member.candidate is None else member.candidate.to_fact()
+        return fact.changed(running=member.figures.to_fact(), candidate=candidate)
 
     def _follow(self, *, is_due: bool = False, draws: bool = True) -> None:
         """Read new entries, decide what follows from them, and offer devices what they are to run now.
@@ -380,13 +385,8 @@ class Rollout:
         while self._to_offer and self._clock() - begin < OFFERS_S:
             agent = next(iter(self._to_offer))
             anyway = self._to_offer.pop(agent)
-            offer = self._offers.get(agent)
-            release = self._wanted(agent)
-            self._tell_pin(agent)
-            is_offered = offer is not None and release is not None and release.number == offer.release
-            if offer is not None and offer.again_at is not None and not is_offered:
-                self._withdraw(agent, offer)  # it has not answered yet
-            if release is None or is_offered or release.number in damaged:
+            release = self._release_to_offer(agent)
+            if release is None or release.number in damaged:
                 continue
             try:
                 self.offer(agent, anyway=anyway)
@@ -394,6 +394,22 @@ class Rollout:
                 damaged[release.number] = error
         if damaged:
             raise damaged[min(damaged)]
+
+    def _release_to_offer(self, agent: str) -> Release | None:
+        """Return the release that a device is to be offered now; None where that was done, or there is none.
+
+        An offer of another release that it has not answered is withdrawn, and it is told of a new pin.
+        """
+        offer = self._offers.get(agent)
+        release = self._wanted(agent)
+        self._tell_pin(agent)
+        if offer is None:
+            return release
+        if release is not None and release.number == offer.release:
+            return None
+        if offer.again_at is not None:
+            self._withdraw(agent, offer)
+        return release
 
     def _tell_pin(self, agent: str) -> None:
         """Let a device know which release the operator has it stay with, for its own status, where that is new."""

@@ -24,6 +24,7 @@ from edge_agent.wire.messages.fields import (
     EXCHANGES,
     MAX_CREDITS,
     OUTSIDE_ROUNDS,
+    BlobRef,
     Command,
 )
 from edge_agent.wire.messages.up import UpdateManifest
@@ -335,8 +336,14 @@ class Collector:
             raise UpdateRejected(f"already rejected in round {message.round}: {collection.rejected[agent].reason}")
         if message.samples < 1:
             raise UpdateRejected("trained on 0 samples; an update needs at least 1")
-        # Sizes are checked here, before anything is allocated for the upload.
-        blob = message.blob
+        self._check_sizes(agent, message.blob, collection)
+
+    def _check_sizes(self, agent: str, blob: BlobRef, collection: Collection) -> None:
+        """Return quietly where an update has the size of the method's tensors, before anything is allocated for it.
+
+        Raises:
+            UpdateRejected: It has another size, or comes in too many small chunks.
+        """
         count = chunks.chunk_count(blob)
         if blob.chunk_bytes < MIN_CHUNK_BYTES and count > MAX_SMALL_CHUNKS:
             raise UpdateRejected(
