@@ -127,9 +127,9 @@ def back_up(state: StateFolder, target: Path) -> Backup:
     _check_target(state, target)
     pins = state.path / _PINS
     with folder_lock(pins, _OWNER):
-        for left in pins.iterdir():  # of a backup that was killed
-            if left.is_dir():
-                remove_folder(left, PINS_FOLDER)
+        for leftover in pins.iterdir():  # of a backup that was killed
+            if leftover.is_dir():
+                remove_folder(leftover, PINS_FOLDER)
         pinned = StateFolder(pins / secrets.token_hex(4))
         try:
             _pin(state, pinned)
@@ -295,24 +295,25 @@ def _copy(source: Path, target: Path, first: str, entries: int, runs: int, *, of
     journal = files.pop(Path("journal.db"))
     blobs = {path for path in files if path.parts[0] == "blobs"}
     # 1. The blobs come first: the new journal needs them, and the one of an earlier backup does not mind them.
-    copied = 0
+    copied_bytes = 0
     for path in sorted(blobs):
-        copied += _copy_file(files[path], target / path, path.name)
+        copied_bytes += _copy_file(files[path], target / path, path.name)
     # 2. The journal. SQLite's files beside the one before would be damage to this one.
     for end in ("-wal", "-shm"):
         (target / f"journal.db{end}").unlink(missing_ok=True)
-    copied += _copy_file(journal, target / "journal.db")
+    copied_bytes += _copy_file(journal, target / "journal.db")
     # 3. Everything else, then what the state folder has no more.
     for path in sorted(files.keys() - blobs):
-        copied += _copy_file(files[path], target / path)
+        copied_bytes += _copy_file(files[path], target / path)
     for folder in _FOLDERS:
         for path in list(_files_below(target / folder)):
             if path.relative_to(target) not in files:
                 path.unlink()
-    size = sum(path.stat().st_size for path in (journal, *files.values()))
-    result = Backup(entries, runs, len(blobs), size, copied)
-    made = {"at": utc_now().isoformat(timespec="seconds"), **result.as_json()}
-    write_json(target / MARKER, {**named, "is_complete": True, **made})
+    # 4. The marker says that the backup is complete.
+    size_bytes = sum(path.stat().st_size for path in (journal, *files.values()))
+    result = Backup(entries, runs, len(blobs), size_bytes, copied_bytes)
+    figures = {"at": utc_now().isoformat(timespec="seconds"), **result.as_json()}
+    write_json(target / MARKER, {**named, "is_complete": True, **figures})
     return result
 
 

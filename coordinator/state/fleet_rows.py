@@ -95,29 +95,31 @@ class HeardAgent:
     @classmethod
     def from_body(cls, body: Mapping[str, object]) -> HeardAgent:
         """Return the agent that an object of the status describes."""
+
+        def text(key: str, default: str = "") -> str:
+            return as_text(body.get(key) or default)
+
         samples = as_number(body.get("samples"))
-        fault = body.get("fault")
         notes = body.get("notes")
-        acc = body.get("acc")
         return cls(
-            id=as_text(body.get("id") or ""),
+            id=text("id"),
             is_present=body.get("present") is True,
-            condition=as_text(body.get("condition") or "ok"),
-            tier=as_text(body.get("tier") or ""),
-            transport=as_text(body.get("transport") or ""),
+            condition=text("condition", "ok"),
+            tier=text("tier"),
+            transport=text("transport"),
             silent_s=as_number(body.get("silent_s")),
-            software=as_text(body.get("software") or ""),
+            software=text("software"),
             samples=None if samples is None else int(samples),
-            bundle_id=as_text(body.get("bundle_id") or ""),
+            bundle_id=text("bundle_id"),
             candidate=Candidate.from_body(body.get("candidate")),
-            fault={as_text(key): as_text(text) for key, text in fault.items()} if isinstance(fault, dict) else None,
+            fault=_read_fault(body.get("fault")),
             notes=tuple(map(as_text, notes)) if isinstance(notes, list) else (),
             bytes_up=as_number(body.get("bytes_up")) or 0.0,
             bytes_down=as_number(body.get("bytes_down")) or 0.0,
-            acc=accuracies_of(acc) if isinstance(acc, dict) and acc else None,
+            acc=_read_accuracies(body.get("acc")),
             better_alone=body.get("better_alone") is True,
             rss_mb=as_number(body.get("rss_mb")) or None,
-            head=as_text(body.get("head") or ""),
+            head=text("head"),
             inputs_since=as_number(body.get("inputs_since")),
         )
 
@@ -125,6 +127,20 @@ class HeardAgent:
     def presence(self) -> Presence:
         """Whether it was there when the status was written."""
         return presence_of(is_present=self.is_present, condition=self.condition)
+
+
+def _read_fault(value: object) -> dict[str, str] | None:
+    """Return a fault of the status as texts; None where there is none."""
+    if not isinstance(value, dict):
+        return None
+    return {as_text(key): as_text(text) for key, text in value.items()}
+
+
+def _read_accuracies(value: object) -> Mapping[str, float] | None:
+    """Return the accuracies of the status, by scope; None where the agent has reported none."""
+    if not isinstance(value, dict) or not value:
+        return None
+    return accuracies_of(value)
 
 
 def presence_of(*, is_present: bool, condition: object) -> Presence:
@@ -256,7 +272,8 @@ def rows_of(facts: FleetFacts) -> list[AgentRow]:
 
 def _row_of(agent: str, facts: FleetFacts) -> AgentRow:
     """Return one agent, from its sources in the order of their age: what comes later is newer, or more certain."""
-    row = AgentRow(agent, presence=Presence.NOT_HEARD if facts.is_serving else Presence.UNKNOWN)
+    presence = Presence.NOT_HEARD if facts.is_serving else Presence.UNKNOWN
+    row = AgentRow(agent, presence=presence)
     heard = facts.heard.get(agent)
     reported = facts.reported.get(agent)
     # 1. What the status says of the agent itself, and where it says nothing, what the book of releases knows.
@@ -276,11 +293,7 @@ def _row_of(agent: str, facts: FleetFacts) -> AgentRow:
     if row.candidate is not None and row.candidate.note not in row.notes:
         row.notes = (row.candidate.note, *row.notes)
     # 4. Whether it is let in at all.
-    if agent in facts.refused and not row.presence.is_there:
-        row.presence = Presence.REFUSED
-        row.fault = facts.refused[agent]
-    if agent in facts.revoked:
-        row.presence = Presence.REVOKED
+    _take_refusal(row, facts)
     return row
 
 
@@ -346,3 +359,12 @@ def _take_figures(row: AgentRow, heard: HeardAgent) -> None:
         row.better_alone = heard.better_alone
     row.rss_mb = heard.rss_mb or row.rss_mb
     row.head = heard.head or row.head
+
+
+def _take_refusal(row: AgentRow, facts: FleetFacts) -> None:
+    """Take that the agent is kept out: as one that is not there, or for good, whether it is there or not."""
+    if row.id in facts.refused and not row.presence.is_there:
+        row.presence = Presence.REFUSED
+        row.fault = facts.refused[row.id]
+    if row.id in facts.revoked:
+        row.presence = Presence.REVOKED

@@ -80,7 +80,7 @@ class LogReader:
         self._older: _Position | None = None
 
     def new(self) -> list[dict[str, Any]]:
-        """Complete lines that were not read before; those that are no JSON objects are left out."""
+        """Return the complete lines that were not read before, without those that are no JSON objects."""
         lines: list[bytes] = []
         try:
             with open_regular(self._path) as file:
@@ -93,11 +93,15 @@ class LogReader:
         return [line for line in map(_object, lines + more) if line is not None]
 
     def _rest_of_older(self) -> list[bytes]:
-        """What was not read of the older file: all of it after two rotations, nothing where only the newer was cut."""
+        """Return the unread lines of the older file: all after two rotations, none where only the newer was cut."""
         lines: list[bytes] = []
         with contextlib.suppress(OSError), open_regular(self._older_path) as file:
-            known = (one for one in (self._position, self._older) if one is not None and one.is_in(file))
-            self._older, lines = _read_on(file, next(known, None))
+            read_before = None
+            for position in (self._position, self._older):
+                if position is not None and position.is_in(file):
+                    read_before = position
+                    break
+            self._older, lines = _read_on(file, read_before)
         return lines
 
 

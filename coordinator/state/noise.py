@@ -77,11 +77,11 @@ def classify_gain(local: float | None, personal: float | None, support: int | No
 
 def classify_mean_gain(devices: Iterable[Compared]) -> Gain:
     """Return whether the mean gain of several devices, whose samples are independent, is more than noise."""
-    known = list(devices)
-    if not known:
+    compared = list(devices)
+    if not compared:
         return Gain.UNKNOWN
-    gain = math.fsum(device.adjusted_gain for device in known)
-    noise = STANDARD_ERRORS * math.sqrt(math.fsum(device.error**2 for device in known))
+    gain = math.fsum(device.adjusted_gain for device in compared)
+    noise = STANDARD_ERRORS * math.sqrt(math.fsum(device.error**2 for device in compared))
     if abs(gain) <= noise:
         return Gain.WITHIN
     return Gain.ABOVE if gain > 0 else Gain.BELOW

@@ -110,9 +110,9 @@ class Signers(NamedTuple):
     @classmethod
     def of(cls, root: Root, name: RoleName) -> Signers:
         """Return a role as a root has it."""
-        wanted = root.roles[name]
-        keys = {keyid: root.keys[keyid] for keyid in wanted.keyids}
-        return cls(wanted, keys, {keyid: root.names[keyid] for keyid in keys if keyid in root.names})
+        role_in_root = root.roles[name]
+        keys = {keyid: root.keys[keyid] for keyid in role_in_root.keyids}
+        return cls(role_in_root, keys, {keyid: root.names[keyid] for keyid in keys if keyid in root.names})
 
 
 def write_key(path: Path, key: Ed25519PrivateKey, access: Access | None = None, name: str = "") -> None:
@@ -180,15 +180,15 @@ def role(keys: Sequence[Public], threshold: int) -> Signers:
     Raises:
         UsageError: more than there are.
     """
-    known = {one.id: Key.of(one.public) for one in keys}
-    if not 1 <= threshold <= len(known):
-        raise UsageError(f"threshold {threshold} of {len(known)} different keys; expected 1..{len(known)}")
-    names = {one.id: one.name for one in keys if one.name}
-    return Signers(Role(keyids=tuple(sorted(known)), threshold=threshold), known, names)
+    by_id = {key.id: Key.of(key.public) for key in keys}
+    if not 1 <= threshold <= len(by_id):
+        raise UsageError(f"threshold {threshold} of {len(by_id)} different keys; expected 1..{len(by_id)}")
+    names = {key.id: key.name for key in keys if key.name}
+    return Signers(Role(keyids=tuple(sorted(by_id)), threshold=threshold), by_id, names)
 
 
 def root_of(federation: str, version: int, expires: datetime, root: Signers, release: Signers) -> Envelope:
-    """Root metadata that nobody has signed yet."""
+    """Return root metadata that nobody has signed yet."""
     return unsigned(
         Root.model_validate(
             {
@@ -365,8 +365,8 @@ class ReleaseKeys:
     def online_key(self) -> Path:
         """Where the key is with which the coordinator signs, which systemd may give it as a credential."""
         if self._next_key.exists() and self.exist:  # of a change of keys that was killed before its last step
-            made = Key.of(public_bytes(read_key(self._next_key)))
-            if made.id in self.newest().roles["targets"].keyids:
+            next_key = Key.of(public_bytes(read_key(self._next_key)))
+            if next_key.id in self.newest().roles["targets"].keyids:
                 return self._next_key
         return credential(self.release_key)
 
@@ -398,12 +398,12 @@ class ReleaseKeys:
         release_key = None if public else new_key()
         keys = [*public] if release_key is None else [Public(public_bytes(release_key), COORDINATOR)]
         by_root = role([Public(public_bytes(root_key), "root.key")], 1)
-        made = root_of(federation, 1, now + ROOT_LIFE, by_root, role(keys, threshold)).with_signature(root_key)
+        first_root = root_of(federation, 1, now + ROOT_LIFE, by_root, role(keys, threshold)).with_signature(root_key)
         write_key(self.root_key, root_key, Access.private_in(self.folder))
         if release_key is not None:
             write_key(self.release_key, release_key, Access.private_in(self.folder))
-        self._write([made])
-        return read(Root, made, "root")
+        self._write([first_root])
+        return read(Root, first_root, "root")
 
     def roots(self) -> list[Envelope]:
         """Return all root metadata, the newest last.
@@ -467,7 +467,7 @@ class ReleaseKeys:
         release: Signers | None = None,
         own: Ed25519PrivateKey | None = None,
     ) -> list[Envelope]:
-        """All root metadata and one more with other keys, signed by ``keys``; a role that is not given keeps its own.
+        """Return all root metadata and one more with other keys, signed by ``keys``; a role not given keeps its own.
 
         ``own``: the coordinator's new key, which is written before the root that names it. Nothing else is changed:
         `accept` makes the change count, once `missing` finds nothing.
@@ -475,7 +475,7 @@ class ReleaseKeys:
         with waited_lock(self.folder):
             roots = self.roots()
             before = read(Root, roots[-1], str(self._roots))
-            made = root_of(
+            next_root = root_of(
                 before.federation,
                 before.version + 1,
                 now + ROOT_LIFE,
@@ -486,7 +486,7 @@ class ReleaseKeys:
                 self._take_next()
             if own is not None:
                 write_key(self._next_key, own, Access.private_in(self.folder), COORDINATOR)
-        return sign_change([*roots, made], keys)
+        return sign_change([*roots, next_root], keys)
 
     def next_key(self) -> Ed25519PrivateKey:
         """Return the coordinator's key of a change that others are still to sign; a new one where there is none."""
@@ -587,13 +587,8 @@ def _signed_by_people(
     """
     path = state.run(run).folder / f"{run}.hwb"
     again = ""
-    why = ""
-    # Devices refuse a version that is no newer than that of any release so far.
-    released = state.journal.entries(kinds=("release_made", "release_signed"))
-    versions = [_signed_version(entry) for entry in released]
-    if digest in {entry.digest for entry in released}:
-        versions.append(_version(state.blobs.path(digest)) or 0)
-    newest = max(versions, default=0)
+    newest = _newest_version(state, digest)
+    # 1. The bundle has to be the one of the release, signed by enough people.
     try:
         if archive.open_bundle(path).manifest.bundle_id != bundle_id:
             raise BundleUntrusted(f"{path} is another bundle than {bundle_id[:16]}")
@@ -605,13 +600,28 @@ def _signed_by_people(
         content = read_regular(path)
     except BundleError as error:
         raise UsageError(f"{error}; 'headwater keys sign {path} --key FILE{again}' signs it for a release") from error
+    # 2. Devices have to take it now.
+    obstacle = ""
     if again:
-        why = f"devices that have installed newer releases refuse the version of {path}"
+        obstacle = f"devices that have installed newer releases refuse the version of {path}"
     elif now.timestamp() >= seconds(release.expires):
-        why = f"{path}: what was signed expired at {release.expires}"
+        obstacle = f"{path}: what was signed expired at {release.expires}"
     elif needs_newer(release, __version__):
-        why = f"{path} needs agents of version {release.min_agent} (--min-agent), and this is headwater {__version__}"
-    if why:
+        needed = f"agents of version {release.min_agent} (--min-agent)"
+        obstacle = f"{path} needs {needed}, and this is headwater {__version__}"
+    if obstacle:
         sign = f"'headwater keys sign {path} --key FILE --again'"
-        raise UsageError(f"{why}; {sign} signs it for a new release, then repeat this command")
+        raise UsageError(f"{obstacle}; {sign} signs it for a new release, then repeat this command")
     return content, signature_of(path)
+
+
+def _newest_version(state: StateFolder, digest: str) -> int:
+    """Return the newest version of all releases so far; devices refuse one that is no newer. 0: none was signed.
+
+    ``digest``: the file of the bundle, whose signature counts where it was released before.
+    """
+    released = state.journal.entries(kinds=("release_made", "release_signed"))
+    versions = [_signed_version(entry) for entry in released]
+    if digest in {entry.digest for entry in released}:
+        versions.append(_version(state.blobs.path(digest)) or 0)
+    return max(versions, default=0)

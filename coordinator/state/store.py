@@ -385,10 +385,10 @@ def blobs_needed(state: StateFolder, pruned: Sequence[str] = (), blobs: BlobStor
     """
     journal = state.journal
     present = state.blobs if blobs is None else blobs
-    gone = {*pruned, *(entry.run for entry in journal.entries(kinds=("run_pruned",)))}
+    pruned_runs = {*pruned, *(entry.run for entry in journal.entries(kinds=("run_pruned",)))}
     # 1. Releases in use, and the newest checkpoint of each run.
-    checkpoints = {run: digest for run, digest in journal.checkpoints().items() if run not in gone}
-    needed = {*checkpoints.values()} | release_blobs(journal, gone)
+    checkpoints = {run: digest for run, digest in journal.checkpoints().items() if run not in pruned_runs}
+    needed = {*checkpoints.values()} | release_blobs(journal, pruned_runs)
     # 2. What a run has made beside its checkpoints: bundles, pooled statistics, states that are retained. A run whose
     # request says so keeps every checkpoint and every update.
     retained = journal.digests(("bundle_exported", "norm_pooled", "ranges_collected", "state_kept"))
@@ -396,7 +396,7 @@ def blobs_needed(state: StateFolder, pruned: Sequence[str] = (), blobs: BlobStor
         keeps_updates = isinstance(request.fact, RunRequested) and request.fact.keep_updates
         if keeps_updates and request.run in checkpoints:
             retained |= journal.digests((*CHECKPOINTS, "update_accepted"), request.run)
-    needed |= {digest for run, digest in retained if run not in gone}
+    needed |= {digest for run, digest in retained if run not in pruned_runs}
     # 3. What a run that has not ended needs to be resumed.
     for run in journal.unfinished():
         needed |= _blobs_to_resume(replay(journal, run), present)
