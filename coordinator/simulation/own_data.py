@@ -98,24 +98,26 @@ def save_clients(samples: Mapping[str, Any], folder: Path, *, test_fraction: flo
     """
     if not samples:
         raise DataError("data: the mapping is empty, expected client -> samples for at least one client")
-    given = {_client_name(name): _read(f"data of client '{name}'", one) for name, one in samples.items()}
-    first, known = next(iter(given.items()))
-    for name, one in given.items():
-        for part in one.parts:
-            _check_same_form(f"data of client '{name}', X", part, f"client '{first}'", known.train)
-    parts = [part for one in given.values() for part in one.parts]
-    source, loaded = _write(folder, parts)
-    # The archive has the clients in their order, and of each client the training samples first.
+    # 1. Read the samples of all clients; they have to fit into one archive.
+    clients = {_client_name(name): _read(f"data of client '{name}'", raw) for name, raw in samples.items()}
+    first_name, first_client = next(iter(clients.items()))
+    archived = list[Labelled]()
+    for name, client in clients.items():
+        for part in client.parts:
+            _check_same_form(f"data of client '{name}', X", part, f"client '{first_name}'", first_client.train)
+        archived.extend(client.parts)
+    source, loaded = _write(folder, archived)
+    # 2. The archive has the clients in their order, and of each client the training samples first.
     shares: Shares = {}
     begin = 0
-    for name, one in given.items():
-        middle = begin + len(one.train.labels)
+    for name, client in clients.items():
+        middle = begin + len(client.train.labels)
         rows = np.arange(begin, middle)
-        if one.test is None:
+        if client.test is None:
             shares[name] = split_rows(loaded.train, rows, test_fraction, seed)
             begin = middle
         else:
-            begin = middle + len(one.test.labels)
+            begin = middle + len(client.test.labels)
             shares[name] = rows, np.arange(middle, begin)
     settings = {"test_fraction": test_fraction, "seed": seed}
     return Saved(source, _write_partition(folder, settings, loaded, shares))
@@ -168,13 +170,13 @@ def save_pool(samples: Any, folder: Path) -> Saved:
         DataError: The samples have none of the forms.
         UsageError: The samples have a test part, which a rule cannot divide.
     """
-    given = _read("data", samples)
-    if given.test is not None:
+    pool = _read("data", samples)
+    if pool.test is not None:
         raise UsageError(
             "data: (X, y, X_test, y_test) is for one client, in a mapping client -> samples; a rule divides one pool: "
             "give (X, y), of which each client holds out test_fraction"
         )
-    source, _ = _write(folder, [given.train])
+    source, _ = _write(folder, [pool.train])
     return Saved(source)
 
 
@@ -201,20 +203,16 @@ def save_rows(
         raise DataError("partition: the mapping is empty, expected client -> rows for at least one client")
     loaded = partition.read_pools(source, folder=base)
     pools = Pools(loaded.train, loaded.test)
-    tested = len(pools.train if pools.test is None else pools.test)
     shares: Shares = {}
-    for name, given in rows.items():
+    for name, rows_of_client in rows.items():
         where = f"partition of client '{_client_name(name)}'"
-        if _is_pair_of_rows(given):
-            train = _row_array(f"{where}, training rows", given[0], len(pools.train))
-            test = _row_array(f"{where}, test rows", given[1], tested, may_be_empty=True)
-            if pools.test is None and (common := np.intersect1d(train, test)).size:
-                raise DataError(f"{where}: row {common[0]} is among training and test rows; leave it out of one")
-            shares[name] = train, test
+        if _is_pair_of_rows(rows_of_client):
+            shares[name] = _read_pair_of_rows(where, rows_of_client, pools)
         elif pools.test is not None:
             raise DataError(f"{where}: these data have their own test part; give a pair (training rows, test rows)")
         else:
-            shares[name] = split_rows(pools.train, _row_array(where, given, len(pools.train)), test_fraction, seed)
+            training_rows = _row_array(where, rows_of_client, len(pools.train))
+            shares[name] = split_rows(pools.train, training_rows, test_fraction, seed)
     if pools.test is None:
         _warn_of_leaks(shares)
     folder.mkdir(parents=True, exist_ok=True)
@@ -247,6 +245,22 @@ def _warn_of_leaks(shares: Shares) -> None:
 def _is_pair_of_rows(given: Any) -> bool:
     """Return whether ``given`` is a pair (training rows, test rows), not a list of two rows."""
     return isinstance(given, tuple) and len(given) == 2 and all(np.ndim(rows) == 1 for rows in given)
+
+
+def _read_pair_of_rows(where: str, pair: tuple[Any, Any], pools: Pools) -> tuple[np.ndarray, np.ndarray]:
+    """Return a client's training rows and test rows, each as (n,) int64.
+
+    Raises:
+        DataError: They are not indices of samples, or have one in common where both are of one pool.
+    """
+    tested = pools.train if pools.test is None else pools.test
+    train = _row_array(f"{where}, training rows", pair[0], len(pools.train))
+    test = _row_array(f"{where}, test rows", pair[1], len(tested), may_be_empty=True)
+    if pools.test is None:
+        common = np.intersect1d(train, test)
+        if common.size:
+            raise DataError(f"{where}: row {common[0]} is among training and test rows; leave it out of one")
+    return train, test
 
 
 def _row_array(where: str, given: Any, most: int, *, may_be_empty: bool = False) -> np.ndarray:
@@ -306,6 +320,7 @@ def _read(where: str, given: Any) -> LabelledParts:
     Raises:
         DataError: The samples have none of the forms; the message begins with ``where``.
     """
+    # 1. Arrays: (X, y, X_test, y_test), or (X, y).
     if isinstance(given, tuple) and len(given) == 4:
         train = _check_labelled(where, given[0], given[1])
         test = _check_labelled(f"{where}, test part", given[2], given[3])
@@ -314,13 +329,15 @@ def _read(where: str, given: Any) -> LabelledParts:
     is_pair = isinstance(given, tuple | list) and len(given) == 2 and not _is_item(given[0])
     if is_pair:
         return LabelledParts(_check_labelled(where, given[0], given[1]))
+    # 2. What is often given by mistake, with what to do about it.
     if isinstance(given, np.ndarray):
         raise DataError(f"{where}: an array without labels; expected {FORMS}")
     if isinstance(given, Path):
         raise DataError(
             f"{where}: a path; files are named by the source that reads them, such as 'images:{given}' or 'npz:{given}'"
         )
-    if hasattr(given, "columns") and hasattr(given, "to_dict"):  # a table, whose rows are no items
+    # 3. A table, whose rows are no items, or a data set with an index and a length.
+    if hasattr(given, "columns") and hasattr(given, "to_dict"):
         return LabelledParts(_stack(where, given.to_dict("records")))
     is_sized = hasattr(given, "__getitem__") and hasattr(given, "__len__")
     if not is_sized or isinstance(given, str | bytes | tuple | Mapping):
@@ -431,14 +448,20 @@ def _check_labelled(where: str, X: Any, y: Any) -> Labelled:  # noqa: N803 - as 
     if not len(inputs):
         raise DataError(f"{where}: X is empty; expected at least one sample")
     if inputs.dtype.kind == "f":
-        if not np.isfinite(inputs).all():
-            raise DataError(f"{where}, X: holds NaN or infinity")
-        if inputs.ndim == 4 and (inputs.min() < 0 or inputs.max() > 1):
-            raise DataError(
-                f"{where}, X: values from {inputs.min():.3g} to {inputs.max():.3g}, expected floats 0..1 or integers "
-                "0..255; the model normalises them itself, see input={'mean': ..., 'std': ...}"
-            )
+        _check_values(where, inputs)
     return Labelled(inputs, labels)
+
+
+def _check_values(where: str, inputs: np.ndarray) -> None:
+    """Require that floats are finite, and that those of images (n, h, w, c) or (n, c, h, w) are in 0..1."""
+    if not np.isfinite(inputs).all():
+        raise DataError(f"{where}, X: holds NaN or infinity")
+    is_image = inputs.ndim == 4
+    if is_image and (inputs.min() < 0 or inputs.max() > 1):
+        raise DataError(
+            f"{where}, X: values from {inputs.min():.3g} to {inputs.max():.3g}, expected floats 0..1 or integers "
+            "0..255; the model normalises them itself, see input={'mean': ..., 'std': ...}"
+        )
 
 
 def _text_of_objects(labels: np.ndarray) -> np.ndarray:
@@ -449,11 +472,11 @@ def _text_of_objects(labels: np.ndarray) -> np.ndarray:
 
 def _check_same_form(where: str, part: Labelled, whose: str, known: Labelled) -> None:
     """Require that samples have the same form as the first client's, so that all fit into one archive."""
-    own = part.inputs
+    inputs = part.inputs
     expected = known.inputs
-    if own.shape[1:] != expected.shape[1:] or own.dtype.kind != expected.dtype.kind:
+    if inputs.shape[1:] != expected.shape[1:] or inputs.dtype.kind != expected.dtype.kind:
         raise DataError(
-            f"{where}: {own.dtype} of shape {own.shape}; {whose} has {expected.dtype} of shape {expected.shape}, "
+            f"{where}: {inputs.dtype} of shape {inputs.shape}; {whose} has {expected.dtype} of shape {expected.shape}, "
             "expected the same form"
         )
     if (part.labels.dtype.kind == "U") != (known.labels.dtype.kind == "U"):
