@@ -112,11 +112,11 @@ class Sessions:
         """Return the client's session, made by ``make`` where there is none."""
         if client in self._held:
             return self._held[client]
-        made = make()
-        if made.nbytes <= self._left_bytes:
-            self._left_bytes -= made.nbytes
-            self._held[client] = made
-        return made
+        session = make()
+        if session.nbytes <= self._left_bytes:
+            self._left_bytes -= session.nbytes
+            self._held[client] = session
+        return session
 
 
 @dataclass(frozen=True)

@@ -134,6 +134,7 @@ def divide(plan: Plan, pools: Pools) -> Division:
         raise UsageError(f"test_fraction = {plan.test_fraction}: these data have their own test part; leave it out")
     if pools.test is None and plan.test_size is not None:
         raise UsageError(f"test_size = {plan.test_size}: these data have no test part; --test-fraction holds one out")
+    # The generator's draws are in this order for every rule, so that a seed gives the same partition.
     rng = np.random.default_rng(plan.seed)
     train = _train_rows(plan, pools, rng)
     if pools.test is None:
@@ -217,8 +218,10 @@ def without_test(division: Division, train: Samples, plan: Plan) -> Division:
     A client with a single sample keeps it for training.
     """
     share = plan.validation or 0.0
-    rows = {name: np.asarray(own.train, np.int64) for name, own in division.clients.items()}
-    shares = {name: split_rows(train, mine, share, plan.seed) for name, mine in rows.items()}
+    shares = {}
+    for name, client in division.clients.items():
+        rows = np.asarray(client.train, np.int64)
+        shares[name] = split_rows(train, rows, share, plan.seed)
     _warn_of_shared_rows(shares)
     settings = {**division.settings, "validation": share}
     return partition.divided(division.rule, settings, partition.Pool.of(train.labels, None), shares)
@@ -243,28 +246,46 @@ def _sources(plan: Plan, rule: str, seed: int) -> dict[str, str]:
     Raises:
         UsageError: There are fewer or more sources than the rule needs.
     """
-    if rule == "domains" and len(plan.data) > 1:
-        return _distinct({source: source.partition(":")[2] or source for source in plan.data})
     if rule == "domains":
-        domains = data.domains(plan.data[0], seed=seed, folder=plan.folder)
-        if not domains:
-            raise UsageError(
-                f"partition domains with '{plan.data[0]}' alone: give --data once for each domain, or 'digits' for its "
-                "six styles, or a set of several: digits5, domainnet, officecaltech, officehome or pacs, or "
-                "'images:DIR' where DIR has a folder for each domain"
-            )
-        return _distinct({source: name for name, source in domains.items()})
+        return _sources_of_domains(plan, seed)
     if rule == "subjects":
-        subjects = data.subjects(plan.data[0], folder=plan.folder)
-        if not subjects:
-            raise UsageError(
-                f"partition subjects with '{plan.data[0]}': expected windows:FILE or ucihar:DIR, without the option "
-                "subject and with at least one subject left"
-            )
-        return {f"subject-{number}": source for number, source in subjects.items()}
+        return _sources_of_subjects(plan)
     if len(plan.data) > 1:
         raise UsageError(f"{len(plan.data)} data sources for partition {rule}; expected one")
     return {"": plan.data[0]}
+
+
+def _sources_of_domains(plan: Plan, seed: int) -> dict[str, str]:
+    """Return a name of each domain -> its source: those that the plan lists, or those that its only source has.
+
+    Raises:
+        UsageError: The only source has no domains.
+    """
+    if len(plan.data) > 1:
+        return _distinct({source: source.partition(":")[2] or source for source in plan.data})
+    domains = data.domains(plan.data[0], seed=seed, folder=plan.folder)
+    if not domains:
+        raise UsageError(
+            f"partition domains with '{plan.data[0]}' alone: give --data once for each domain, or 'digits' for its "
+            "six styles, or a set of several: digits5, domainnet, officecaltech, officehome or pacs, or "
+            "'images:DIR' where DIR has a folder for each domain"
+        )
+    return _distinct({source: name for name, source in domains.items()})
+
+
+def _sources_of_subjects(plan: Plan) -> dict[str, str]:
+    """Return a name of each subject -> the source of this subject's samples.
+
+    Raises:
+        UsageError: The plan's source has no subjects.
+    """
+    subjects = data.subjects(plan.data[0], folder=plan.folder)
+    if not subjects:
+        raise UsageError(
+            f"partition subjects with '{plan.data[0]}': expected windows:FILE or ucihar:DIR, without the option "
+            "subject and with at least one subject left"
+        )
+    return {f"subject-{number}": source for number, source in subjects.items()}
 
 
 def _distinct(requested: Mapping[str, str]) -> dict[str, str]:
@@ -306,13 +327,18 @@ def _rows_of(owners: Iterable[str], each: Sequence[Samples]) -> dict[str, np.nda
 
 def _joined(parts: Sequence[Samples]) -> Samples:
     """Return the samples one after another, labelled by the classes of all parts; groups of two parts stay distinct."""
-    class_names = tuple(sorted({name for samples in parts for name in samples.class_names}, key=_natural_order))
+    # 1. One list of classes; the labels of each part become indices into it.
+    names = set[str]()
+    for samples in parts:
+        names.update(samples.class_names)
+    class_names = tuple(sorted(names, key=_natural_order))
     labels = []
     for samples in parts:
-        places = np.array([class_names.index(name) for name in samples.class_names], np.int64)
-        labels.append(places[samples.labels])
+        indices = np.array([class_names.index(name) for name in samples.class_names], np.int64)
+        labels.append(indices[samples.labels])
+    # 2. Groups of two parts are different ones.
     groups = _joined_groups(parts)
-    # Inputs stay integers only where all are; otherwise all become what the encoder takes.
+    # 3. Inputs stay integers only where all are; otherwise all become what the encoder takes.
     is_compact = all(samples.inputs.dtype == np.uint8 for samples in parts)
     ready = parts if is_compact else [samples.ready() for samples in parts]
     inputs = np.concatenate([samples.inputs for samples in ready])

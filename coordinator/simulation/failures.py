@@ -44,9 +44,12 @@ class Failure:
     @property
     def where(self) -> str:
         """What a message says of it, in brackets; empty where nothing is known."""
-        parts = [self.location, f"the whole traceback is in {self.log}" if self.log else ""]
-        known = "; ".join(part for part in parts if part)
-        return f" ({known})" if known else ""
+        hints = []
+        if self.location:
+            hints.append(self.location)
+        if self.log:
+            hints.append(f"the whole traceback is in {self.log}")
+        return f" ({'; '.join(hints)})" if hints else ""
 
     def attach_to(self, error: BaseException) -> BaseException:
         """Return the same error, with the traceback as a note."""

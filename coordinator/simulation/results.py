@@ -67,14 +67,7 @@ def result_of(state: StateFolder, run: str, prepared: Prepared) -> dict[str, Any
     summary = state.run(run).summary() or {}
     weights = record.request.weights
     rounds = [round_of(state, run, number, division) for number in range(1, record.round + 1)]
-    agents: dict[str, list[Mapping[str, Any]]] = {"trained": [], "new": []}
-    for agent in summary.get("agents", []):
-        agents["new" if agent["id"] in prepared.new_clients else "trained"].append(agent)
-    last = {}
-    for name, (group, scope) in LAST_SCOPES.items():
-        scored = [agent for agent in agents[group] if agent["acc"].get(scope) is not None]
-        if scored:
-            last[name] = spread({agent["id"]: agent["acc"][scope] for agent in scored}, division)
+    agents = _agents_by_group(summary, prepared)
     tested_clients = [client for client, share in division.clients.items() if share.test]
     result = {
         "run_id": run,
@@ -99,7 +92,7 @@ def result_of(state: StateFolder, run: str, prepared: Prepared) -> dict[str, Any
         "precision": plan.precision,
         "seconds": round(math.fsum(figures["seconds"] or 0.0 for figures in rounds), 3),
         "rounds": rounds,
-        "last": {"rounds_done": record.round, "acc": last},
+        "last": {"rounds_done": record.round, "acc": _accuracies_at_end(agents, division)},
         "local_models": local_models(agents["trained"]),
         "failed": summary.get("faults", {}),
         "warnings": summary.get("warnings", []),
@@ -107,6 +100,25 @@ def result_of(state: StateFolder, run: str, prepared: Prepared) -> dict[str, Any
         "encoder_sha256": record.encoder_sha256 or "",
     }
     return {**result, "best": best_of(result)}
+
+
+def _agents_by_group(summary: Mapping[str, Any], prepared: Prepared) -> dict[str, list[Mapping[str, Any]]]:
+    """Return the agents of a summary as ``trained`` and ``new`` ones; both are empty while there is no summary."""
+    agents: dict[str, list[Mapping[str, Any]]] = {"trained": [], "new": []}
+    for agent in summary.get("agents", []):
+        group = "new" if agent["id"] in prepared.new_clients else "trained"
+        agents[group].append(agent)
+    return agents
+
+
+def _accuracies_at_end(agents: Mapping[str, list[Mapping[str, Any]]], division: Division) -> dict[str, Any]:
+    """Return the accuracies after the last round by the names of `LAST_SCOPES`; none of those nobody has."""
+    spread_of_scopes = {}
+    for name, (group, scope) in LAST_SCOPES.items():
+        scored = [agent for agent in agents[group] if agent["acc"].get(scope) is not None]
+        if scored:
+            spread_of_scopes[name] = spread({agent["id"]: agent["acc"][scope] for agent in scored}, division)
+    return spread_of_scopes
 
 
 def round_of(state: StateFolder, run: str, number: int, division: Division) -> dict[str, Any]:

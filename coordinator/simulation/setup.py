@@ -246,10 +246,10 @@ def check_is_free(folder: Path) -> None:
 def _is_beginning(folder: Path) -> bool:
     """Return whether a folder holds only what a simulation leaves that was killed before its run was requested."""
     names = {path.name for path in folder.iterdir()}
-    left = {name for name in names if not (name.startswith(".") and name.endswith(".tmp"))}
-    if _LOCK not in left or not left <= _LEFT_BY_A_BEGINNING:
+    lasting = {name for name in names if not (name.startswith(".") and name.endswith(".tmp"))}
+    if _LOCK not in lasting or not lasting <= _LEFT_BY_A_BEGINNING:
         return False
-    if "journal.db" not in left:
+    if "journal.db" not in lasting:
         return True
     with StateFolder(folder).look() as state:
         return state.journal.last_id() == 0

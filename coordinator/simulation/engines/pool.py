@@ -177,7 +177,7 @@ class WorkerPool(Engine, Generic[Handle, Placed]):
         new = [blob for blob in work.blobs if blob.ref.digest not in self._placed]
         if new:
             works = (work, *self._given, *self._busy.values())
-            needed = {blob.ref.digest for one in works for blob in one.blobs}
+            needed = {blob.ref.digest for unfinished in works for blob in unfinished.blobs}
             self._placed = {digest: placed for digest, placed in self._placed.items() if digest in needed}
         self._placed |= {blob.ref.digest: self._hosts.put(blob) for blob in new}
         return [self._placed[blob.ref.digest] for blob in work.blobs]

@@ -236,9 +236,36 @@ class RayWorkers:
         self._workers.clear()
 
 
+def _prepare_own_cluster(stack: contextlib.ExitStack, folder: str, cpus: int, store_bytes: int) -> dict[str, Any]:
+    """Prepare this process to start a cluster of its own, and return the options of ``ray.init`` for it.
+
+    Args:
+        stack: Undoes with its context what is changed in this process.
+        folder: Folder of the cluster's files.
+        cpus: Number of processor cores of the cluster.
+        store_bytes: Bytes that its object store has to hold at least.
+    """
+    options = {
+        "address": "local",
+        "num_cpus": cpus,
+        "include_dashboard": False,
+        "object_store_memory": max(store_bytes, SMALLEST_STORE_BYTES),
+        "_temp_dir": folder,
+    }
+    environment = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    stack.callback(os.environ.update, {name: os.environ[name] for name in environment if name in os.environ})
+    for name, value in environment.items():
+        stack.callback(os.environ.pop, name, None)
+        os.environ[name] = value
+    logger = logging.getLogger("ray")  # it would advise on permanent clusters
+    stack.callback(logger.setLevel, logger.level)
+    logger.setLevel(logging.ERROR)
+    return options
+
+
 @contextlib.contextmanager
 def connect_to_cluster(address: str | None, *, cpus: int, store_bytes: int) -> Iterator[Any]:
-    """The package ``ray``, connected; a connection that this process has already is used and left as it is.
+    """Yield the package ``ray``, connected; a connection that this process has already is used and left as it is.
 
     Without an ``address`` a cluster of ``cpus`` is started here, with a store for ``store_bytes``. It leaves no files,
     and only this process can use it: actors run whatever they are sent.
@@ -256,27 +283,11 @@ def connect_to_cluster(address: str | None, *, cpus: int, store_bytes: int) -> I
         options: dict[str, Any] = {"address": address}
         if address is None:
             folder = tempfile.TemporaryDirectory(prefix="headwater-ray-", ignore_cleanup_errors=True)
-            options = {
-                "address": "local",
-                "num_cpus": cpus,
-                "include_dashboard": False,
-                "object_store_memory": max(store_bytes, SMALLEST_STORE_BYTES),
-                "_temp_dir": stack.enter_context(folder),
-            }
-            environment = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-            stack.callback(os.environ.update, {name: os.environ[name] for name in environment if name in os.environ})
-            for name, value in environment.items():
-                stack.callback(os.environ.pop, name, None)
-                os.environ[name] = value
-            logger = logging.getLogger("ray")  # it would advise on permanent clusters
-            stack.callback(logger.setLevel, logger.level)
-            logger.setLevel(logging.ERROR)
+            options = _prepare_own_cluster(stack, stack.enter_context(folder), cpus, store_bytes)
         if threading.current_thread() is threading.main_thread():  # Ray replaces the handler
             stack.callback(signal.signal, signal.SIGTERM, signal.getsignal(signal.SIGTERM))
         try:
-            host, _, port = (address or "").rpartition(":")
-            if host and port.isdigit():  # tried first, because Ray itself tries for minutes before it fails
-                socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
+            _check_answers(address)
             stack.callback(ray.shutdown)
             ray.init(**options, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
         except (OSError, OverflowError, RuntimeError, ValueError) as error:
@@ -289,3 +300,14 @@ def connect_to_cluster(address: str | None, *, cpus: int, store_bytes: int) -> I
                 "('ray start --head' makes one), or leave --address out"
             ) from error
         yield ray
+
+
+def _check_answers(address: str | None) -> None:
+    """Require that something answers at an address HOST:PORT, because Ray tries for minutes before it fails.
+
+    Raises:
+        OSError, OverflowError: Nothing does, or the port is no possible one.
+    """
+    host, _, port = (address or "").rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()

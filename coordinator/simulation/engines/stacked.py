@@ -382,8 +382,8 @@ class Trial:
             clients.append(starter.begin())
             stack.hold(position)
         schedules = [schedule(client, params)[: WARM_STEPS + TIMED_STEPS] for client in clients]
-        warm = [own[:WARM_STEPS] for own in schedules]
-        rest = [own[WARM_STEPS:] for own in schedules]
+        warm = [steps[:WARM_STEPS] for steps in schedules]
+        rest = [steps[WARM_STEPS:] for steps in schedules]
         stack.train(clients, warm, params, self.method.frozen, way)
         seconds = measure(way, lambda: stack.train(clients, rest, params, self.method.frozen, way))
         return seconds / sum(map(len, rest))
