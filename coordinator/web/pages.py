@@ -175,9 +175,9 @@ def run(request: Request) -> Response:
     with contextlib.suppress(HeadwaterError):  # the page says why the journal cannot be read
         events = view.log_of(name)
     summary = _summary(view, info) if info.is_over else {}
-    known = _files(view, name)
+    run_files = _files(view, name)
     with view.lock:
-        return _run_page(request, view, info, events, summary, known)
+        return _run_page(request, view, info, events, summary, run_files)
 
 
 def _run_page(
@@ -186,16 +186,24 @@ def _run_page(
     info: RunInfo,
     events: Sequence[Event],
     summary: Mapping[str, Any],
-    known: Sequence[tuple[str, int]],
+    run_files: Sequence[tuple[str, int]],
 ) -> Response:
+    """Make the page of one run.
+
+    Args:
+        request: The request of the page.
+        view: The state folder, locked.
+        info: The run.
+        events: Its newest events.
+        summary: Its summary without agents; empty where it has not ended.
+        run_files: Name and bytes of each file in its folder.
+    """
     curves = view.curves(info.id)
     points = curves.rounds()
     now = view.run_now()
     live = now if now.get("id") == info.id else {}
     analysed = view.folder.run(info.id).folder / ANALYSIS
     charts = pictures.of_run(points)
-    before = _whole(request, "before")
-    older = [point for point in points if before is None or point.round < before]
     return page(
         request,
         "run.html",
@@ -212,22 +220,31 @@ def _run_page(
         figures=figures(charts),
         words=pictures.WORDS,
         first_rows=FIRST_ROWS,
-        is_older=before is not None,
-        rounds=older[-PAGE_ROWS:][::-1],
-        more=older[-PAGE_ROWS].round if len(older) > PAGE_ROWS else None,
+        **_table_of_rounds(request, points),
         incidents=curves.incidents[-PAGE_ROWS:][::-1],
         events=events[-PAGE_ROWS:][::-1],
         incident_count=len(curves.incidents),
         damaged=curves.damaged,
         settings=_settings(info.request.to_body()),
-        files=known,
-        has_report=any(file == REPORT for file, _ in known),
+        files=run_files,
+        has_report=any(file == REPORT for file, _ in run_files),
         has_analysis=(analysed / "index.html").is_file(),
         equal_traffic="bytes" not in charts and bool(points),
         up=sum(point.bytes_up or 0.0 for point in points),
         down=sum(point.bytes_down or 0.0 for point in points),
         releases=[release for release in view.book.releases if release.run == info.id],
     )
+
+
+def _table_of_rounds(request: Request, points: Sequence[RoundPoint]) -> dict[str, Any]:
+    """Return the rounds of one page, the newest first, and where the next page begins, as the page's fields."""
+    before = _whole(request, "before")
+    older = [point for point in points if before is None or point.round < before]
+    return {
+        "is_older": before is not None,
+        "rounds": older[-PAGE_ROWS:][::-1],
+        "more": older[-PAGE_ROWS].round if len(older) > PAGE_ROWS else None,
+    }
 
 
 def report(request: Request) -> Response:
@@ -287,18 +304,19 @@ def _comparison(
     """Make the page that compares the chosen runs; ``ends``: run -> `_accuracies_at_end`."""
     names = dict.fromkeys(request.query_params.getlist("run"))
     curves = [(run_info.id, view.curves(run_info.id)) for run_info in chosen]
-    flat = [_settings(run_info.request.to_body()) for run_info in chosen]
-    keys = sorted({key for settings in flat for key in settings})
-    differing = [key for key in keys if len({str(settings.get(key)) for settings in flat}) > 1]
+    settings_of_runs = [_settings(run_info.request.to_body()) for run_info in chosen]
     wants_all = "all" in request.query_params
-    columns = (keys if wants_all else differing)[:MOST_SETTINGS]
+    keys = sorted(set().union(*settings_of_runs))
+    if not wants_all:
+        keys = [key for key in keys if _differs(key, settings_of_runs)]
+    columns = keys[:MOST_SETTINGS]
     rows = [
         {
             "run": run_info,
             **_standing(view, run_info, ends[run_info.id]),
             "settings": [settings.get(key, "") for key in columns],
         }
-        for run_info, settings in zip(chosen, flat, strict=True)
+        for run_info, settings in zip(chosen, settings_of_runs, strict=True)
     ]
     return page(
         request,
@@ -306,11 +324,16 @@ def _comparison(
         topic="runs",
         rows=rows,
         columns=columns,
-        left_out=len(keys if wants_all else differing) - len(columns),
+        left_out=len(keys) - len(columns),
         wants_all=wants_all,
         query="&".join(f"run={quote(name)}" for name in names),
         figures=figures(pictures.of_compared(curves)),
     )
+
+
+def _differs(key: str, settings_of_runs: Sequence[Mapping[str, str]]) -> bool:
+    """Return whether a setting has more than one value in these runs; one that a run lacks counts as a value."""
+    return len({str(settings.get(key)) for settings in settings_of_runs}) > 1
 
 
 @shown
@@ -321,42 +344,59 @@ def releases(request: Request) -> Response:
     number = _whole(request, "number")
     book = view.book
     now = view.now()
-    in_force = [*book.current(), *(release for release in book.releases if release.held)]
-    can_be_changed = {release.number for release in in_force}
-    running = Counter(device.runs for device in book.devices.values())
-    older = [release for release in book.releases if before is None or release.number < before]
-    chosen = older[-PAGE_ROWS:][::-1]
-    if number is not None:
+    # 1. The releases of this page: the one that is named, or a part of the list.
+    more = None
+    devices = None
+    origin = None
+    if number is None:
+        older = [release for release in book.releases if before is None or release.number < before]
+        chosen = older[-PAGE_ROWS:][::-1]
+        if len(older) > len(chosen):
+            more = chosen[-1].number
+    else:
         named = book.get(number)
         if named is None:
             raise _absent(view, f"There is no release {number}. The page of releases lists those that there are.")
         chosen = [named]
-    rows = [
-        {
-            "release": release,
-            "stage": _stage_text(book, release, now),
-            "kind": _stage_kind(book, release, now),
-            "undone": release.rolls_back or (release.number if release.rolled_back_by else 0),
-            "undone_because": book.undone_because(release),
-            "size": book.canary_size(release) if release.plan.canary else 0,
-            "waits": [*list_waits(book, release, now)],
-            "runs": running[release.bundle_id],
-            "actions": list(_possible(release)) if release.number in can_be_changed else [],
-        }
-        for release in chosen
-    ]
+        devices = _devices(book, named, request, now)
+        origin = describe_release(book, named, now)
+    # 2. Their rows. What is over cannot be changed.
+    in_force = [*book.current(), *(release for release in book.releases if release.held)]
+    can_be_changed = {release.number for release in in_force}
+    running = Counter(device.runs for device in book.devices.values())
+    rows = []
+    for release in chosen:
+        actions = list(_possible(release)) if release.number in can_be_changed else []
+        row = _release_row(book, release, now)
+        rows.append({**row, "runs": running[release.bundle_id], "actions": actions})
     return page(
         request,
         "releases.html",
         topic="releases",
         rows=rows,
         number=number,
-        more=chosen[-1].number if number is None and len(older) > len(chosen) else None,
-        devices=_devices(book, chosen[0], request, now) if number is not None else None,
-        origin=describe_release(book, chosen[0], now) if number is not None else None,
+        more=more,
+        devices=devices,
+        origin=origin,
         pins=sorted((name, pin) for name, pin in book.pins.items() if pin.holds(now))[:PAGE_ROWS],
         has_bundles=any(run_info.bundle for run_info in view.runs.values()),
     )
+
+
+def _release_row(book: Book, release: Release, now: datetime) -> dict[str, Any]:
+    """Return what the page of releases says of one: where it stands, what undid it, and what it waits for."""
+    undone = release.rolls_back
+    if not undone and release.rolled_back_by:
+        undone = release.number
+    return {
+        "release": release,
+        "stage": _stage_text(book, release, now),
+        "kind": _stage_kind(book, release, now),
+        "undone": undone,
+        "undone_because": book.undone_because(release),
+        "size": book.canary_size(release) if release.plan.canary else 0,
+        "waits": [*list_waits(book, release, now)],
+    }
 
 
 def bundles(request: Request) -> Response:
@@ -403,18 +443,18 @@ def methods(request: Request) -> Response:
     run_infos = list(view.runs.values())
     used = Counter(as_text(run_info.request.method) for run_info in run_infos)
     newest = as_text(run_infos[-1].request.method) if run_infos else ""
-    wanted = request.query_params.get("name", newest)
-    known = _methods()
+    name = request.query_params.get("name", newest)
+    our_methods = _methods()
     return page(
         request,
         "methods.html",
         topic="",
-        known=known,
+        known=our_methods,
         used=used,
-        chosen=known.get(wanted),
-        wanted=wanted,
+        chosen=our_methods.get(name),
+        wanted=name,
         is_newest="name" not in request.query_params,
-        run=next((run_info for run_info in reversed(run_infos) if run_info.request.method == wanted), None),
+        run=next((run_info for run_info in reversed(run_infos) if run_info.request.method == name), None),
     )
 
 
@@ -448,12 +488,12 @@ def _whole(request: Request, name: str) -> int | None:
     Raises:
         UsageError: it is no such number.
     """
-    given = request.query_params.get(name)
-    if given is None:
+    digits = request.query_params.get(name)
+    if digits is None:
         return None
-    if not given.isascii() or not given.isdigit() or len(given) > 12:
-        raise UsageError(f"{name}={given[:40]} is no whole number")
-    return int(given)
+    if not digits.isascii() or not digits.isdigit() or len(digits) > 12:
+        raise UsageError(f"{name}={digits[:40]} is no whole number")
+    return int(digits)
 
 
 def _absent(view: FolderView, message: str) -> HTTPException:
@@ -545,11 +585,12 @@ def _kept_out(view: FolderView, agents: Sequence[AgentRow]) -> list[dict[str, st
 def _rejected(status: Mapping[str, Any]) -> list[tuple[str, int, list[tuple[str, int]]]]:
     """Return what the coordinator has rejected since its start, with the most frequent causes."""
     result = []
-    for what in ("messages", "updates"):
-        number = as_number(status.get(f"rejected_{what}"))
-        most = (status.get("rejected_most") or {}).get(what) or {}
-        if number and isinstance(most, dict):
-            result.append((what, int(number), [(as_text(why), int(as_number(n) or 0)) for why, n in most.items()]))
+    for kind in ("messages", "updates"):
+        total = as_number(status.get(f"rejected_{kind}"))
+        most_frequent = (status.get("rejected_most") or {}).get(kind) or {}
+        if total and isinstance(most_frequent, dict):
+            causes = [(as_text(reason), int(as_number(times) or 0)) for reason, times in most_frequent.items()]
+            result.append((kind, int(total), causes))
     return result
 
 
@@ -674,8 +715,8 @@ def _history_row(line: HistoryLine, book: Book) -> _HistoryRow:
         number = line.release
     if isinstance(line, PinLine):
         by = as_text(line.by or "")
-    what, note = _say_history(line)
-    return _HistoryRow(line.at, what, as_text(note or ""), bundle, number, line.accuracies, by)
+    event, note = _say_history(line)
+    return _HistoryRow(line.at, event, as_text(note or ""), bundle, number, line.accuracies, by)
 
 
 def _say_history(line: HistoryLine) -> tuple[str, str | None]:
@@ -684,8 +725,8 @@ def _say_history(line: HistoryLine) -> tuple[str, str | None]:
         note = "better off alone" if line.better_alone else line.rolled_back
         return f"finished {line.run}", note
     if isinstance(line, BundleLine):
-        what = f"release {line.release}: {line.outcome}" if line.outcome else "says what it runs"
-        return what, line.reason or line.kept
+        event = f"release {line.release}: {line.outcome}" if line.outcome else "says what it runs"
+        return event, line.reason or line.kept
     if isinstance(line, RejectedLine):
         return f"update rejected, {line.run}, round {line.round}", line.reason
     if line.release is None:
