@@ -157,16 +157,17 @@ async def act(request: Request) -> Response:
     """Return what an action will do, and the action itself."""
     if request.method == "GET":
         site = site_of(request)
-        asked = {name: request.query_params.get(name, "")[:200] for name in IN_ADDRESS}
-        action = _action(asked)
+        in_address = {name: request.query_params.get(name, "")[:200] for name in IN_ADDRESS}
+        action = _action(in_address)
         if site.access is None or not site.access.is_session(request.cookies.get(site.cookie, "")):
             return RedirectResponse(f"/login?{urlencode({'next': f'/act?{request.url.query}'})}", 303)
-        return await run_in_threadpool(_asked, request, action, asked)
+        return await run_in_threadpool(_show_form, request, action, in_address)
     form: Form = await _signed(request)
     action = _action(form)
-    if missing := [name for name in action.required if not form.get(name, "").strip()]:
+    missing = [name for name in action.required if not form.get(name, "").strip()]
+    if missing:
         raise UsageError(f"{' and '.join(missing)} must be given; go back and fill it in")
-    token = await run_in_threadpool(_done, request, form)
+    token = await run_in_threadpool(_perform, request, form)
     if token is not None:
         name = form["agent"]
         return page(
@@ -185,7 +186,8 @@ async def act(request: Request) -> Response:
 # --- inside ----------------------------------------------------------------------------------------------------------
 
 
-def _asked(request: Request, action: Action, form: Form) -> Response:
+def _show_form(request: Request, action: Action, form: Form) -> Response:
+    """Return the page that says what an action will do, with the form that does it."""
     site = site_of(request)
     with site.view.lock:
         releases = [release for release in reversed(site.view.book.releases) if not release.rolled_back_by][:20]
@@ -208,41 +210,56 @@ class _Bounded(dict[str, str]):
         return ""
 
 
-def _done(request: Request, form: Form) -> Any:
-    """Do it; a token for a device where that was asked for."""
+def _perform(request: Request, form: Form) -> Any:
+    """Do what a form asks for; return the token of a device where that was asked for, otherwise None."""
     site = site_of(request)
+    if form["do"] in {"revoke", "enroll"}:
+        return _change_certificates(site.enrolment, form)
+    with StateFolder(site.view.path).look() as folder:
+        _change_folder(folder, form)
+    return None
+
+
+def _change_certificates(open_enrolment: Callable[[], Any] | None, form: Form) -> Any:
+    """Make a token for a device and return it, or revoke its certificates.
+
+    Raises:
+        UsageError: agents have no certificates here (``open_enrolment`` is None), or the name is none.
+    """
+    if open_enrolment is None:
+        raise UsageError(
+            "agents have certificates only where the configuration has the section [identity]; start the view with "
+            "'headwater web --config FILE' of such a coordinator"
+        )
+    issuer = open_enrolment()
+    agent = form.get("agent", "")
+    if form["do"] == "enroll":
+        return issuer.token(agent, TOKEN_LIFE)
+    issuer.revoke(agent)
+    return None
+
+
+def _change_folder(folder: StateFolder, form: Form) -> None:
+    """Do what a form asks for that is written into the state folder, as the command of that name does it."""
     name = form["do"]
     by = f"{commands.current_user()}, web view"
     reason = form.get("reason", "").strip()[:MOST_REASON]
-    if name in {"revoke", "enroll"}:
-        if site.enrolment is None:
-            raise UsageError(
-                "agents have certificates only where the configuration has the section [identity]; start the view with "
-                "'headwater web --config FILE' of such a coordinator"
-            )
-        issuer = site.enrolment()
-        if name == "enroll":
-            return issuer.token(form.get("agent", ""), TOKEN_LIFE)
-        issuer.revoke(form.get("agent", ""))
-        return None
-    with StateFolder(site.view.path).look() as folder:
-        if name == "promote":
-            commands.promote(folder, _number(form), by)
-        elif name == "hold":
-            commands.hold(folder, _number(form), reason, by)
-        elif name == "resume":
-            commands.resume(folder, _number(form), by)
-        elif name == "rollback":
-            commands.rollback(folder, _number(form), reason, by)
-        elif name == "pin":
-            number = _number(form) if form.get("number") else None
-            commands.pin(folder, form.get("agent", ""), number, reason, form.get("until", "").strip(), by)
-        elif name == "unpin":
-            commands.unpin(folder, form.get("agent", ""), by)
-        else:
-            pause = threading.Event()
-            cancel_run(folder, form.get("run", ""), lambda: pause.wait(LOOK_EVERY_S), LOOKS, f"by {by}")
-    return None
+    if name == "promote":
+        commands.promote(folder, _number(form), by)
+    elif name == "hold":
+        commands.hold(folder, _number(form), reason, by)
+    elif name == "resume":
+        commands.resume(folder, _number(form), by)
+    elif name == "rollback":
+        commands.rollback(folder, _number(form), reason, by)
+    elif name == "pin":
+        number = _number(form) if form.get("number") else None
+        commands.pin(folder, form.get("agent", ""), number, reason, form.get("until", "").strip(), by)
+    elif name == "unpin":
+        commands.unpin(folder, form.get("agent", ""), by)
+    else:
+        pause = threading.Event()
+        cancel_run(folder, form.get("run", ""), lambda: pause.wait(LOOK_EVERY_S), LOOKS, f"by {by}")
 
 
 def _number(form: Form) -> int:
@@ -251,10 +268,10 @@ def _number(form: Form) -> int:
     Raises:
         UsageError: there is none in the form.
     """
-    given = form.get("number", "")
-    if not given.isascii() or not given.isdigit() or len(given) > 9:
-        raise UsageError(f"'{given[:40]}' is no number of a release")
-    return int(given)
+    digits = form.get("number", "")
+    if not digits.isascii() or not digits.isdigit() or len(digits) > 9:
+        raise UsageError(f"'{digits[:40]}' is no number of a release")
+    return int(digits)
 
 
 def _action(form: Form) -> Action:
