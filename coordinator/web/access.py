@@ -178,7 +178,8 @@ def is_known_host(header: str, names: frozenset[str]) -> bool:
 def is_own_origin(origin: str, host_header: str) -> bool:
     """Return whether a form was sent by a page of this server. Behind a proxy with TLS the schemes differ."""
     try:
-        given = urlsplit(origin)
+        address = urlsplit(origin)
     except ValueError:
         return False
-    return given.scheme in {"http", "https"} and bool(given.netloc) and given.netloc.lower() == host_header.lower()
+    is_web = address.scheme in {"http", "https"}
+    return is_web and bool(address.netloc) and address.netloc.lower() == host_header.lower()

@@ -67,8 +67,8 @@ class Guard:
 
         async def with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                given = {name for name, _ in message["headers"]}
-                message["headers"] = [*message["headers"], *(pair for pair in HEADERS if pair[0] not in given)]
+                present = {name for name, _ in message["headers"]}
+                message["headers"] = [*message["headers"], *(pair for pair in HEADERS if pair[0] not in present)]
             await send(message)
 
         host = headers.get(b"host", b"").decode("latin-1")
@@ -103,14 +103,15 @@ async def events(request: Request) -> Response:
 
 async def asset(request: Request) -> Response:
     """Return a script, a style sheet or the icon; compressed, and kept by browsers as long as its hash is the same."""
-    if (known := assets().get(request.path_params["name"])) is None:
+    file = assets().get(request.path_params["name"])
+    if file is None:
         raise HTTPException(404)
-    is_current = request.query_params.get("v") == known.version
+    is_current = request.query_params.get("v") == file.version
     headers = {"cache-control": "public, max-age=31536000, immutable" if is_current else "no-cache"}
     headers["vary"] = "accept-encoding"
     if "gzip" not in request.headers.get("accept-encoding", ""):
-        return Response(known.content, media_type=known.media_type, headers=headers)
-    return Response(known.packed, media_type=known.media_type, headers={**headers, "content-encoding": "gzip"})
+        return Response(file.content, media_type=file.media_type, headers=headers)
+    return Response(file.packed, media_type=file.media_type, headers={**headers, "content-encoding": "gzip"})
 
 
 ROUTES: list[Route] = [

@@ -70,9 +70,9 @@ class Query:
             after=parameters.get("after", ""),
             back="back" in parameters,
         )
-        for what, value, known in (("sort", query.sort, SORTS), ("only", query.only, SHOWN)):
-            if value not in known:
-                raise UsageError(f"{what}={value[:40]} is unknown; expected one of {', '.join(known)}")
+        for name, value, choices in (("sort", query.sort, SORTS), ("only", query.only, SHOWN)):
+            if value not in choices:
+                raise UsageError(f"{name}={value[:40]} is unknown; expected one of {', '.join(choices)}")
         if query.tier not in {"", "train", "head"}:
             raise UsageError(f"tier={query.tier[:40]} is unknown; expected train or head")
         return query
@@ -124,14 +124,14 @@ def page_of(agents: Iterable[AgentRow], query: Query, size: int = PAGE_ROWS) -> 
     # Agents of whom the value is not known come last, in either direction; equals are in the order of their ids.
     value = SORTS[query.sort]
     chosen.sort(key=lambda row: row.id)
-    known = [row for row in chosen if value(row) is not None]
-    unknown = [row for row in chosen if value(row) is None]
-    known.sort(key=value, reverse=query.descending)
-    rows = [*known, *unknown]
+    ranked = [row for row in chosen if value(row) is not None]
+    unranked = [row for row in chosen if value(row) is None]
+    ranked.sort(key=value, reverse=query.descending)
+    rows = [*ranked, *unranked]
     # The page begins after the agent that the one before ended with, or ends before the one that it began with.
     start = 0
     if query.after:
-        start = _position(rows, len(known), query)
+        start = _position(rows, len(ranked), query)
         if query.back:
             start = max(0, start - size)
     shown = rows[start : start + size]
@@ -156,8 +156,8 @@ class Mean:
     @classmethod
     def from_values(cls, values: Iterable[float | None]) -> Mean:
         """Return the mean of the values that are known."""
-        known = [value for value in values if value is not None]
-        return cls(fmean(known) if known else None, len(known))
+        present = [value for value in values if value is not None]
+        return cls(fmean(present) if present else None, len(present))
 
 
 @dataclass(frozen=True)
@@ -210,22 +210,31 @@ def _compared(rows: Iterable[AgentRow]) -> Iterator[Compared]:
 
 
 def _key(row: AgentRow, query: Query) -> str:
+    """Return the text by which an address names a row: what the table is sorted by, and its agent."""
     return json.dumps([SORTS[query.sort](row), row.id], separators=(",", ":"))
 
 
-def _position(rows: Sequence[AgentRow], known: int, query: Query) -> int:
-    """Return the index of the first row after the key; for the page before, that of the key's row or successor."""
+def _position(rows: Sequence[AgentRow], ranked: int, query: Query) -> int:
+    """Return the index of the first row after the key; for the page before, that of the key's row or successor.
+
+    Args:
+        rows: The rows in their order: those that have a value first, then those that have none.
+        ranked: How many rows have a value.
+        query: The query, whose ``after`` is the key.
+    """
     value = SORTS[query.sort]
 
     def is_before(row: AgentRow) -> bool:
-        mine = value(row)
-        if mine == wanted:
+        value_of_row = value(row)
+        if value_of_row == value_of_key:
             return row.id < agent or (not query.back and row.id == agent)
-        return bool(mine > wanted if query.descending else mine < wanted)
+        return bool(value_of_row > value_of_key if query.descending else value_of_row < value_of_key)
 
     try:
-        wanted, agent = json.loads(query.after)
+        value_of_key, agent = json.loads(query.after)
         agent = str(agent)
-        return sum(map(is_before, rows[:known])) if wanted is not None else known + sum(map(is_before, rows[known:]))
+        if value_of_key is None:
+            return ranked + sum(map(is_before, rows[ranked:]))
+        return sum(map(is_before, rows[:ranked]))
     except (ValueError, TypeError, RecursionError) as error:
         raise UsageError("this address names no page of this table; begin at its first page") from error

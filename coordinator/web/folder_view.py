@@ -219,10 +219,10 @@ class FolderView:
         """Read on in the first run that is not read to its end: those that pages ask for, then from the newest on."""
         with self.lock:
             newest = list(self.runs)[-MOST_CURVES:][::-1]
-            wanted = [*reversed(self._asked), *newest]
-            self._curves = {name: self._curve(name) for name in reversed(dict.fromkeys(wanted))}
+            to_read = [*reversed(self._asked), *newest]
+            self._curves = {name: self._curve(name) for name in reversed(dict.fromkeys(to_read))}
             self._bound_memory(newest)
-            curves = [(self._curves[name], self.runs[name].is_over) for name in wanted]
+            curves = [(self._curves[name], self.runs[name].is_over) for name in to_read]
         for run_curves, is_over in curves:
             if is_over and run_curves.is_read:
                 continue
@@ -233,10 +233,14 @@ class FolderView:
         return False
 
     def _bound_memory(self, newest: list[str]) -> None:
-        left = MOST_HELD
+        """Drop the figures of single agents of all but the newest runs, and of these where they are too many.
+
+        ``newest``: the newest runs, the very newest first.
+        """
+        room = MOST_HELD
         for number, name in enumerate(newest):
-            left -= self._curves[name].held
-            if number >= AGENT_RUNS or left < 0:
+            room -= self._curves[name].held
+            if number >= AGENT_RUNS or room < 0:
                 self._curves[name].forget_agents()
         for name in self._asked.keys() - set(newest):
             self._curves[name].forget_agents()
@@ -312,9 +316,9 @@ class FolderView:
     def waiting(self) -> dict[str, Any]:
         """Return what the coordinator waits for, with ``until`` in seconds since 1970 where there is a limit."""
         waiting = dict(_mapping(self.status.get("waiting"))) if self.is_serving else {}
-        left = as_number(waiting.get("seconds_left"))
+        seconds_left = as_number(waiting.get("seconds_left"))
         at = self.status_at
-        waiting["until"] = None if left is None or at is None else at + left
+        waiting["until"] = None if seconds_left is None or at is None else at + seconds_left
         return waiting
 
     def status_of(self, run: RunInfo) -> str:

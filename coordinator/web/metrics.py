@@ -215,12 +215,13 @@ def _counter(name: str, about: str, value: float) -> Metric:
 
 
 def _coordinator(snapshot: Snapshot) -> Iterator[Metric]:
+    """Yield whether the coordinator is there, and where its status is new, what it counts."""
     from prometheus_client.core import InfoMetricFamily
 
     status = snapshot.status
     now = snapshot.now
-    known = {"version": __version__, "federation": str(status.get("federation", ""))}
-    yield InfoMetricFamily("headwater", "Version of this program, and the name of the federation.", value=known)
+    names = {"version": __version__, "federation": str(status.get("federation", ""))}
+    yield InfoMetricFamily("headwater", "Version of this program, and the name of the federation.", value=names)
     is_up = is_fresh(status, now)
     yield _gauge("coordinator_up", "1 while the coordinator is heard.", is_up)
     yield _gauge("coordinator_ready", "1 while agents can be served, as /ready says.", not objection(status, now))
@@ -232,7 +233,8 @@ def _coordinator(snapshot: Snapshot) -> Iterator[Metric]:
         return  # what it said last is not what is
     yield _gauge("broker_up", "1 while the coordinator is connected to the broker.", not status.get("broker_away"))
     yield _gauge("run_stalled", "1 while a run waits for its disk or files.", "stalled" in (status.get("run") or {}))
-    if resident := (status.get("process") or {}).get("resident_bytes"):
+    resident = (status.get("process") or {}).get("resident_bytes")
+    if resident:
         yield _gauge("coordinator_resident_memory_bytes", "Memory of the coordinator's process.", resident)
     traffic = status.get("traffic") or {}
     for name, key, about in (

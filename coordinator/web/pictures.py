@@ -266,11 +266,16 @@ def _thin_out(points: Sequence[tuple[float, float]], most: int) -> Sequence[tupl
 
 def _coinciding(lines: Sequence[Series]) -> Iterator[str]:
     """Yield which lines hide which: those that agree in all rounds that both have, as runs with the same seed do."""
-    left = list(lines)
-    while left:
-        longest = max(left, key=lambda line: len(line.points))
+    remaining = list(lines)
+    while remaining:
+        longest = max(remaining, key=lambda line: len(line.points))
         values = dict(longest.points)
-        same = [line for line in left if len(line.points) > 1 and all(values.get(x, y) == y for x, y in line.points)]
+        same = [line for line in remaining if len(line.points) > 1 and _agrees(line, values)]
         if len(same) > 1:
             yield f"The lines of {listed([line.name for line in same])} coincide as far as they go."
-        left = [line for line in left if line is not longest and line not in same]
+        remaining = [line for line in remaining if line is not longest and line not in same]
+
+
+def _agrees(line: Series, values: Mapping[float, float | None]) -> bool:
+    """Return whether a line has these values in all rounds that have one."""
+    return all(values.get(x, y) == y for x, y in line.points)

@@ -159,31 +159,16 @@ class RunCurves:
             return self._read(most)
 
     def _read(self, most: int) -> bool:
+        """Read on while `_reading` is held, see `read`."""
         try:
-            with open_regular(self.path) as file:
-                status = self.path.stat()
-                if status.st_size < self._offset or status.st_ino != (self._inode or status.st_ino):
-                    with self._lock:
-                        self._clear()  # another run's file, after a backup was restored
-                self._inode = status.st_ino
-                file.seek(self._offset)
-                chunk = file.read(most)
+            chunk = self._read_chunk(most)
         except OSError:
             return False
         end = chunk.rfind(b"\n") + 1
         if not end and len(chunk) == most:  # a line longer than a chunk: the next call reads more
             return self._read(2 * most)
         # Reading JSON takes time, so it is done before the lock is taken.
-        rounds = list[_Read]()
-        damaged = 0
-        for line in chunk[:end].splitlines():
-            record = _record(line)
-            if record is None:
-                damaged += 1
-                continue
-            closed = _read_round(record)
-            if closed is not None:
-                rounds.append(closed)
+        rounds, damaged = _read_rounds(chunk[:end])
         with self._lock:
             for closed in rounds:
                 self._add(closed)
@@ -191,20 +176,36 @@ class RunCurves:
             self._offset += end
         return bool(end) and len(chunk) == most
 
+    def _read_chunk(self, most: int) -> bytes:
+        """Return at most so many bytes after those that were read; of another file, from its beginning.
+
+        Raises:
+            OSError: There is no file, or it cannot be read.
+        """
+        with open_regular(self.path) as file:
+            status = self.path.stat()
+            is_shorter = status.st_size < self._offset
+            is_other_file = self._inode and status.st_ino != self._inode
+            if is_shorter or is_other_file:
+                with self._lock:
+                    self._clear()  # another run's file, after a backup was restored
+            self._inode = status.st_ino
+            file.seek(self._offset)
+            return file.read(most)
+
     def of_agent(self, agent: str) -> Iterator[tuple[int, float | None, float | None]]:
-        """Round, acc.global and acc.personal of one agent, of those rounds that have any."""
+        """Yield round, acc.global and acc.personal of one agent, of those rounds that have any."""
         row = self._agents.get(agent, array("f"))
-        for at in range(0, len(row), 3):
-            number, *values = row[at : at + 3]
-            known = [None if math.isnan(value) else round(value, 6) for value in values]
-            yield int(number), known[0], known[1]
+        for begin in range(0, len(row), 3):
+            number, shared, personal = row[begin : begin + 3]
+            yield int(number), _accuracy(shared), _accuracy(personal)
 
     def newest(self) -> dict[str, tuple[float | None, float | None]]:
         """Return agent -> its newest acc.global and acc.personal."""
         result = dict[str, tuple[float | None, float | None]]()
         for agent, row in self._agents.items():
-            last = [None if math.isnan(value) else round(value, 6) for value in row[-2:]]
-            result[agent] = last[0], last[1]
+            shared, personal = row[-2:]
+            result[agent] = _accuracy(shared), _accuracy(personal)
         return result
 
     def rounds(self) -> list[RoundPoint]:
@@ -224,6 +225,26 @@ class RunCurves:
         for agent in agents:
             values = (read.by_scope[scope].get(agent, math.nan) for scope in SCOPES)
             self._agents.setdefault(agent, array("f")).extend((number, *values))
+
+
+def _accuracy(held: float) -> float | None:
+    """Return an accuracy as it was recorded, from 32 bits that hold it; None where it is not known (NaN)."""
+    return None if math.isnan(held) else round(held, 6)
+
+
+def _read_rounds(lines: bytes) -> tuple[list[_Read], int]:
+    """Return the closed rounds that whole lines are about, and how many lines are damaged."""
+    rounds = list[_Read]()
+    damaged = 0
+    for line in lines.splitlines():
+        record = _record(line)
+        if record is None:
+            damaged += 1
+            continue
+        closed = _read_round(record)
+        if closed is not None:
+            rounds.append(closed)
+    return rounds, damaged
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
@@ -266,13 +287,15 @@ def _read_round(record: Mapping[str, Any]) -> _Read | None:
 def _incidents(
     number: int, record: Mapping[str, Any], rejected: list[tuple[str, str]], missing: list[str]
 ) -> list[Incident]:
-    result = [Incident(number, agent, f"rejected: {why}") for agent, why in rejected]
+    """Return what went wrong in a round, by agent; "" stands for the round itself."""
+    result = [Incident(number, agent, f"rejected: {reason}") for agent, reason in rejected]
     left_out = _reasons(record.get("left_out"))
-    result += [Incident(number, agent, f"left out: {why}") for agent, why in left_out]
+    result += [Incident(number, agent, f"left out: {reason}") for agent, reason in left_out]
     result += [Incident(number, agent, "no update before the round closed") for agent in missing[:100]]
     bounded = _mapping(record.get("bounded")).items()
-    result += [Incident(number, as_text(agent), as_text(what)) for agent, what in bounded]
-    if restored := _mapping(record.get("restored")):
+    result += [Incident(number, as_text(agent), as_text(note)) for agent, note in bounded]
+    restored = _mapping(record.get("restored"))
+    if restored:
         result.append(Incident(number, "", f"the last good state was restored: {as_text(restored)[:200]}"))
     return result[-MOST_INCIDENTS:]
 

@@ -58,7 +58,7 @@ class Settings:
 
     @classmethod
     def of(cls, config: CoordinatorConfig, web: WebConfig, file: Path | None) -> Settings:
-        """Those of a coordinator: on a network with its certificate, which 'headwater init' has made."""
+        """Return those of a coordinator: on a network with its certificate, which 'headwater init' has made."""
         cert = web.cert
         names = [*web.hosts]
         if config.identity is not None:
@@ -68,7 +68,7 @@ class Settings:
         return cls(config.state, web, file if config.identity is not None else None, tuple(names), cert, web.key)
 
     def text(self) -> str:
-        """As JSON."""
+        """Return the settings as JSON."""
         paths = {name: str(path) if (path := getattr(self, name)) else None for name in ("config", "cert", "key")}
         content = {"state": str(self.state), "web": self.web.model_dump(mode="json"), "names": self.names, **paths}
         return json.dumps(content)
@@ -76,9 +76,10 @@ class Settings:
     @classmethod
     def parse(cls, text: str) -> Settings:
         """Return what `text` has made."""
-        given = json.loads(text)
-        paths = {name: Path(given[name]) if given[name] else None for name in ("config", "cert", "key")}
-        return cls(Path(given["state"]), WebConfig.model_validate(given["web"]), names=tuple(given["names"]), **paths)
+        content = json.loads(text)
+        paths = {name: Path(content[name]) if content[name] else None for name in ("config", "cert", "key")}
+        web = WebConfig.model_validate(content["web"])
+        return cls(Path(content["state"]), web, names=tuple(content["names"]), **paths)
 
 
 def listening(web: WebConfig) -> socket.socket:
@@ -90,16 +91,16 @@ def listening(web: WebConfig) -> socket.socket:
     host, port = web.address
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        made = socket.create_server(address[:2], family=family)
+        listener = socket.create_server(address[:2], family=family)
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # accepted sockets inherit it; without it, a quarter of an hour
-            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * VANISHED_S)
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * VANISHED_S)
     except OSError as error:
         reason = cause(error).partition(" (while attempting")[0]  # Python adds the address once more
         raise UsageError(
             f"the web view cannot listen on {web.listen} ({reason}); choose another address with [web] listen, "
             "or --listen"
         ) from error
-    return made
+    return listener
 
 
 def serve(settings: Settings, at: socket.socket, ready: Callable[[str], None], stop: threading.Event) -> None:
@@ -262,14 +263,14 @@ def run_child(pipe: Pipe, settings: str) -> None:
     """Serve in the child process until the owner closes the pipe."""
     from ..processes.worker_main import listen
 
-    given = Settings.parse(settings)
+    parsed = Settings.parse(settings)
     with contextlib.suppress(OSError, AttributeError):
         os.nice(NICENESS)
     try:
-        at = listening(given.web)
+        at = listening(parsed.web)
     except UsageError as error:
         sys.exit(str(error))  # the owner logs it, and tries again
     listen(pipe, lambda _: None)
     logging.getLogger().handlers.clear()  # the file that has its output is bounded by nothing
-    with logging_to(given.state / "web", ""):
-        serve(given, at, lambda url: pipe.send(READY, url.encode()), threading.Event())
+    with logging_to(parsed.state / "web", ""):
+        serve(parsed, at, lambda url: pipe.send(READY, url.encode()), threading.Event())
