@@ -162,7 +162,7 @@ class SupervisedBroker(ABC):
             self._supervisor.wait(0.02)
 
     def refusal_in(self, line: str) -> tuple[str, str, str] | None:  # noqa: ARG002 - subclasses know their lines
-        """Agent, reason and remedy where a line of output says that a client was not let in."""
+        """Return agent, reason and remedy where a line of output says that a client was not let in."""
         return None
 
     def _log_output(self, line: str) -> None:
@@ -241,14 +241,14 @@ class EmbeddedBroker(SupervisedBroker):
         return worker_command("coordinator.broker.serve:serve", self.bind, str(self.port), self.federation, *users)
 
     def refusal_in(self, line: str) -> tuple[str, str, str] | None:
-        """Agent, reason and remedy where a line of output says that a client was not let in."""
+        """Return agent, reason and remedy where a line of output says that a client was not let in."""
         if not line.startswith(REFUSED_LINE):
             return None
         try:
             refusal = json.loads(line.removeprefix(REFUSED_LINE))
             user = str(refusal["user"])
             agent = str(refusal["id"])
-            why = str(refusal["why"])
+            code = str(refusal["why"])
         except (ValueError, KeyError, TypeError):
             return None
         name = user if re.fullmatch(NAME_PATTERN, user) else "NAME"
@@ -263,9 +263,9 @@ class EmbeddedBroker(SupervisedBroker):
             ),
             "busy": ("too many logins at once", "nothing: it tries again"),
         }
-        if why not in texts:
+        if code not in texts:
             return None
-        message, remedy = texts[why]
+        message, remedy = texts[code]
         return agent, message, remedy
 
 
@@ -276,10 +276,10 @@ def _own_password(password_file: Path) -> Path:
 
 def _set_own_password(password_file: Path) -> None:
     """Make the coordinator a user of the password file; its password is generated once."""
-    own = _own_password(password_file)
-    if not own.exists():
-        write_atomic(own, secrets.token_urlsafe(32).encode(), access=Access.private())
-    password = read_regular_text(own).strip()
+    path = _own_password(password_file)
+    if not path.exists():
+        write_atomic(path, secrets.token_urlsafe(32).encode(), access=Access.private())
+    password = read_regular_text(path).strip()
     hashes = read_passwords(password_file) if password_file.exists() else {}
     if not is_password(password, hashes.get(COORDINATOR_USER, "")):
         set_password(password_file, COORDINATOR_USER, password)
@@ -354,7 +354,7 @@ class ManagedMosquitto(Mosquitto):
         return self.started_with(self._settings)
 
     def refusal_in(self, line: str) -> tuple[str, str, str] | None:
-        """Agent, reason and remedy where a line of output says that a client was not let in."""
+        """Return agent, reason and remedy where a line of output says that a client was not let in."""
         match = _UNKNOWN_CERTIFICATE.match(line)
         if match is None:
             return None

@@ -135,14 +135,14 @@ def access_for(path: Path, account: str | None = None) -> Access:
     Raises:
         UsageError: There is no such account.
     """
-    own = Access.private()
-    present = access_of(path) if path.exists() else own
+    private = Access.private()
+    present = access_of(path) if path.exists() else private
     if account is not None:
         uid, gid = _find_account(account)
         return Access(uid, gid, present.mode)
     # The broker can read the file as it is, or nobody here can change its owner.
     others_can_read = path.exists() and present.mode & 0o044 != 0
-    if own.uid != 0 or present.uid != 0 or others_can_read:
+    if private.uid != 0 or present.uid != 0 or others_can_read:
         return present
     # The owner of the folder is probably the broker's account, if it is not root; else it may be Mosquitto's usual one.
     folder = access_of(path.parent)

@@ -107,17 +107,17 @@ class Authority:
         return self._issue("broker", key, now, life, ExtendedKeyUsageOID.SERVER_AUTH, [*map(_general_name, hosts)])
 
     def revocations(self, revoked: Iterable[tuple[int, datetime]], now: datetime) -> bytes:
-        """The list (PEM) of revoked serials. It does not end before the authority: an old list must shut nobody out."""
-        built = (
+        """Return the list (PEM) of revoked serials. It ends with the authority: an old list must shut nobody out."""
+        builder = (
             x509.CertificateRevocationListBuilder()
             .issuer_name(self.certificate.subject)
             .last_update(now - BACKDATED)
             .next_update(self.certificate.not_valid_after_utc)
         )
         for serial, at in revoked:
-            one = x509.RevokedCertificateBuilder().serial_number(serial).revocation_date(at).build()
-            built = built.add_revoked_certificate(one)
-        return built.sign(self._key, hashes.SHA256()).public_bytes(Encoding.PEM)
+            entry = x509.RevokedCertificateBuilder().serial_number(serial).revocation_date(at).build()
+            builder = builder.add_revoked_certificate(entry)
+        return builder.sign(self._key, hashes.SHA256()).public_bytes(Encoding.PEM)
 
     def sign(self, content: bytes) -> bytes:
         """Return the authority's proof of an answer, which is no certificate, and does not begin as one."""

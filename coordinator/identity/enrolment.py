@@ -309,6 +309,22 @@ class Enrolment:
             raise EnrolmentRefused(f"token: it expired at {show_utc(token.expires)}", _again(name))
         # The device's former certificates end before the token counts as used: after a crash, or with a full disk, all
         # of it is done again.
+        ended = self._end_former(record, token, now)
+        certificate = self._issue(name, key)
+        self._write(ended, certificate, token.model_copy(update={"used_at": now, "used_by": used_by}))
+        return certificate
+
+    def _end_former(self, record: AgentRecord, token: TokenRecord, now: float) -> AgentRecord:
+        """Revoke the certificates of a device, and those of the agent that its token replaces.
+
+        Args:
+            record: The device's record.
+            token: The token that it shows.
+            now: The time of the revocation, in seconds since 1970.
+
+        Returns:
+            The record without a certificate that counts; it still has the token.
+        """
         ended = record.revoked(now).model_copy(update={"token": token})
         revoked = [ended] if record.certificates else []
         former = self.ledger.get(token.replaces) if token.replaces else None
@@ -318,9 +334,7 @@ class Enrolment:
             for agent in revoked:
                 self.ledger.put(agent)
             self.write_crl()
-        certificate = self._issue(name, key)
-        self._write(ended, certificate, token.model_copy(update={"used_at": now, "used_by": used_by}))
-        return certificate
+        return ended
 
     def _check_shown(self, record: AgentRecord | None, request: CertificateRequest) -> CertificateRecord:
         """Return the certificate whose key has signed the request, where it counts or may be renewed.
@@ -377,13 +391,13 @@ class Enrolment:
 
     def _issue(self, name: str, key: ec.EllipticCurvePublicKey, *, renews: str = "") -> CertificateRecord:
         """Certify a key; ``renews`` is the serial of the certificate that the new one follows."""
-        made = self.authority.for_client(name, key, self.now(), self.life)
+        certificate = self.authority.for_client(name, key, self.now(), self.life)
         return CertificateRecord(
-            serial=f"{made.serial_number:x}",
-            der=base64.b64encode(made.public_bytes(Encoding.DER)).decode(),
+            serial=f"{certificate.serial_number:x}",
+            der=base64.b64encode(certificate.public_bytes(Encoding.DER)).decode(),
             key=key_fingerprint(key),
-            not_before=made.not_valid_before_utc.timestamp(),
-            not_after=made.not_valid_after_utc.timestamp(),
+            not_before=certificate.not_valid_before_utc.timestamp(),
+            not_after=certificate.not_valid_after_utc.timestamp(),
             renews=renews,
         )
 

@@ -48,6 +48,10 @@ class CertificateRecord(Frozen):
     renews: str = Field("", description="serial of the certificate whose key asked for it; empty: a token's did")
     revoked_at: Time | None = None
 
+    def revoked(self, at: float) -> CertificateRecord:
+        """Return the same, revoked at that time unless it was before; ``at`` in seconds since 1970."""
+        return self if self.revoked_at is not None else self.model_copy(update={"revoked_at": at})
+
 
 class AgentRecord(Frozen):
     """One agent."""
@@ -61,8 +65,8 @@ class AgentRecord(Frozen):
 
     def current(self) -> CertificateRecord | None:
         """Return the newest certificate that is not revoked; it may have expired."""
-        valid = [one for one in self.certificates if one.revoked_at is None]
-        return max(valid, key=lambda one: one.not_after) if valid else None
+        valid = [certificate for certificate in self.certificates if certificate.revoked_at is None]
+        return max(valid, key=lambda certificate: certificate.not_after) if valid else None
 
     @property
     def is_revoked(self) -> bool:
@@ -71,19 +75,19 @@ class AgentRecord(Frozen):
 
     def counts(self, now: float) -> bool:
         """Return whether it is let in, or may still use its token."""
-        return self.current() is not None or (
-            self.token is not None and self.token.used_at is None and self.token.expires >= now
-        )
+        if self.current() is not None:
+            return True
+        return self.token is not None and self.token.used_at is None and self.token.expires >= now
 
     def revoked(self, at: float) -> AgentRecord:
         """Return the same with all certificates revoked, and without a token that could still be used."""
-        ended = tuple(
-            one if one.revoked_at is not None else one.model_copy(update={"revoked_at": at})
-            for one in self.certificates
-        )
-        token = self.token if self.token is not None and self.token.used_at is not None else None
-        generation = self.generation + (ended != self.certificates)
-        return self.model_copy(update={"certificates": ended, "token": token, "generation": generation})
+        certificates = tuple(certificate.revoked(at) for certificate in self.certificates)
+        is_used = self.token is not None and self.token.used_at is not None
+        token = self.token if is_used else None
+        generation = self.generation
+        if certificates != self.certificates:
+            generation += 1
+        return self.model_copy(update={"certificates": certificates, "token": token, "generation": generation})
 
 
 def identity_folder(state: Path) -> Path:

@@ -172,21 +172,27 @@ class EnrolmentPort:
                     "time": self.enrolment.now().timestamp(),
                     "federation": self.enrolment.federation,
                 }
-            asked = CertificateRequest.model_validate(request)
-            if not asked.csr:
-                return {"until": self.enrolment.standing(asked).not_after}
-            made = self.enrolment.certify(asked)
-            answer = self.enrolment.answer(asked.name, made)
+            certificate_request = CertificateRequest.model_validate(request)
+            if not certificate_request.csr:
+                return {"until": self.enrolment.standing(certificate_request).not_after}
+            certificate = self.enrolment.certify(certificate_request)
+            answer = self.enrolment.answer(certificate_request.name, certificate)
         except (ValidationError, ValueError, RecursionError):
             self._note_stranger(address, f"{len(line)} bytes that are no request")
             return {"refused": "request: it is malformed; coordinator and device run different versions"}
         except UsageError as error:
-            self._note_refusal(asked.name, error, address)
+            self._note_refusal(certificate_request.name, error, address)
             return {"refused": str(error)}
         except (HeadwaterError, OSError) as error:
             log.error("enrolment_failed from=%s reason=%s", address, error)
             return {"refused": "coordinator: it cannot make certificates now; its log says why, try again later"}
-        log.info("certified agent=%s key=%s until=%s from=%s", asked.name, made.key, show_utc(made.not_after), address)
+        log.info(
+            "certified agent=%s key=%s until=%s from=%s",
+            certificate_request.name,
+            certificate.key,
+            show_utc(certificate.not_after),
+            address,
+        )
         return dict(answer)
 
     def _note_refusal(self, name: str, error: UsageError, address: str) -> None:

@@ -159,11 +159,9 @@ def review(enrolment: Enrolment, sources: Iterable[Revocations], now: datetime) 
             if serial not in recorded:
                 unknown[serial] = certificate
         # 3. The first source that keeps an agent out is the one that is named to the operator.
-        for name, record in before.items():
-            was_admitted = record.current() is not None
-            is_admitted = merged[name].current() is not None
-            if was_admitted and not is_admitted and name not in kept_out:
-                kept_out[name] = KeptOut(name, source.path)
+        for name in _find_kept_out(before, merged):
+            kept_out.setdefault(name, KeptOut(name, source.path))
+    # 4. Whom the merged records let in: with a certificate, or with a token that was not used.
     certified = []
     invited = []
     for name, record in sorted(merged.items()):
@@ -179,6 +177,15 @@ def review(enrolment: Enrolment, sources: Iterable[Revocations], now: datetime) 
         kept_out=tuple(kept_out[name] for name in sorted(kept_out)),
         sources=tuple(paths),
     )
+
+
+def _find_kept_out(before: Mapping[str, AgentRecord], merged: Mapping[str, AgentRecord]) -> Iterator[str]:
+    """Yield the agents that the records of the backup admit, and the merged records do not."""
+    for name, record in before.items():
+        was_admitted = record.current() is not None
+        is_admitted = merged[name].current() is not None
+        if was_admitted and not is_admitted:
+            yield name
 
 
 def _serials_of(records: Iterable[AgentRecord]) -> set[str]:

@@ -66,10 +66,10 @@ class BrokerFiles:
         self.renew(now)
 
     def renew(self, now: datetime) -> bool:
-        """Make the certificates of broker and coordinator that are due; whether any was."""
+        """Make the certificates of broker and coordinator that are due; return whether any was."""
         authority = self.enrolment.authority
         hosts = server_names(self.enrolment.config)
-        made = False
+        has_new = False
         for path, names in ((self.broker, hosts), (self.coordinator, None)):
             if is_due(path, authority, names, now):
                 key = ec.generate_private_key(ec.SECP256R1())
@@ -78,8 +78,8 @@ class BrokerFiles:
                 else:
                     certificate = authority.for_server(names, key.public_key(), now, SERVER_LIFE)
                 write_private(path, pem_of(key) + certificate.public_bytes(Encoding.PEM))
-                made = True
-        return made
+                has_new = True
+        return has_new
 
     def client(self, url: str, file: Path | None = None) -> BrokerConfig:
         """Return how the coordinator connects; ``file``: with this key and certificate instead of its own."""
@@ -267,12 +267,13 @@ class IdentityService:
                 serial=message.serial,
                 signature=message.signature,
             )
-            made = self.enrolment.certify(request)
+            certificate = self.enrolment.certify(request)
         except UsageError as error:
             log.warning("renewal_refused agent=%s reason=%s", agent, error)
             return Renewed(refused=str(error)[:1000])
-        log.info("certificate_renewed agent=%s key=%s until=%s", agent, made.key, show_utc(made.not_after))
-        return Renewed(certificate=made.der)
+        until = show_utc(certificate.not_after)
+        log.info("certificate_renewed agent=%s key=%s until=%s", agent, certificate.key, until)
+        return Renewed(certificate=certificate.der)
 
     def tick(self, clock_s: float, now: datetime) -> list[str]:
         """Follow revocations, and renew the broker's certificate; return the agents of whom one was revoked since.
