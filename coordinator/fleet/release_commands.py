@@ -8,7 +8,7 @@ from __future__ import annotations
 import getpass
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -190,7 +190,7 @@ def describe_release(book: Book, release: Release, now: datetime) -> dict[str, A
     return {
         "release": release.number,
         "bundle_id": release.bundle_id,
-        **describe_standing(book, release, now),
+        **asdict(Standing.from_release(book, release, now)),
         "waits_for": "; ".join(steps),
         "steps": steps,
         "by": release.author or None,
@@ -207,15 +207,46 @@ def describe_release(book: Book, release: Release, now: datetime) -> dict[str, A
     }
 
 
-def describe_standing(book: Book, release: Release, now: datetime) -> dict[str, Any]:
-    """Return where a release stands, as JSON; `stage_text` says it to people."""
-    newer = book.replaced_by(release)
-    return {
-        "stage": book.stage(release, now),
-        "rolls_back": release.rolls_back or None,
-        "rolled_back_by": release.rolled_back_by or None,
-        "replaced_by": None if newer is None else newer.number,
-    }
+@dataclass(frozen=True)
+class Standing:
+    """Where a release stands, and by number the releases that it undoes, or that undo or replace it."""
+
+    stage: str
+    rolls_back: int | None
+    """The release that it undoes; None: it is no rollback."""
+
+    rolled_back_by: int | None
+    """The release that undoes it; None: there is none."""
+
+    replaced_by: int | None
+    """The newer release that everybody gets in its place; None: there is none."""
+
+    @classmethod
+    def from_release(cls, book: Book, release: Release, now: datetime) -> Standing:
+        """Return where a release stands at a moment."""
+        newer = book.replaced_by(release)
+        return cls(
+            stage=book.stage(release, now),
+            rolls_back=release.rolls_back or None,
+            rolled_back_by=release.rolled_back_by or None,
+            replaced_by=None if newer is None else newer.number,
+        )
+
+    @classmethod
+    def from_body(cls, body: Mapping[str, Any]) -> Standing:
+        """Return the standing in the JSON of a release."""
+        return cls(body["stage"], body["rolls_back"], body["rolled_back_by"], body["replaced_by"])
+
+    @property
+    def text(self) -> str:
+        """The stage for people, with the number of the release that took its place or that it undoes."""
+        if self.rolled_back_by:
+            return f"rolled back by {self.rolled_back_by}"
+        if self.replaced_by:
+            return f"replaced by {self.replaced_by}"
+        if self.rolls_back:
+            return f"rolls back {self.rolls_back}, {self.stage}"
+        return self.stage
 
 
 def list_waits(book: Book, release: Release, now: datetime) -> Iterator[str]:
@@ -339,7 +370,7 @@ def open_releases(folder: StateFolder) -> list[dict[str, Any]]:
         {
             "release": release.number,
             "channel": release.plan.channel,
-            **describe_standing(book, release, now),
+            **asdict(Standing.from_release(book, release, now)),
             "bundle_id": release.bundle_id,
             "waits_for": "; ".join(list_waits(book, release, now)),
         }
@@ -359,13 +390,8 @@ def describe_open_release(release: dict[str, Any]) -> str:
 
 
 def stage_text(release: Mapping[str, Any]) -> str:
-    """Return where a release stands, with the number of the release that took its place or that it undoes."""
-    if release["rolled_back_by"]:
-        return f"rolled back by {release['rolled_back_by']}"
-    if release["replaced_by"]:
-        return f"replaced by {release['replaced_by']}"
-    stage: str = release["stage"]
-    return f"rolls back {release['rolls_back']}, {stage}" if release["rolls_back"] else stage
+    """Return where a release stands, for people; ``release`` is its JSON, see `describe_release`."""
+    return Standing.from_body(release).text
 
 
 def releases_of_run(folder: StateFolder, run: str) -> list[dict[str, Any]]:

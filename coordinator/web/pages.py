@@ -23,7 +23,7 @@ from edge_agent.core.errors import HeadwaterError, StateError, UnknownName, Usag
 from edge_agent.core.storage import read_json, read_regular
 from edge_agent.core.time_and_text import show_time
 
-from ..fleet.release_commands import describe_release, describe_standing, list_waits, stage_text
+from ..fleet.release_commands import Standing, describe_release, list_waits
 from ..journal.store import Entry
 from ..runs.result_notes import SHOWN_CLIENTS, describe_spent
 from ..state.fleet_columns import page_columns
@@ -426,7 +426,7 @@ def bundles(request: Request) -> Response:
 
 def _stage_text(book: Book, release: Release, now: datetime) -> str:
     """Return where a release stands, in the words of 'headwater release status'."""
-    return stage_text(describe_standing(book, release, now))
+    return Standing.from_release(book, release, now).text
 
 
 def _stage_kind(book: Book, release: Release, now: datetime) -> str:
