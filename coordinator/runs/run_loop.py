@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Generator
-from dataclasses import replace
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -51,6 +51,37 @@ ASKED_AT_ONCE = 1000
 
 TURN_S = 5.0
 """How long the next ones wait at most for those of them whose links are slow."""
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """The state of an active run for people; of a large cohort it has at most `MOST_LISTED` agents."""
+
+    id: str
+    method: str
+    round: int
+    """The round that is open, or whose job is on offer; 0: none is."""
+
+    rounds: int
+    cohort: list[str]
+    cohort_size: int
+    accepted: list[str]
+    accepted_count: int
+    rejected: Mapping[str, str]
+    """Agent -> why it has no update."""
+
+    left_out: Mapping[str, Mapping[str, object]]
+    """Agent -> ``until_round`` and ``reason``, see `Selection.status`."""
+
+    bounded: Mapping[str, str]
+    """Agent -> what was done to its update in the round that was closed last."""
+
+    privacy: Mapping[str, Any] | None
+    """What the closed rounds have cost of the privacy budget; None: the run adds no noise."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the run as JSON, for ``status.json``; its keys are the fields, in their order."""
+        return dict(vars(self))
 
 
 class RunLoop:
@@ -173,28 +204,28 @@ class RunLoop:
         self.withdraw()
         self._active.own.cancel()
 
-    def status(self) -> dict[str, Any]:
-        """Return the state of the run as JSON, for the coordinator's status."""
+    def status(self) -> RunStatus:
+        """Return the state of the run, for the coordinator's status."""
         collection = self._active.open_collection
         number = 0
         if collection is not None:
             number = collection.round
         elif self.assignment is not None:
             number = self.assignment.spec.round
-        return {
-            "id": self.run.id,
-            "method": self.run.request.method,
-            "round": number,
-            "rounds": self.run.request.rounds,
-            "cohort": list(collection.cohort[:MOST_LISTED]) if collection else [],
-            "cohort_size": len(collection.cohort) if collection else 0,
-            "accepted": sorted(islice(collection.accepted, MOST_LISTED)) if collection else [],
-            "accepted_count": len(collection.accepted) if collection else 0,
-            "rejected": _reasons(collection) if collection else {},
-            "left_out": self.selection.status(number),
-            "bounded": self._server.bounded,
-            "privacy": self._server.spent,
-        }
+        return RunStatus(
+            id=self.run.id,
+            method=self.run.request.method,
+            round=number,
+            rounds=self.run.request.rounds,
+            cohort=list(collection.cohort[:MOST_LISTED]) if collection else [],
+            cohort_size=len(collection.cohort) if collection else 0,
+            accepted=sorted(islice(collection.accepted, MOST_LISTED)) if collection else [],
+            accepted_count=len(collection.accepted) if collection else 0,
+            rejected=_reasons(collection) if collection else {},
+            left_out=self.selection.status(number),
+            bounded=self._server.bounded,
+            privacy=self._server.spent,
+        )
 
     # --- start -----------------------------------------------------------------------------------------------------
 

@@ -52,7 +52,7 @@ from ..hosted.transport import CombinedTransport
 from ..journal.store import follow, utc_now
 from ..rounds.context import Reports, Run, RunContext, Waiting
 from ..rounds.request import Request
-from ..runs.run_loop import RunLoop
+from ..runs.run_loop import RunLoop, RunStatus
 from ..runs.run_queue import LOOK_FOR_REQUESTS_S, Runs, Storage, of_storage
 from ..state.backup import MARKER
 from ..state.fault_log import FaultLog
@@ -730,7 +730,7 @@ class Coordinator:
     def status(self) -> StatusReport:
         """Return the coordinator's state now, as the JSON of ``status.json``."""
         waiting = self.waiting
-        run = self._run_status()
+        run = None if self.loop is None else self.loop.status()
         return {
             "version": __version__,
             "federation": self.config.federation,
@@ -741,7 +741,7 @@ class Coordinator:
             "other_coordinator": self.peers.note or None,
             "standby": self.peers.standbys,
             "at": utc_now().isoformat(timespec="milliseconds"),
-            "run": run,
+            "run": self._describe_run(run),
             "waiting": {
                 "for": waiting.what,
                 "idle": waiting.is_idle,
@@ -773,15 +773,15 @@ class Coordinator:
         run = None if self.loop is None else self.loop.status()
         return [*self._described(self.roster.members(), run), *self._away()]
 
-    def _run_status(self) -> dict[str, Any] | None:
+    def _describe_run(self, run: RunStatus | None) -> dict[str, Any] | None:
         """Return the JSON of the active run, also of one that a full disk has stalled; None where there is none."""
-        run = None if self.loop is None else self.loop.status()
+        body = None if run is None else run.to_json()
         stall = self.storage.stall
         if stall is None:
-            return run
-        if run is None:
-            run = {"id": stall.run, "left_out": {}}
-        return {**run, "stalled": stall.body()}
+            return body
+        if body is None:
+            body = {"id": stall.run, "left_out": {}}
+        return {**body, "stalled": stall.body()}
 
     def _counts(self) -> dict[str, int]:
         """Return how many agents are known, and how many of them are online, have a fault, or are stalled."""
@@ -807,7 +807,7 @@ class Coordinator:
             members = heapq.nsmallest(MOST_LISTED, members, key=lambda member: (needs_no_attention(member), member.id))
         return sorted(members, key=lambda member: member.id)
 
-    def _described(self, members: Iterable[Member], run: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+    def _described(self, members: Iterable[Member], run: RunStatus | None) -> Iterator[dict[str, Any]]:
         """Yield the JSON of these agents, with what people should know of each (`_notes_on`)."""
         hosted_notes = self._hosted_notes()
         for member in members:
@@ -836,7 +836,7 @@ class Coordinator:
                 )
             )
 
-    def _notes_on(self, member: Member, run: dict[str, Any] | None) -> list[str]:
+    def _notes_on(self, member: Member, run: RunStatus | None) -> list[str]:
         """Return what people should know of an agent, in this order.
 
         The bundle that it does not run, its own notes, that its inputs have changed, why it is left out of ``run``,
@@ -850,14 +850,13 @@ class Coordinator:
             when = show_utc(member.inputs_since)
             notes.append(f"its inputs have changed since {when}: they are unlike what its head learned from")
         if run is not None:
-            exclusion = run["left_out"].get(member.id)
+            exclusion = run.left_out.get(member.id)
             if exclusion is not None:
                 until_round = exclusion["until_round"]
                 limit = "until it is restarted" if until_round is None else f"until round {until_round}"
-                notes.append(f"left out of {run['id']} {limit}: {exclusion['reason']}")
-            bounded = run.get("bounded", {})
-            if member.id in bounded:
-                notes.append(bounded[member.id])
+                notes.append(f"left out of {run.id} {limit}: {exclusion['reason']}")
+            if member.id in run.bounded:
+                notes.append(run.bounded[member.id])
         link_note = member.breaks.note(self.clock())
         if link_note:
             notes.append(link_note)
