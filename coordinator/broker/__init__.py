@@ -350,7 +350,7 @@ class ManagedMosquitto(Mosquitto):
         return f"mqtts://{host}:{self.port}"
 
     def command(self) -> list[str]:
-        """Return the command line."""
+        """Return the command line that serves with the settings given."""
         return self.started_with(self._settings)
 
     def refusal_in(self, line: str) -> tuple[str, str, str] | None:

@@ -48,7 +48,7 @@ class AccessPlugin(BaseAuthPlugin, BaseTopicPlugin):  # type: ignore[misc]
 
     @dataclass
     class Config:
-        """Options of this plugin."""
+        """The options of this plugin, as amqtt gives them."""
 
         password_file: str = ""
         federation: str = "home"
@@ -149,7 +149,7 @@ class BoundedReader(StreamReaderAdapter):  # type: ignore[misc]
         self._abort = abort
 
     async def read(self, n: int = -1) -> bytes:
-        """Up to ``n`` bytes.
+        """Return up to ``n`` bytes.
 
         Raises:
             ConnectionResetError: the packet is larger; the session ends.
@@ -171,17 +171,17 @@ class BoundedBroker(Broker):  # type: ignore[misc]
     async def stream_connected(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, listener_name: str
     ) -> None:
-        """Serve one connection."""
+        """Serve one connection, with bounded packets."""
         await self._client_connected(
             listener_name, BoundedReader(reader, writer.transport.abort), StreamWriterAdapter(writer)
         )
 
     async def retain_message(self, *_: object) -> None:
-        """Keep nothing."""
+        """Do nothing: no message is retained."""
 
 
 def settings(bind: str, port: int, federation: str, password_file: str | None) -> dict[str, Any]:
-    """amqtt's configuration. No event, packet or ``$SYS`` plugin: each costs a call for each packet."""
+    """Return amqtt's configuration. No event, packet or ``$SYS`` plugin: each costs a call for each packet."""
     host = f"[{bind}]" if ":" in bind else bind
     plugins: dict[str, Any] = {"amqtt.plugins.authentication.AnonymousAuthPlugin": {"allow_anonymous": True}}
     if password_file is not None:
@@ -190,7 +190,7 @@ def settings(bind: str, port: int, federation: str, password_file: str | None) -
 
 
 def serve(pipe: Pipe, bind: str, port: str, federation: str, password_file: str | None = None) -> None:
-    """The child process: serve until the owner closes the pipe."""
+    """Serve in the child process until the owner closes the pipe."""
     for name in ("amqtt", "transitions"):
         logging.getLogger(name).setLevel(logging.ERROR)
     # A connection that sends nothing is how one asks whether a broker accepts connections; that is no error.

@@ -160,12 +160,12 @@ class Distributor:
         """What was published of blobs; a broadcast counts once, however many agents receive it."""
 
     def offer(self, blob: chunks.Outgoing, agents: Iterable[str]) -> None:
-        """These agents may ask for the blob from now on, and are expected to answer."""
+        """Let these agents ask for the blob from now on; each of them is expected to answer."""
         offer = self._offers.setdefault(blob.ref.digest, _Offer(blob, Carousel(blob)))
         offer.unanswered.update(agents)
 
     def withdraw(self, digests: Iterable[str]) -> None:
-        """These blobs are not needed any more."""
+        """Take back the offers of these blobs, which are not needed any more."""
         for digest in digests:
             offer = self._offers.pop(digest, None)
             if offer is not None:
@@ -175,7 +175,7 @@ class Distributor:
             self._touched.pop(digest, None)
 
     def have(self, agent: str, digest: str) -> None:
-        """An agent has the blob, from its cache or because it has just received it."""
+        """Note that an agent has the blob, from its cache or because it has just received it."""
         offer = self._offers.get(digest)
         if offer is None:
             return
@@ -187,7 +187,7 @@ class Distributor:
         self._touch(offer)
 
     def want(self, agent: str, message: Want) -> bool:
-        """Return an agent lacks chunks; False when no such blob is on offer.
+        """Note which chunks an agent lacks; return False when no such blob is on offer.
 
         Raises:
             ChunkError: ranges outside the blob.
@@ -236,7 +236,7 @@ class Distributor:
         return offer.blob
 
     def progress(self, agent: str, message: Progress) -> None:
-        """An agent reports what has arrived since it asked.
+        """Note what has arrived at an agent since it asked, as it reports.
 
         Raises:
             ChunkError: ranges outside the blob.
@@ -251,7 +251,7 @@ class Distributor:
         self._touch(offer)
 
     def forget(self, agent: str) -> None:
-        """An agent is offline, or has a new connection: nothing waits for it, and its link may be another one."""
+        """Wait for nothing of an agent that is offline, or has a new connection: its link may be another one."""
         for offer in self._offers.values():
             self._note_answer(offer, agent)
             self._leave(offer, agent)
@@ -261,7 +261,7 @@ class Distributor:
         self._listening.discard(agent)
 
     def disconnected(self) -> None:
-        """The coordinator's own connection is lost, and what was under way with it."""
+        """Note that the coordinator's own connection is lost, and what was under way with it."""
         for offer in self._busy.values():
             for sending in offer.sendings:
                 sending.cut()

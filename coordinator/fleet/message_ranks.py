@@ -30,6 +30,7 @@ def rank_by(topics: Topics) -> RankOf:
     """
 
     def rank_of(message: Message) -> Rank:
+        """Return the rank of a message, by its topic and, for control messages, its type."""
         if message.retained:  # it is refused, and must not take the place of a live one
             return ORDINARY
         try:

@@ -87,7 +87,7 @@ class RateLimits:
         return False
 
     def refused(self, topic: str) -> None:
-        """A message of that topic that was admitted is invalid."""
+        """Note that a message of that topic was admitted, and is invalid: an invalid chunk costs more."""
         try:
             agent, kind = self._topics.sender(topic)
         except MessageError:
@@ -105,6 +105,7 @@ class RateLimits:
         return dropped
 
     def _spend(self, agent: str, kind: str, cost: float) -> bool:
+        """Take ``cost`` from what an agent may send of a kind; return False, and take nothing, where it is used up."""
         rate = RATES.get(kind, OTHER)
         now = self._clock()
         key = (agent, kind)

@@ -215,12 +215,12 @@ class Roster:
         self._accuracies: dict[str, dict[str, float]] | None = None
 
     def remember(self, figures: Mapping[str, Figures], candidates: Mapping[str, Candidate]) -> None:
-        """What agents said before this start, of what they run and of what they tried, by their ids."""
+        """Take what agents said before this start, of what they run and of what they tried, by their ids."""
         self._before = dict(figures)
         self._candidates = dict(candidates)
 
     def hello(self, agent: str, message: up.Hello) -> Member:
-        """Return an agent introduces itself (again)."""
+        """Note that an agent introduces itself (again), and return what is known of it."""
         member = Member(agent, message.tier, message.boot, message.software, message.samples, message.bundle_id)
         member.connection = message.connection
         member.inputs_since = as_time(message.facts.get("inputs_since"))
@@ -398,14 +398,14 @@ class Roster:
         self._members[agent].heartbeat_s = heartbeat_s
 
     def note_asked(self, agent: str) -> None:
-        """The agent was asked to do a task: it answers, and sends heartbeats as it is configured."""
+        """Note that the agent was asked to do a task: it answers, and sends heartbeats as it is configured."""
         member = self._members.get(agent)
         if member is not None:
             member.asked_at = self._clock()
             self._enter_lease(member, member.asked_at)
 
     def note_idle(self, agent: str) -> None:
-        """The agent says that it has no task."""
+        """Note that the agent says that it has no task."""
         self._members[agent].asked_at = None
 
     def get(self, agent: str) -> Member | None:
@@ -418,7 +418,7 @@ class Roster:
         return self._ready
 
     def present(self, tier: str | None = None) -> list[str]:
-        """`ready`, sorted; of one tier where given."""
+        """Return the agents that are `ready`, sorted; of one tier where given."""
         if tier not in self._sorted:
             members = map(self._members.__getitem__, sorted(self._ready))
             self._sorted[tier] = [member.id for member in members if tier in {None, member.tier}]
@@ -429,12 +429,12 @@ class Roster:
         return [self._members[agent] for agent in sorted(self._members)]
 
     def connected(self) -> None:
-        """The coordinator has just come (back) to the broker: agents get the time of a lease to be heard again."""
+        """Note that the broker is reached (again): agents get the time of a lease to be heard again."""
         self._deaf_s = self.deaf_s
         self._connected_at = self._clock()
 
     def disconnected(self) -> None:
-        """The coordinator receives nothing: it cannot be known who is online, until it is `connected`."""
+        """Note that nothing is received: it cannot be known who is online, until it is `connected`."""
         if self._connected_at is not None:
             self._connected_at = None
             self._deaf_since = self._clock()
@@ -719,7 +719,7 @@ class RunIds:
             )
 
     def of(self, name: str) -> str:
-        """The id of a run; its name where the journal has none: a release of an older version is still offered."""
+        """Return the id of a run, or its name where the journal has none: old releases are still offered."""
         return self._id(name) or name
 
     def name(self, run_id: str) -> str | None:
@@ -796,7 +796,7 @@ class CommandSender:
         self._publish(self._topics.coordinators, self._stamped(message, self.epoch))
 
     def may_give(self, agent: str, epoch: int, is_alone: Callable[[], bool]) -> bool:
-        """Whether this agent, which knows that epoch, may be sent commands; where it is higher, they carry it, too.
+        """Return whether an agent that knows that epoch may be sent commands; where it is higher, they carry it, too.
 
         A state folder that was put back from a backup counts from an older start. But as long as a coordinator with the
         higher epoch may be online, that one counts, and the agent sends its hello again.

@@ -175,7 +175,7 @@ class Rollout:
         return devices
 
     def hello(self, agent: str, message: Hello) -> None:
-        """A device of tier ``head`` says what it runs; it is offered what it is to run."""
+        """Note what a device of tier ``head`` runs, and offer it what it is to run."""
         self._offers.pop(agent, None)
         self._pinned.pop(agent, None)
         self._tell_pin(agent)
@@ -183,7 +183,7 @@ class Rollout:
         self.offer(agent)
 
     def reported(self, agent: str, message: Report) -> None:
-        """A device has installed a bundle, gone back to the one before, or declined it."""
+        """Note that a device has installed a bundle, gone back to the one before, or declined it."""
         device = self.book.devices.get(agent)
         if device is None:  # it sends a hello first
             return
@@ -207,7 +207,7 @@ class Rollout:
             self.offer(agent)
 
     def fault(self, agent: str, message: Fault) -> None:
-        """A device could not install the bundle that it was offered, by its fault or by that of the bundle."""
+        """Note that a device could not install the bundle on offer, by its fault or by that of the bundle."""
         release = self._release_of(agent, message)
         offer = self._offers.get(agent)
         device = self.book.devices.get(agent)
@@ -232,7 +232,7 @@ class Rollout:
         self._note(device, release, Result(outcome, reason[:500]))
 
     def heartbeat(self, agent: str) -> None:
-        """A device is idle: where its answer is missing for long, it is asked again."""
+        """Ask a device again that is idle, where its answer is missing for long."""
         offer = self._offers.get(agent)
         if offer is not None and offer.again_at is not None and self._clock() >= offer.again_at:
             self.offer(agent)
@@ -270,7 +270,7 @@ class Rollout:
         return True
 
     def offer_again(self, agent: str, digest: str) -> None:
-        """An agent requests a blob that is not on offer: after a restart, offer the release again."""
+        """Offer a release again after a restart, when an agent requests a blob that is not on offer."""
         release = self._wanted(agent)
         if release is not None and digest == release.digest:
             self._put_on_offer(digest, agent)
@@ -431,7 +431,7 @@ class Rollout:
             self._send(agent, Cancel(run=release.run, round=0, reason=f"release {release.number}: {release.stage}"))
 
     def _count_again(self) -> None:
-        """A new hour of changes begins; what is left of the one before is journaled."""
+        """Begin a new hour of changes, and journal what is left of the one before."""
         self._changes.clear()
         self._signatures.clear()
         while self._late:

@@ -198,7 +198,7 @@ class Collector:
                 path.unlink(missing_ok=True)
 
     def pause(self) -> None:
-        """The coordinator stops, or the run is stalled: incomplete updates stay on disk, to be resumed."""
+        """End all uploads, because the coordinator stops or the run is stalled: they stay on disk, to be resumed."""
         for upload in self._uploads.values():
             upload.receiving.incoming.close()
         self._uploads.clear()
@@ -208,7 +208,7 @@ class Collector:
         self.open_round = None
 
     def manifest(self, agent: str, message: UpdateManifest) -> None:
-        """An agent offers an update; it is granted, receipted (again), or rejected with the reason.
+        """Grant an update that an agent offers, send its receipt (again), or reject it with the reason.
 
         While the run is stalled, or prepares to resume in a round that takes the update, or the update is judged, there
         is no answer: the agent keeps its update and offers it again.
@@ -230,7 +230,7 @@ class Collector:
             self._admit(agent, message)
 
     def chunk(self, agent: str, frame: chunks.Frame) -> None:
-        """One chunk from an agent; acknowledged from time to time; after the last one the update is checked.
+        """Take one chunk; chunks are acknowledged from time to time, and after the last one the update is checked.
 
         Raises:
             ChunkError: the agent has no upload under way that this belongs to.
@@ -264,13 +264,13 @@ class Collector:
         return agent in self._uploads or agent in self._judged or agent in self._queue
 
     def greet(self, agent: str) -> None:
-        """An agent is online (again): it may have lost its grant, and the chunks under way are lost."""
+        """Note that an agent is online (again): it may have lost its grant, and the chunks under way are lost."""
         upload = self._uploads.get(agent)
         if upload is not None:
             upload.granted_at = float("-inf")
 
     def failed(self, agent: str, rejection: Rejection) -> None:
-        """An agent could not make an update for the open round: it is not waited for."""
+        """Wait no longer for an agent that could not make an update for the open round."""
         collection = self.open_round
         if collection is None or agent not in collection.outstanding:
             return

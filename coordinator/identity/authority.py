@@ -88,7 +88,7 @@ class Authority:
 
     @property
     def der(self) -> bytes:
-        """Its certificate."""
+        """The authority's certificate, in DER."""
         return self.certificate.public_bytes(Encoding.DER)
 
     @property
@@ -132,7 +132,17 @@ class Authority:
         use: x509.ObjectIdentifier,
         names: list[x509.GeneralName] | None = None,
     ) -> x509.Certificate:
-        built = (
+        """Return a certificate that this authority signs.
+
+        Args:
+            name: The subject.
+            key: The public key.
+            now: The time from which ``life`` counts.
+            life: How long the certificate holds.
+            use: Whether it is one of a client or of a server.
+            names: Host names and addresses of a server.
+        """
+        builder = (
             _builder(_name(name), self.certificate.subject, key, now, life)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(_usage(signs_certificates=False), critical=True)
@@ -140,8 +150,8 @@ class Authority:
             .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()), critical=False)
         )
         if names:
-            built = built.add_extension(x509.SubjectAlternativeName(names), critical=False)
-        return built.sign(self._key, hashes.SHA256())
+            builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
+        return builder.sign(self._key, hashes.SHA256())
 
 
 def pem_of(key: ec.EllipticCurvePrivateKey) -> bytes:
@@ -152,6 +162,7 @@ def pem_of(key: ec.EllipticCurvePrivateKey) -> bytes:
 def _builder(
     subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, now: datetime, life: timedelta
 ) -> x509.CertificateBuilder:
+    """Return what all certificates have; they hold from a little before ``now``, for clocks that are late."""
     return (
         x509.CertificateBuilder()
         .subject_name(subject)
@@ -176,6 +187,7 @@ def _general_name(host: str) -> x509.GeneralName:
 
 
 def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
+    """Return the use of a key: to sign certificates and their revocations, or to prove who one is."""
     return x509.KeyUsage(
         digital_signature=not signs_certificates,
         content_commitment=False,

@@ -54,7 +54,7 @@ class CertificateRecord(Frozen):
 
 
 class AgentRecord(Frozen):
-    """One agent."""
+    """What the ledger has of one agent: its token and its certificates."""
 
     name: str = Field(pattern=NAME_PATTERN)
     owner: str = Field("", description="whose device it is; a person's devices are counted together")

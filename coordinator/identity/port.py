@@ -80,7 +80,7 @@ class EnrolmentPort:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Listen.
+        """Listen for devices that enroll, in a thread.
 
         Raises:
             UsageError: the port is taken.
@@ -95,7 +95,7 @@ class EnrolmentPort:
         self._thread.start()
 
     def stop(self) -> None:
-        """Listen no more."""
+        """Listen no more, and wait for the thread."""
         self._is_over.set()
         self._free.release()  # it may be waiting for that
         if self._listener is not None:
@@ -106,6 +106,7 @@ class EnrolmentPort:
             self._thread.join()
 
     def _run(self) -> None:
+        """Accept connections until `stop`, as many at once as there are free places."""
         listener = self._listener
         is_failing = False
         while listener is not None:
@@ -124,6 +125,7 @@ class EnrolmentPort:
                 self._begin(peer, str(address[0]))
 
     def _begin(self, peer: socket.socket, address: str) -> None:
+        """Serve a connection in a thread of its own, unless its origin has `AT_ONCE_OF_ONE` of them already."""
         origin = _origin(address)
         with self._lock:
             self._served[origin] += 1
@@ -144,6 +146,7 @@ class EnrolmentPort:
         self._free.release()
 
     def _serve(self, peer: socket.socket, address: str) -> None:
+        """Read one request by TLS, within `TIMEOUT_S`, and send the answer."""
         until = time.monotonic() + TIMEOUT_S
         try:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -224,7 +227,7 @@ class EnrolmentPort:
 
 
 def _origin(address: str) -> str:
-    """What one peer has of addresses: one of IPv4; of IPv6 the network of 2^64 that a provider gives to a household."""
+    """Return what one peer has of addresses: one of IPv4; of IPv6 the network of 2^64 that a household gets."""
     parsed = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(parsed, ipaddress.IPv4Address):
         return str(parsed)

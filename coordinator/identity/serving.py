@@ -186,6 +186,7 @@ def checks(
         return f"holds for {', '.join(names)}"
 
     def mosquitto() -> str:
+        """Return which program serves, and that its ports are free or by whom it was started."""
         program = find_mosquitto()
         if program is None:
             raise MissingCapability("mosquitto is not installed; apt-get install mosquitto")

@@ -165,7 +165,7 @@ class RunLoop:
             assignment.invite(agent)
 
     def on_fault(self, agent: str, message: Fault) -> None:
-        """An agent failed at its task: its update is no longer expected. Faults of other tasks change nothing."""
+        """Expect no update of an agent that has failed at its task. Faults of other tasks change nothing."""
         assignment = self._rounds.assignment_of(agent)
         if not _is_about(message, agent, assignment):
             return
@@ -196,7 +196,7 @@ class RunLoop:
         self._rounds.withdraw()
 
     def abandon(self) -> None:
-        """The run has failed: cancel the tasks of its agents."""
+        """Cancel the tasks of the agents, because the run has failed."""
         collection = self._active.open_collection
         if collection is not None:
             self._active.call_off(collection)

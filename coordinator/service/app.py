@@ -64,7 +64,7 @@ START_AGAIN_S = 2.0
 def take_over(
     config: CoordinatorConfig, stop: threading.Event, stack: contextlib.ExitStack, takeover_s: float
 ) -> Coordinator | None:
-    """`coordinator`, entered into ``stack`` once the one that serves is silent; None where ``stop`` is set before.
+    """Enter `coordinator` into ``stack`` once the one that serves is silent; None where ``stop`` is set before.
 
     Raises:
         UsageError: the coordinator that serves works on another state folder, or nobody could hear it.
@@ -128,7 +128,7 @@ def coordinator(
     decisions: Decisions | None = None,
     takeover: Takeover | None = None,
 ) -> Iterator[Coordinator]:
-    """A started coordinator; it is closed with the context, and the next start resumes.
+    """Yield a started coordinator; it is closed with the context, and the next start resumes.
 
     Args:
         config: Its configuration.
@@ -269,7 +269,7 @@ T = TypeVar("T")
 
 
 def _when_there_is_room(folder: Path, stop: threading.Event | None, act: Callable[[], T]) -> T:
-    """The result of ``act``, which is tried again while it fails because the disk is full, until ``stop`` is set.
+    """Return the result of ``act``, tried again while it fails because the disk is full, until ``stop`` is set.
 
     Raises:
         StateError: it failed for another reason, with room on the disk, or without ``stop``.
@@ -297,7 +297,7 @@ def _when_there_is_room(folder: Path, stop: threading.Event | None, act: Callabl
 
 
 def _may_be_for_room(error: StateError) -> bool:
-    """Whether a full disk can be the cause: not of a lock that another process holds, nor of a damaged journal."""
+    """Return whether a full disk can be the cause: not of a lock of another process, nor of a damaged journal."""
     if isinstance(error.__cause__, OSError):
         return error.__cause__.errno in {errno.ENOSPC, errno.EDQUOT}
     # SQLite words a full disk in several ways; what is damaged is a DatabaseError, or has no cause.

@@ -601,6 +601,7 @@ class Coordinator:
             self.releases.offer_again(agent, message.digest)
 
     def _on_fault(self, agent: str, message: up.Fault) -> None:
+        """Note a fault, but not one by which an agent refuses a job, and tell the run and the releases of it."""
         if message.error in fields.REFUSALS:
             log.info("job_refused agent=%s reason=%s", agent, message.message)
         else:
@@ -613,6 +614,7 @@ class Coordinator:
         self.releases.fault(agent, message)
 
     def _on_heartbeat(self, agent: str, message: up.Heartbeat) -> None:
+        """Note that an agent lives and what it works on; ask again for what it has missed."""
         if not self.roster.note_condition(agent, message.condition):
             self.send(agent, down.Who())  # its fault was sent to an earlier start of this coordinator
         if not message.run:

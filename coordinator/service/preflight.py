@@ -96,7 +96,7 @@ def check_defaults(config: CoordinatorConfig, where: Path | None) -> None:
 
 
 def fresh_on_devices(method: Method, task: Task) -> tuple[str, ...]:
-    """Names of the tensors that weights would set and that do not travel, sorted: on devices they begin fresh."""
+    """Return the tensors that weights would set and that do not travel, sorted: on devices they begin fresh."""
     from edge_agent.training.weights import set_by_weights
 
     model = method.build(task)
@@ -177,7 +177,7 @@ def _check_weights(method: Method, task: Task, path: Path) -> None:
 
 
 def without_lost_weights(config: CoordinatorConfig) -> CoordinatorConfig:
-    """The configuration without a missing file of weights: runs that have begun do not need it, new ones fail."""
+    """Return the configuration without a missing file of weights: begun runs do not need it, new ones fail."""
     path = config.run.weights
     if path is None or path.exists():
         return config

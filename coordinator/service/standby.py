@@ -192,6 +192,11 @@ class Standby:
         self._transport.publish(self._topics.coordinators, codec.encode(query))
 
     def _on_coordinator(self, payload: bytes) -> None:
+        """Note a message of a coordinator: an own query that the broker has returned, or an answer to one.
+
+        Raises:
+            UsageError: Several answers in a row were of a coordinator that works on another state folder.
+        """
         try:
             message = codec.parse_between_coordinators(payload)
         except HeadwaterError as error:

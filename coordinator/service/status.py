@@ -129,6 +129,7 @@ class StatusWriter:
             self._write(status)
 
     def _write(self, status: Callable[[], StatusReport]) -> None:
+        """Write the status file in whole pages, over the old one where the disk is full, and note how long it took."""
         begin = self._clock()
         self._has_news = False
         content = json.dumps(status()).encode()

@@ -176,6 +176,7 @@ class SimulatedClients:
             self._roster.hello(client, hello)
 
     def _on_control(self, client: str, message: fields.Control) -> None:
+        """Do what the coordinator tells a client; a message that no simulated client expects is logged."""
         if isinstance(message, down.Job):
             self._on_job(client, message)
         elif isinstance(message, down.Grant):

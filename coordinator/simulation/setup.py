@@ -122,7 +122,7 @@ class Prepared:
 
     @property
     def new_clients(self) -> tuple[str, ...]:
-        """Clients that never train."""
+        """Clients that never train, and get a head after the last round."""
         return self.plan.new_clients_of(tuple(self.division.clients))
 
     def settled_precision(self) -> Precision:

@@ -46,12 +46,12 @@ class Compared:
 
 
 def adjusted(accuracy: float, samples: int) -> float:
-    """The accuracy with a right and a wrong answer added (Agresti and Caffo): sound for few samples, never 0 or 1."""
+    """Return the accuracy with a right and a wrong answer added (Agresti and Caffo): never 0 or 1, sound for few."""
     return (accuracy * samples + 1) / (samples + 2)
 
 
 def standard_error(accuracy: float, samples: int) -> float:
-    """Binomial standard error of an accuracy on so many held-out samples."""
+    """Return the binomial standard error of an accuracy on so many held-out samples."""
     rate = adjusted(accuracy, samples)
     return math.sqrt(rate * (1 - rate) / (samples + 2))
 

@@ -84,7 +84,7 @@ OLDEST_AGENT = "0.1"
 
 
 def new_key() -> Ed25519PrivateKey:
-    """Return a new key."""
+    """Return a new private key, which is nowhere on disk yet."""
     return Ed25519PrivateKey.generate()
 
 
@@ -96,7 +96,7 @@ class Public(NamedTuple):
 
     @property
     def id(self) -> str:
-        """As metadata name the key."""
+        """The id by which metadata name the key."""
         return Key.of(self.public).id
 
 

@@ -175,7 +175,7 @@ class RunFolder:
         return records
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Replace the summary."""
+        """Replace the run's ``summary.json``."""
         write_json(self.summary_path, summary)
 
     def summary(self) -> dict[str, Any] | None:
@@ -214,7 +214,7 @@ class JsonFile:
         return self._known[1]
 
     def look(self) -> bool:
-        """Whether it has changed; while it cannot be read, as one written in place on a full disk, it has not."""
+        """Read it again, and return whether it has changed; one that cannot be read just now has not."""
         try:
             status = self._path.stat()
             stamp = status.st_mtime_ns, status.st_size, status.st_ino

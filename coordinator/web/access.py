@@ -43,9 +43,11 @@ class Access:
 
     @classmethod
     def of(cls, state: Path) -> tuple[Access | None, bool]:
-        """That of a state folder, whose token is made where there is none, and whether it was made now.
+        """Open the token of a state folder, creating it on first use.
 
-        None: the folder cannot be written, and nobody may act.
+        Returns:
+            The access object, None where the folder cannot be written, so that nobody may act; and whether the token is
+            new.
 
         Raises:
             StateError: the token cannot be read.

@@ -121,6 +121,7 @@ class FolderView:
         self._forget_journal()
 
     def _forget_journal(self) -> None:
+        """Begin anew with all that follows from the journal, which is another file now."""
         with self._timelines_lock:
             self._timelines: dict[str, tuple[Timeline, deque[Event]]] = {}
         self.book = Book()
@@ -160,6 +161,7 @@ class FolderView:
             self._reading.release()
 
     def _read_journal(self) -> bool:
+        """Read on in the journal, and return whether it has more; why it cannot be read is in ``trouble``."""
         journal = self.folder.journal
         try:
             if not journal.is_in_place:
@@ -182,6 +184,7 @@ class FolderView:
         return len(entries) == ENTRIES_AT_ONCE
 
     def _read_status(self) -> None:
+        """Take what the coordinator has written of itself and of its agents since the last look."""
         is_new = self._status_file.look()
         everyone_is_new = self._everyone_file.look()
         status = self._status_file.content
@@ -266,7 +269,7 @@ class FolderView:
             return self._curve(run)
 
     def begun_runs(self) -> list[str]:
-        """Runs that have started, in the order of their requests, of which curves are held."""
+        """Return the runs that have started and whose curves are held, in the order of their requests."""
         return [name for name, run in self.runs.items() if run.started_at and name in self._curves]
 
     def log_of(self, run: str) -> list[Event]:
@@ -384,6 +387,7 @@ class FolderView:
         return begun[-1] if begun else None
 
     def _made_rows(self) -> list[AgentRow]:
+        """Return the rows of all agents, from what is read by now."""
         # All agents were written some time ago; those in the status are newer.
         written = [*self._everyone, *_objects(self.status.get("agents"))]
         heard = {as_text(agent["id"]): HeardAgent.from_body(agent) for agent in written if "id" in agent}

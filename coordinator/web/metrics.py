@@ -304,6 +304,7 @@ def _privacy(privacy: Mapping[str, Any]) -> Iterator[Metric]:
 
 
 def _journaled(snapshot: Snapshot, counts: Counts) -> Iterator[Metric]:
+    """Yield what the journal counts: starts, runs, rounds and updates."""
     from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 
     yield _counter("coordinator_starts", "Starts of a coordinator on this state folder.", counts.starts)

@@ -120,6 +120,15 @@ def agent(request: Request) -> Response:
 def _agent_page(
     request: Request, view: FolderView, row: AgentRow, entries: Sequence[Entry], more: int | None
 ) -> Response:
+    """Make the page of one agent.
+
+    Args:
+        request: The request of the page.
+        view: The state folder, locked.
+        row: The agent.
+        entries: The part of its history that the page shows, the oldest entry first.
+        more: The entry before which the next part begins; None: there is none.
+    """
     name = row.id
     described = [describe_entry(entry, view.book) for entry in entries]
     lines = [line for line in described if line is not None]
@@ -773,6 +782,7 @@ def _manifest(view: FolderView, digest: str) -> dict[str, Any]:
 
 @functools.lru_cache(64)
 def _read_manifest(path: str, _stamp: int) -> dict[str, Any]:
+    """Return what the bundle in a file says of itself, and who signed it; ``_stamp`` is the file's time."""
     from edge_agent.bundle.archive import open_bundle
     from edge_agent.bundle.manifest import variant_figures
     from edge_agent.bundle.trust import Member, Release, parse, read

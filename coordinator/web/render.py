@@ -68,6 +68,7 @@ def figures(charts: dict[str, Chart]) -> list[Markup]:
 
 @functools.cache
 def _templates() -> jinja2.Environment:
+    """Return the templates of the pages, with their filters and the address of assets."""
     templates = templates_of(__package__, _shown)
     templates.filters.update(
         {

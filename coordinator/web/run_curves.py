@@ -124,6 +124,7 @@ class RunCurves:
         self._clear()
 
     def _clear(self) -> None:
+        """Begin as if nothing was read."""
         self.points: dict[int, RoundPoint] = {}
         self.incidents: list[Incident] = []
         self.damaged = 0
@@ -213,6 +214,7 @@ class RunCurves:
         return [self.points[number] for number in sorted(self.points)]
 
     def _add(self, read: _Read) -> None:
+        """Add a closed round; figures of single agents only as long as they are few enough to be held."""
         number = read.point.round
         self.points[number] = read.point
         self.incidents += read.incidents

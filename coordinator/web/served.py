@@ -13,7 +13,7 @@ from .folder_view import FolderView
 
 @dataclass
 class Site:
-    """What the pages share."""
+    """What all pages of one web view share."""
 
     view: FolderView
     watch: Watch

@@ -190,6 +190,7 @@ def login_text(state: Path, url: str, *, is_new: bool) -> str:
 
 
 def _enrolment(settings: Settings) -> Callable[[], Any] | None:
+    """Return what opens the federation's enrolment, with the configuration of that moment; None where there is none."""
     if settings.config is None:
         return None
 
@@ -231,7 +232,7 @@ class WebProcess:
         self._supervisor.start()
 
     def stop(self) -> None:
-        """End it."""
+        """End the child process, and start it no more."""
         self._supervisor.stop()
 
     def _spawn(self) -> ChildProcess:
@@ -239,6 +240,7 @@ class WebProcess:
         return ChildProcess(worker_command(f"{__name__}:run_child", self._settings.text()), path)
 
     def _serve(self, child: ChildProcess) -> None:
+        """Follow the child until its pipe ends; note the address at which it serves, which stays at a restart."""
         with contextlib.suppress(EOFError, OSError):
             while True:
                 frame = child.pipe.receive()

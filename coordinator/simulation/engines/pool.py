@@ -183,6 +183,7 @@ class WorkerPool(Engine, Generic[Handle, Placed]):
         return [self._placed[blob.ref.digest] for blob in work.blobs]
 
     def _advance(self) -> None:
+        """Take what workers report: that they have ended (a text), have started (None), or have done their work."""
         for worker, report in self._hosts.wait():
             if isinstance(report, str):
                 self._on_exit(worker, report)

@@ -200,6 +200,19 @@ class RayWorkers:
         self._stack.close()
 
     def _report(self, reply: Any, worker: Worker[Any], work: Work | None) -> tuple[Worker[Any], Answer | str | None]:
+        """Return what a worker has replied.
+
+        Args:
+            reply: Ray's reference to the reply, which has arrived.
+            worker: The worker.
+            work: What it was given; None: it was asked whether it is ready.
+
+        Returns:
+            The worker with its answer, with the reason why it has ended, or with None where it is ready.
+
+        Raises:
+            RunFailed: The worker has another version of this program.
+        """
         try:
             result = self._ray.get(reply)
         except self._ray.exceptions.RayError as error:
