@@ -364,17 +364,16 @@ class Distributor:
         waiting = offer.waiting
         offer.waiting = {}
         others = len(waiting) + len(offer.carousel.listeners) + len(offer.unanswered) - 1
-        # A broadcast sends each chunk that any agent needs. An agent that has many of them already gets the
-        # rest for itself.
+        # 1. A broadcast sends each chunk that any agent needs. An agent that has many of them already gets the rest for
+        # itself.
         needs = {agent: bits_of(chunks.flags_of(want.ranges, offer.blob.count)) for agent, want in waiting.items()}
         broadcast = offer.carousel.wanted
         for need in needs.values():
             broadcast |= need
+        # 2. Each agent gets it by its own way, or is asked to take the other one.
         for agent, want in waiting.items():
             overshoot = (broadcast & ~needs[agent]).bit_count()
-            has_most = overshoot > OVERSHOOT * offer.blob.count
-            has_unlike_link = self._is_slow(agent, offer) or self._is_far(agent, offer)
-            is_apart = agent in offer.apart or has_most or has_unlike_link
+            is_apart = self._is_apart(offer, agent, overshoot)
             stays_alone = is_apart or not others or agent in offer.invited
             if want.direct and stays_alone:
                 offer.direct[agent] = self._begin(offer, agent, want)
@@ -385,6 +384,15 @@ class Distributor:
                 self._separate(offer, agent)
             else:
                 offer.carousel.join(agent, self._begin(offer, agent, want), self._clock())
+
+    def _is_apart(self, offer: _Offer, agent: str, overshoot: int) -> bool:
+        """Return whether an agent is better served alone: by its link, or by what it has already.
+
+        ``overshoot``: how many chunks it would receive by broadcast though it has them.
+        """
+        has_unlike_link = self._is_slow(agent, offer) or self._is_far(agent, offer)
+        has_most = overshoot > OVERSHOOT * offer.blob.count
+        return agent in offer.apart or has_most or has_unlike_link
 
     def _invite(self, offer: _Offer, agent: str) -> None:
         """Ask an agent that requests the blob for itself to listen to the broadcast; its answer is waited for."""
