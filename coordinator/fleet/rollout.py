@@ -238,7 +238,9 @@ class Rollout:
             self.offer(agent)
 
     def offer(self, agent: str, *, anyway: bool = False) -> bool:
-        """Offer a device the release that it is to run, ``anyway`` also where it runs that; whether it was offered.
+        """Offer a device the release that it is to run, and return whether an offer was sent.
+
+        A device that runs it already gets none, unless ``anyway`` is set.
 
         Raises:
             StateError: the file of the release is missing or damaged; devices keep the bundle they run.

@@ -328,8 +328,12 @@ class Collector:
         """
         collection = self.open_round
         if collection is None or not collection.takes(agent, message):
-            now = "no round" if collection is None else f"round {collection.round} of {collection.run}"
-            raise UpdateRejected(f"late: the update is for round {message.round} of {message.run}, open is {now}")
+            now = (
+                "no round is open now"
+                if collection is None
+                else f"round {collection.round} of {collection.run} is open"
+            )
+            raise UpdateRejected(f"late: the update is for round {message.round} of {message.run}; {now}")
         if agent not in collection.cohort:
             raise UpdateRejected(f"{agent} was not asked for an update in round {message.round}")
         if agent in collection.rejected:

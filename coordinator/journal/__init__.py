@@ -5,5 +5,6 @@ knows what a run, a fleet or a release currently looks like: that is derived fro
 `coordinator.views`. Nothing else in the coordinator reads or writes the JSON of an entry.
 
 Read in this order: `kinds` (the names), `entries` (the facts and their fields), `store` (what an entry is, and what
-every store promises about order and durability), `sqlite` (the store of a state folder), `memory` (for tests).
+every store promises about order and durability), `sqlite` (the store of a state folder), `memory` (for tests, and the
+shortest example of a store). Which store a coordinator uses is decided in `coordinator.state.store`.
 """

@@ -64,7 +64,7 @@ class Entry:
         """What the entry says beside its columns.
 
         Raises:
-            StateError: A field lacks that every version has written.
+            StateError: A field is missing that every version has written.
         """
         try:
             return fact_of(self.kind, self.body)
@@ -167,11 +167,11 @@ class JournalStore(Protocol):
 
 
 class Journal(JournalStore, Protocol):
-    """A store as a coordinator uses it: with queries about runs, and with the question whose it is.
+    """A store as a coordinator uses it: with queries about runs, and with rules about who may write it.
 
-    A store that is derived from this class has all of it. The queries read entries; one that finds the answer faster
-    gives its own. The rest is that of a store which this process alone writes: one that several processes write has to
-    give its own `request_run`, and, if one of them may take over from another, its own tenure.
+    A store that is derived from this class has all of it. The queries read entries; a store that finds the answer
+    faster overrides them. The rules are those of a store which this process alone writes: one that several processes
+    write overrides `request_run`, and, if one of them may take over from another, `serve_from` and `check_ours`.
     """
 
     # --- queries -------------------------------------------------------------------------------------------------
@@ -258,7 +258,7 @@ class Journal(JournalStore, Protocol):
 
     @property
     def losses(self) -> int:
-        """Another number whenever deferred entries were lost that could be read here, and with them what they imply."""
+        """A number that changes whenever deferred entries were lost after they could be read here."""
         return 0
 
     def serve_from(self, start: int, is_held: Callable[[], bool] = lambda: True) -> None:

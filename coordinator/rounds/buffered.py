@@ -1,7 +1,8 @@
 """Buffered rounds: a round closes with its first K updates, and agents that are still training go on.
 
 Their updates count in a later round, as changes to the model that they started from, and the less the older that is
-(`staleness`). An agent that has delivered is asked again when the round closes.
+(`staleness`). An agent that has delivered is asked again when the round closes. How many updates close a round says
+`BufferedCollection.needed`; the wait for them is that of all rounds, `SynchronousRounds.collect`.
 
 Source: Nguyen, Malik, Zhan, Yousefpour, Rabbat, Malek, Huba, "Federated Learning with Buffered Asynchronous
 Aggregation", AISTATS 2022 (FedBuff), with the weight 1 / sqrt(1 + staleness).

@@ -529,10 +529,10 @@ class Selection:
     def collect(
         self, collection: Collection, deadline: float, wanted: int = 0, work: Mapping[str, float] | None = None
     ) -> Generator[Waiting, None, float | None]:
-        """Until all that still can have answered, or quorum and grace period, or the deadline (`Roster.heard_s`).
+        """Wait until all that still can have delivered, the grace period after the quorum is over, or the deadline.
 
-        Also until there are `replacements` for members that have failed. Returns the seconds after which those who have
-        not answered are late, None where they are not.
+        The deadline is by `Roster.heard_s`. The wait also ends where there are `replacements` for members that have
+        failed. Returns the seconds after which those who have not answered are late, None where they are not.
         """
         self._idle.clear()
         self._stuck.clear()

@@ -76,11 +76,13 @@ BEHIND_S = 1.0
 """A message that has waited for so long to be handled means that more must not be asked for now."""
 
 ADVANCE_S = 0.1
-"""Longest time from a look at timers and the run to the next one after a message: it serves all messages in between."""
-ADVANCE_SHARE = 0.05
-"""The share of the time that those looks may take as long as `ADVANCE_S` allows it, which is up to 5 ms for a look.
+"""Seconds within which timers and the run are looked at after a message; until then only messages are handled."""
 
-With a few agents a look is so short that each message has its own; a look of 20 ms takes a sixth of the time.
+ADVANCE_SHARE = 0.05
+"""The share of the time that these looks may take: after a look there is none for its duration over this share.
+
+That pause is `ADVANCE_S` at most. With a few agents it is so short that each message has a look of its own; a look of
+20 ms takes a sixth of the time.
 """
 
 

@@ -1,6 +1,7 @@
 """The columns of the fleet's table: declared once, shown by ``headwater agents``, its ``--json`` and the web view.
 
 A new column is one more `Column` in `COLUMNS`; how a value of its shape looks is known to each of the three already.
+The pages of a single agent, ``headwater agents NAME`` and ``agent.html``, list what they show by themselves.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ class Plan:
     """Devices of the canary that have to report success; 0: all of them."""
 
     max_failed: str = "100%"
-    """More failures among the devices that are to get it stop it."""
+    """The most devices that may fail, as a number or a share (0, 10%); one more stops the release."""
 
     min_gain: float | None = None
     """Least change of acc.personal on a device; below it the device counts as failed. None: its own comparison does."""
@@ -177,7 +177,9 @@ class Plan:
         if not self.canary and (self.success or self.auto_promote):
             raise UsageError("success and auto-promote are about a canary; give --canary, for example 10%")
         if self.canary.isdecimal() and self.success > int(self.canary):
-            raise UsageError(f"success {self.success} of a canary of {self.canary}; expected at most all of them")
+            raise UsageError(
+                f"success is {self.success}, and the canary has {self.canary} devices; give {self.canary} or less"
+            )
 
     def activation(self, now: datetime) -> tuple[float, float | None]:
         """Return the seconds until a device may switch, and for how many seconds it may then; None: without end.
@@ -261,7 +263,7 @@ class Release:
 
     rolled_back_by: int = 0
     forgiven: frozenset[str] = frozenset()
-    """Devices whose failure an operator knew of who resumed the release; they do not stop it again."""
+    """Devices that had failed when an operator resumed the release; their failures do not count any more."""
 
     canary: dict[str, None] = field(default_factory=dict)
     """The devices that get it first, in the order in which they were drawn."""
@@ -555,7 +557,7 @@ class Book:
         return max(1, amount(release.plan.canary, self.sizes[release.plan.channel], up=True))
 
     def check_channel(self, channel: str) -> None:
-        """Return quietly where a channel has devices or releases, and where no device was heard in any.
+        """Check that a channel has devices or releases; while no device was heard at all, every channel passes.
 
         Raises:
             UsageError: it has neither, as where its name is mistyped: nothing would ever take the release away again.
@@ -583,7 +585,7 @@ class Book:
                 "to release to everybody at once"
             )
         if heard and plan.success > size:
-            raise UsageError(f"success {plan.success} of a canary of {size}; expected at most all of them")
+            raise UsageError(f"success is {plan.success}, and the canary has {size} devices; give {size} or less")
 
     def canary(self, release: Release, candidates: Iterable[str], now: datetime) -> list[str]:
         """Return the devices that are to be a release's canary, drawn from the candidates, who can be reached now.
@@ -671,7 +673,7 @@ class Book:
         return release.stage
 
     def undone_because(self, release: Release) -> str:
-        """Return why a release was rolled back, or what it rolls back was; empty where neither is so."""
+        """Return why this release was rolled back or, if it is a rollback itself, why it was made; empty: neither."""
         rollback = release if release.rolls_back else self.get(release.rolled_back_by)
         return "" if rollback is None else rollback.plan.note
 

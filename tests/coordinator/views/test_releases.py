@@ -452,7 +452,7 @@ def test_a_device_that_was_replaced_in_the_canary_stays_out_of_it(scene):
     "plan, message",
     [
         ({"canary": "11"}, "a canary of 11, and 10 devices were heard in channel 'stable'"),
-        ({"canary": "20%", "success": 3}, "success 3 of a canary of 2"),
+        ({"canary": "20%", "success": 3}, "success is 3, and the canary has 2 devices; give 2 or less"),
     ],
 )
 def test_plans_that_the_fleet_is_too_small_for(scene, plan, message):

@@ -511,7 +511,7 @@ def test_status_and_report_show_what_a_release_waits_for_and_what_it_scored_wher
         (("create", "--canary", "many"), "'many' is no number of devices"),
         (("create", "--window", "night"), "window 'night' is none"),
         (("create", "--window", "02:00-05:00", "--activate-at", "9999-12-31T06:00"), "more than 400 days ahead"),
-        (("create", "--canary", "2", "--success", "5"), "success 5 of a canary of 2"),
+        (("create", "--canary", "2", "--success", "5"), "success is 5, and the canary has 2 devices; give 2 or less"),
         (("create", "--channel", "Stable beta"), "channel 'Stable beta' cannot be that of a device"),
         (("pin", "porch", "--reason", "x"), "no device 'porch' was heard"),
         (("pin", "porch", "--reason", "x", "--until", "2020-01-01"), "is over"),
