@@ -30,7 +30,7 @@ from .tasks.runner import TaskRunner
 from .textfile import TextFile
 
 if TYPE_CHECKING:
-    from ..serving.beside import AnswersBeside
+    from ..serving.supervisor import ServingSupervisor
 
 log = logging.getLogger(__name__)
 
@@ -83,29 +83,29 @@ def _run(config: AgentConfig, tier: str) -> None:
             refused_topics=refused_topics_of(config),
         )
         agent = Agent(config, transport, TaskRunner(config, tier, beside=True), runtime)
-        answers = _answers_beside(config)
+        serving = _start_serving(config)
         try:
             agent.start()
             _notify("READY=1")
             _serve(agent, stop)
         finally:
             _notify("STOPPING=1")
-            if answers is not None:
-                answers.close()
+            if serving is not None:
+                serving.close()
             agent.close()
         if stop.signal == signal.SIGINT:
             raise KeyboardInterrupt
 
 
-def _answers_beside(config: AgentConfig) -> AnswersBeside | None:
-    """Start to answer from the pair in use in a process beside, where the configuration says so."""
+def _start_serving(config: AgentConfig) -> ServingSupervisor | None:
+    """Start the process that answers inputs, if the configuration has ``[serve]``; return its supervisor, else None."""
     if config.serve is None:
         return None
-    from ..serving.beside import AnswersBeside
+    from ..serving.supervisor import ServingSupervisor
 
-    answers = AnswersBeside(config)
-    answers.start()
-    return answers
+    supervisor = ServingSupervisor(config)
+    supervisor.start()
+    return supervisor
 
 
 ASK_RULES_LIMIT_S = 4.0

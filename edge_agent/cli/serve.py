@@ -166,7 +166,7 @@ def serve(arguments: argparse.Namespace) -> int:
     from ..core.children import stop_on_signals
     from ..serving.announcement import announced
     from ..serving.service import serving
-    from ..serving.settings import http_settings, ways_of
+    from ..serving.settings import http_settings, io_settings
 
     source = _pair_source(arguments)
     device = _device(arguments, source)
@@ -174,7 +174,7 @@ def serve(arguments: argparse.Namespace) -> int:
     if arguments.mqtt_forget:
         return _forget(arguments, wanted)
     settings = http_settings(wanted, _token_file(arguments, wanted))
-    ways = ways_of(wanted)
+    ways = io_settings(wanted)
 
     state = None if device.config is None else device.config.state
     announcement = contextlib.ExitStack()
@@ -197,7 +197,7 @@ def _forget(arguments: argparse.Namespace, wanted: ServeConfig) -> int:
         UsageError: No broker is named.
         BrokerAway: The broker does not answer.
     """
-    from ..serving.mqtt.publisher import forget
+    from ..serving.mqtt.publisher import remove_device
     from ..serving.settings import mqtt_settings
     from ..wire.mqtt import MqttTransport
 
@@ -207,7 +207,9 @@ def _forget(arguments: argparse.Namespace, wanted: ServeConfig) -> int:
             "--mqtt-forget removes a device from a broker; name it with --mqtt, and the device with --name"
         )
     device = settings.topics.device
-    forget(MqttTransport(settings.broker, f"headwater-forget-{device}"), settings.topics, _FORGET_S, time.monotonic)
+    remove_device(
+        MqttTransport(settings.broker, f"headwater-forget-{device}"), settings.topics, _FORGET_S, time.monotonic
+    )
     result = {"forgotten": device, "broker": settings.broker.url}
     return output.result(arguments, result, lambda: [f"{device} is removed from {settings.broker.url}"])
 

@@ -128,7 +128,7 @@ class Reference:
         residuals = self._compare(unit(features), None)
         return np.asarray((residuals - self._means[self._known(labels)]) * self._scale)
 
-    def look(self, residuals: np.ndarray, labels: np.ndarray, unknown: np.ndarray) -> Comparison:
+    def compare(self, residuals: np.ndarray, labels: np.ndarray, unknown: np.ndarray) -> Comparison:
         """Compare recent answers with the training samples.
 
         Args:

@@ -499,13 +499,13 @@ class Personalizer:
         Raises:
             UsageError: There is neither a head nor a shared classifier, or the address cannot be used.
         """
-        from ..serving.pair_source import HeldPair
-        from ..serving.service import Device, HttpSettings, Ways, serving
+        from ..serving.pair_source import LoadedPair
+        from ..serving.service import Device, HttpSettings, IoSettings, serving
 
         secret = secrets.token_urlsafe(24) if token is None else token
         settings = HttpSettings((host, port), secret)
         device = Device(why_not="corrections need the state folder of a device ('edge-agent serve --state DIR')")
-        with serving(HeldPair(self._pair()), settings, device, Ways(), lambda _service: None) as service:
+        with serving(LoadedPair(self._pair()), settings, device, IoSettings(), lambda _service: None) as service:
             yield f"{settings.url(service.http.port)}#token={secret}"
 
     def _pair(self) -> Pair:

@@ -1,7 +1,7 @@
-"""The record by which `edge-agent status` finds the server that answers for a device.
+"""A file in the state folder by which `edge-agent status` finds the server that answers for a device.
 
-The server holds a lock in the state folder, which ends with its process, also when it is killed. Without the lock the
-record does not count, so a server that is gone is never shown as running.
+The server also holds a lock there. The system releases it when the process ends, however it ends. The file counts only
+while the lock is held, so a server that has ended is never shown as running.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class RunningServer(Frozen):
-    """The address of a server, and since when it runs."""
+    """The address of a running server, and when it started."""
 
     url: str = Field(max_length=4096, description="address of the server, without the token")
     since: float = Field(ge=0, description="seconds since 1970 at which it started")
@@ -32,12 +32,12 @@ class RunningServer(Frozen):
 
 @contextlib.contextmanager
 def announced(state: Path | None, url: str, now: Callable[[], float] = time.time) -> Iterator[None]:
-    """Keep a record that a server answers at ``url`` while the context lasts.
+    """Announce that a server answers at ``url``, while the context lasts.
 
     Args:
-        state: The state folder of the device; None: there is none, and no record is kept.
+        state: The state folder of the device; None: there is none, and nothing is announced.
         url: The address of the server, without the token.
-        now: Seconds since 1970.
+        now: Returns seconds since 1970.
     """
     if state is None:
         yield
@@ -48,7 +48,7 @@ def announced(state: Path | None, url: str, now: Callable[[], float] = time.time
             stack.enter_context(shared_folder_lock(folder, "edge-agent serve"))
             content = RunningServer(url=url, since=now()).model_dump(mode="json")
             write_atomic(folder / _RECORD, json.dumps(content).encode())
-        # Another server answers for this device, or the disk is full. That is no reason to answer nothing.
+        # Another server answers for this device, or the disk is full. This one still serves, without an announcement.
         except HeadwaterError as error:
             log.info("server_not_announced reason=%s", error)
         except OSError as error:
@@ -57,7 +57,7 @@ def announced(state: Path | None, url: str, now: Callable[[], float] = time.time
 
 
 def find_server(state: Path) -> RunningServer | None:
-    """Return the server that answers for a device now; None where none does."""
+    """Return the server that answers for a device now; None if none does, or its record cannot be read."""
     folder = _folder(state)
     try:
         if lock_holder(folder) is None:
@@ -69,7 +69,9 @@ def find_server(state: Path) -> RunningServer | None:
 
 
 _RECORD = "server.json"
+"""Name of the file with a `RunningServer`."""
 
 
 def _folder(state: Path) -> Path:
+    """Return the folder of the record and its lock."""
     return state / "serve"

@@ -1,4 +1,4 @@
-"""What a personal model says of one input: a class with its probability, or a number."""
+"""The answer of a personal model to one input: a class with its probability, or a number."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 _DIGITS = 6
-"""Decimals of probabilities and other numbers as JSON has them."""
+"""Decimals to which probabilities and other numbers are rounded in JSON."""
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class PairId:
     Attributes:
         bundle: The first twelve characters of the bundle's id.
         head: The name of the head; ``shared`` for the classifier that came with the bundle.
-        head_id: The first twelve characters of the SHA-256 of what the head has learned; empty for ``shared``.
+        head_id: The first twelve characters of the SHA-256 of all arrays of the head; empty for ``shared``.
     """
 
     bundle: str
@@ -25,17 +25,17 @@ class PairId:
     head_id: str
 
     def __str__(self) -> str:
-        """Return the pair for logs and metrics."""
+        """Return the pair as one word, for logs: bundle and head, separated by a slash."""
         return f"{self.bundle}/{self.head_id or self.head}"
 
     def as_json(self) -> dict[str, str]:
-        """Return the fields by which an answer names its pair."""
+        """Return the fields that identify the pair in the JSON of an answer."""
         return {"bundle": self.bundle, "head": self.head, "head_id": self.head_id}
 
 
 @dataclass(frozen=True)
 class Stages:
-    """Milliseconds that each step of an answer took."""
+    """How long each step of an answer took, in milliseconds."""
 
     decode: float = 0.0
     encode: float = 0.0
@@ -48,15 +48,15 @@ class Stages:
 
 @dataclass(frozen=True)
 class ClassAnswer:
-    """A class, and how sure the head is of it.
+    """The most probable class of an input, with the probabilities of all classes.
 
     Attributes:
         label: The most probable class.
         probability: Its probability, 0..1.
         probabilities: The probability of each class, 0..1, in the head's order.
         is_unknown: Whether the input is unlike all training samples; None where the head has no rule for that.
-        pair: The encoder and the head that gave it.
-        stages: How long it took.
+        pair: The encoder and the head that computed the answer.
+        stages: How long each step took.
         windows: The answers to the windows of a recording, in time order; none for a single input.
     """
 
@@ -70,11 +70,11 @@ class ClassAnswer:
 
     @property
     def state(self) -> str:
-        """What a person is told: the class, or that the input is unknown."""
+        """The answer in one word, for people: the class, or ``unknown``."""
         return "unknown" if self.is_unknown else self.label
 
     def with_stages(self, stages: Stages) -> ClassAnswer:
-        """Return the same answer with the times that it took."""
+        """Return the same answer with other measured times."""
         return replace(self, stages=stages)
 
     def as_json(self) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class ClassAnswer:
             "class": self.label,
             "probability": round(self.probability, _DIGITS),
             "unknown": self.is_unknown,
-            "probabilities": {label: round(share, _DIGITS) for label, share in self.probabilities.items()},
+            "probabilities": {label: round(value, _DIGITS) for label, value in self.probabilities.items()},
         }
         content |= {**self.pair.as_json(), "ms": self.stages.as_json()}
         if self.windows:
@@ -96,15 +96,16 @@ class ClassAnswer:
 
 @dataclass(frozen=True)
 class NumberAnswer:
-    """A number: what the head predicts, or how unlike normal samples the input is.
+    """A number: the value that a regression head predicts, or the anomaly score of an input.
 
     Attributes:
-        value: The number. Of a recording it is the mean of its windows; where anomalies are looked for, the largest.
-        is_score: Whether the number says how unusual the input is; otherwise it is a prediction.
-        is_anomaly: Whether the score is above the threshold; None for predictions, and where there is no threshold.
-        threshold: The score above which an input is an anomaly.
-        pair: The encoder and the head that gave it.
-        stages: How long it took.
+        value: The number. For a recording it is the mean over its windows if it is a prediction, and the maximum if it
+            is an anomaly score.
+        is_score: Whether the number is an anomaly score; otherwise it is a prediction.
+        is_anomaly: Whether the score is above the threshold; None for predictions, and if there is no threshold.
+        threshold: The score above which an input is an anomaly; None if there is none.
+        pair: The encoder and the head that computed the answer.
+        stages: How long each step took.
         windows: The numbers of the windows of a recording, in time order; none for a single input.
     """
 
@@ -118,13 +119,13 @@ class NumberAnswer:
 
     @property
     def state(self) -> str:
-        """What a person is told: normal or anomaly, or the number itself."""
+        """The answer in one word, for people: ``normal`` or ``anomaly`` if there is a threshold, else the number."""
         if self.is_anomaly is None:
             return f"{self.value:.4g}"
         return "anomaly" if self.is_anomaly else "normal"
 
     def with_stages(self, stages: Stages) -> NumberAnswer:
-        """Return the same answer with the times that it took."""
+        """Return the same answer with other measured times."""
         return replace(self, stages=stages)
 
     def as_json(self) -> dict[str, Any]:
@@ -140,4 +141,4 @@ class NumberAnswer:
 
 
 Answer: TypeAlias = "ClassAnswer | NumberAnswer"
-"""What a pair says of one input."""
+"""The answer of a pair to one input."""

@@ -1,7 +1,7 @@
-"""A person says what an input was: it becomes a sample of the device, and the head is fitted again beside.
+"""Corrections: a person labels an answered input. It is added to the device's samples, and the head is fitted again.
 
-While the device's agent runs, that fits the head; otherwise a process of this program does. Whoever puts the new head
-in use, the pair that answers is switched by `pair_source`, as after any fit.
+If the device's agent is running, the agent fits the head; otherwise a child process of this program does. In both cases
+`pair_source` notices the new head and switches to it, as after any fit.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from ..data.collected import labelled
 from .history import Entry, History
 from .inputs import Decoder
 from .pair import Pair
-from .refit import Refit, refit_beside
+from .refit import Refit, refit_in_child
 
 log = logging.getLogger(__name__)
 
 
 class FitState(enum.Enum):
-    """What the fits after corrections are doing."""
+    """The state of the fit that follows corrections."""
 
     IDLE = "idle"
     FITTING = "fitting"
@@ -41,7 +41,13 @@ class FitState(enum.Enum):
 
 @dataclass(frozen=True)
 class FitStatus:
-    """Where the last fit stands: its state, what it came to, and why it failed."""
+    """The state of the last fit, and its outcome.
+
+    Attributes:
+        state: What the fit is doing.
+        refit: The outcome of a fit that has ended well; None otherwise.
+        reason: Why the fit has failed, for people; empty otherwise.
+    """
 
     state: FitState = FitState.IDLE
     refit: Refit | None = None
@@ -49,27 +55,27 @@ class FitStatus:
 
     def as_json(self) -> dict[str, Any]:
         """Return the status as the page reads it."""
-        fitted = None if self.refit is None else {**vars(self.refit), "is_worse": self.refit.is_worse}
-        return {"state": self.state.value, "refit": fitted, "reason": self.reason}
+        outcome = None if self.refit is None else {**vars(self.refit), "is_worse": self.refit.is_worse}
+        return {"state": self.state.value, "refit": outcome, "reason": self.reason}
 
 
 class Corrections:
-    """Takes what people say of inputs, for a device with a state folder."""
+    """Adds corrected inputs to the samples of a device, and has its head fitted again."""
 
     def __init__(
         self,
         config: AgentConfig | None,
         history: History,
         why_not: str = "",
-        refit: Callable[[AgentConfig], Refit] = refit_beside,
+        refit: Callable[[AgentConfig], Refit] = refit_in_child,
     ) -> None:
-        """Begin; nothing is fitted before the first correction.
+        """Create the object; nothing is fitted before the first correction.
 
         Args:
-            config: The device's configuration; None: there is no state folder, and nothing can be corrected.
+            config: The device's configuration; None: there is no state folder, and corrections are rejected.
             history: The answers that may be corrected.
-            why_not: Why corrections cannot be taken here, for people; empty: they can.
-            refit: Fits the head of a state folder again.
+            why_not: Why corrections are rejected here, for people; empty: they are accepted.
+            refit: Fits the head of a device again; a parameter for tests.
         """
         self._config = config
         self._history = history
@@ -77,11 +83,11 @@ class Corrections:
         self.why_not = why_not
         self.status = FitStatus()
         self._lock = threading.Lock()
-        self._is_wanted = False
+        self._is_fit_requested = False
         self._thread: threading.Thread | None = None
 
     def labels(self, pair: Pair) -> list[str]:
-        """Return the classes that may be named: those of the head, then those of which samples were added."""
+        """Return the classes that the page offers: those of the head, then those that only added samples have."""
         names = list(pair.class_names)
         if self._config is not None:
             index = collection_of(self._config).index()
@@ -89,19 +95,19 @@ class Corrections:
         return names
 
     def correct(self, number: int, label: str, pair: Pair) -> dict[str, Any]:
-        """Add an answered input as a sample of a class, which may be a new one, and begin a fit.
+        """Add an answered input as a sample of a class, which may be a new one, and request a fit.
 
         Args:
             number: The number of the answer in the history.
             label: The right class.
-            pair: The pair in use, whose task the sample is of.
+            pair: The pair in use; the sample has to fit its task.
 
         Returns:
-            What was added, as the page reads it.
+            JSON for the page: how many samples were added, were known already, and were moved to this class.
 
         Raises:
-            UsageError: Corrections cannot be taken here, or the answer is not kept any more.
-            DataError: The label is no name for a class, or the input cannot become a sample.
+            UsageError: Corrections are not accepted here, or the answer is no longer kept.
+            DataError: The label is not a valid class name, or the input cannot become a sample.
             OSError: The disk is full; nothing has changed.
         """
         config = self._config
@@ -109,44 +115,45 @@ class Corrections:
             raise UsageError(self.why_not)
         entry = self._history.find(number)
         if entry is None:
-            raise UsageError(f"answer {number} is not kept any more; correct one of those that are shown")
+            raise UsageError(f"answer {number} is no longer kept; correct one of those that are shown")
         if not pair.class_names:
             raise UsageError("this head answers with numbers, which have no class to correct")
-        samples = labelled(_sample_of(entry, pair), label)
+        samples = labelled(_to_sample(entry, pair), label)
         added = collection_of(config).add(samples, config.data.budget)
         self._history.correct(number, label)
-        self._want_fit(config)
+        self._request_fit(config)
         return {"added": added.added, "known": added.known, "moved": added.moved, "class": label}
 
     def close(self) -> None:
-        """Begin no more fits; one that runs ends with this process."""
-        self._is_wanted = False
+        """Start no more fits. A running one ends with this process."""
+        self._is_fit_requested = False
 
-    def _want_fit(self, config: AgentConfig) -> None:
-        """Begin a fit, or have another one follow the one that runs."""
+    def _request_fit(self, config: AgentConfig) -> None:
+        """Start a fit; if one is running, another one follows it."""
         with self._lock:
-            self._is_wanted = True
+            self._is_fit_requested = True
             if self._thread is not None and self._thread.is_alive():
                 return
-            self._thread = threading.Thread(target=self._fit_while_wanted, args=(config,), name="fit", daemon=True)
+            self._thread = threading.Thread(target=self._fit_while_requested, args=(config,), name="fit", daemon=True)
             self._thread.start()
 
-    def _fit_while_wanted(self, config: AgentConfig) -> None:
-        """Fit until no correction has come since the last fit began."""
+    def _fit_while_requested(self, config: AgentConfig) -> None:
+        """Fit again and again, until no correction has come since the last fit began."""
         while True:
             with self._lock:
-                if not self._is_wanted:
+                if not self._is_fit_requested:
                     self._thread = None
                     return
-                self._is_wanted = False
+                self._is_fit_requested = False
             self.status = FitStatus(FitState.FITTING)
             self.status = self._fit(config)
 
     def _fit(self, config: AgentConfig) -> FitStatus:
-        """Fit once, and return what came of it."""
+        """Fit once, and return the outcome."""
         try:
             refit = self._refit(config)
         except HeadwaterError as error:
+            # The agent holds the state folder: it notices the new sample, and fits the head itself.
             if isinstance(error, StateError) and error.holder:
                 return FitStatus(FitState.AGENT_FITS)
             log.warning("not_refitted reason=%s", error)
@@ -157,21 +164,19 @@ class Corrections:
         return FitStatus(FitState.FITTED, refit)
 
 
-def _sample_of(entry: Entry, pair: Pair) -> Samples:
+def _to_sample(entry: Entry, pair: Pair) -> Samples:
     """Return an answered input as a sample without a label, in the form in which 'edge-agent add' would have read it.
 
     Raises:
-        DataError: The input does not fit the task any more, after a release with another one.
+        DataError: The input does not fit the task of the pair, because a release has changed it since.
     """
     spec = pair.input
     inputs = entry.inputs
+    # Samples of images are stored as pixels, not normalised.
     if isinstance(spec, ImageInput) and entry.raw:
         inputs = Decoder(spec).pixels(entry.raw)
     if inputs.shape[1:] != spec.shape:
         raise DataError(f"the input has shape {inputs.shape[1:]}, and the encoder in use takes {spec.shape} now")
-    return Samples(inputs, np.full(len(inputs), -1), (), spec, groups=_one_recording(inputs))
-
-
-def _one_recording(inputs: np.ndarray) -> np.ndarray | None:
-    """Return the numbers (n,) of the recordings of windows, which are one; None for a single input."""
-    return np.zeros(len(inputs), np.int64) if len(inputs) > 1 else None
+    # Several windows are one recording, so that cross-validation never divides them.
+    recordings = np.zeros(len(inputs), np.int64) if len(inputs) > 1 else None
+    return Samples(inputs, np.full(len(inputs), -1), (), spec, groups=recordings)

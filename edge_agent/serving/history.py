@@ -1,4 +1,4 @@
-"""The last answers with their inputs, for people who look, and for corrections. Nothing of it is written to disk."""
+"""Keeps the last answers with their inputs in memory, for the page and for corrections. Nothing is written to disk."""
 
 from __future__ import annotations
 
@@ -23,28 +23,31 @@ LENGTH = 20
 """How many answers are kept."""
 
 _LARGEST_RAW = 512 << 10
-"""Inputs of more bytes are kept as a smaller picture; that is what a correction learns from, too."""
+"""Larger inputs, in bytes, are kept as a smaller picture. A correction then adds that picture as the sample."""
 
 _SMALLER_SIDE = 640
-"""The longer side of such a picture, pixels."""
+"""The longer side of such a smaller picture, in pixels."""
 
 _MOST_POINTS = 240
-"""The most points of a line in the picture of a window."""
+"""The picture of a window has fewer than twice as many points for each channel: of a long one, every k-th sample."""
+
+_CHANNEL_COLOURS = ("#0b7285", "#e8590c", "#5f3dc4", "#2b8a3e", "#c2255c", "#495057")
+"""The colours of the channels in the picture of a window; further channels are not drawn."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """An answer that is kept.
+    """A kept answer with its input.
 
     Attributes:
-        number: Counts all answers since the start.
-        at: Seconds since 1970.
-        source: Where the input came from.
-        answer: What was said.
+        number: The number of the answer; the first one since the start is 1.
+        at: When it was answered, in seconds since 1970.
+        source: Where the input came from, such as ``http`` or ``camera:0``.
+        answer: The answer.
         inputs: The prepared input (n, *shape) float32.
-        raw: The input as it came, or a smaller picture of it; empty where it was never encoded.
-        content_type: The form of ``raw`` where it is an image that browsers show, read from its bytes; else empty.
-        corrected: The class that a person gave it since; empty: none.
+        raw: The encoded bytes that were received, or a smaller picture of them; empty if the input was never encoded.
+        content_type: The media type of ``raw``, read from its bytes, if it is an image that browsers show; else empty.
+        corrected: The class that a person has given the input since; empty: none.
     """
 
     number: int
@@ -63,7 +66,7 @@ class Entry:
 
 
 class History:
-    """Keeps the last answers."""
+    """The last answers, oldest first, and those that are pinned."""
 
     def __init__(self, length: int = LENGTH) -> None:
         self._entries: collections.deque[Entry] = collections.deque(maxlen=length)
@@ -71,9 +74,9 @@ class History:
         self._count = 0
         self._lock = threading.Lock()
 
-    def see(self, observation: Observation) -> None:
-        """Keep an answer; see `Observer`."""
-        raw, content_type = _kept_form(observation)
+    def on_answer(self, observation: Observation) -> None:
+        """Keep an answer, and drop the oldest if there are too many; see `Observer`."""
+        raw, content_type = _bytes_to_keep(observation)
         with self._lock:
             self._count += 1
             entry = Entry(
@@ -87,38 +90,41 @@ class History:
             )
             self._entries.append(entry)
 
-    def see_switch(self, pair: Pair) -> None:
-        """Do nothing: answers of the pair before stay, and name it."""
+    def on_switch(self, pair: Pair) -> None:
+        """Do nothing: answers of the previous pair are kept, and name that pair."""
 
     def entries(self, after: int = 0) -> list[Entry]:
-        """Return the answers that are kept and came after the one with this number, oldest first."""
+        """Return the kept answers with a larger number than ``after``, oldest first; pinned ones are not among them."""
         with self._lock:
             return [entry for entry in self._entries if entry.number > after]
 
     def newest(self) -> Entry | None:
-        """Return the last answer; None before the first."""
+        """Return the last answer; None before the first one."""
         with self._lock:
             return self._entries[-1] if self._entries else None
 
     def pin(self, entries: Iterable[Entry]) -> None:
-        """Keep these answers, and no others, beyond the time when they are among the last."""
+        """Keep these answers until the next call, also when they are no longer among the last ones.
+
+        Answers that were pinned before, and are not among ``entries``, are no longer pinned.
+        """
         with self._lock:
             self._pinned = {entry.number: self._pinned.get(entry.number, entry) for entry in entries}
 
     def pinned(self) -> list[Entry]:
-        """Return the answers that were pinned, in the order in which they were given to `pin`."""
+        """Return the pinned answers, in the order in which they were given to `pin`."""
         with self._lock:
             return [*self._pinned.values()]
 
     def find(self, number: int) -> Entry | None:
-        """Return one answer; None where it is not kept any more."""
+        """Return the answer with this number; None if it is no longer kept."""
         for entry in [*self.entries(), *self.pinned()]:
             if entry.number == number:
                 return entry
         return None
 
     def correct(self, number: int, label: str) -> None:
-        """Note the class that a person has given to an input."""
+        """Record the class that a person has given the input of an answer."""
         with self._lock:
             for position, entry in enumerate(self._entries):
                 if entry.number == number:
@@ -127,47 +133,49 @@ class History:
                 self._pinned[number] = dataclasses.replace(self._pinned[number], corrected=label)
 
 
-def picture_of(entry: Entry, pair: Pair) -> tuple[bytes, str]:
-    """Return a picture of an input, and its media type: the image itself, or the lines of a window."""
+def draw_input(entry: Entry, pair: Pair) -> tuple[bytes, str]:
+    """Return a picture of an input, and its media type: the image itself, or a plot of the first window."""
     if entry.content_type:
         return entry.raw, entry.content_type
     spec = pair.input
     if isinstance(spec, ImageInput) and entry.inputs.shape[1:] == spec.shape:
         return png_of(restore_pixels(entry.inputs[0], spec)), "image/png"
-    # Of pictures that were answered before a release with another task, the rows of the first channel are lines.
+    # An image from before a release with another task: the rows of its first channel are plotted as channels.
     window = entry.inputs[0]
-    return _lines(window if window.ndim == 2 else window[0]).encode(), "image/svg+xml"
+    return _plot_window(window if window.ndim == 2 else window[0]).encode(), "image/svg+xml"
 
 
-def _kept_form(observation: Observation) -> tuple[bytes, str]:
-    """Return the bytes of an input that are kept, and their media type; of a large image those of a smaller one.
+def _bytes_to_keep(observation: Observation) -> tuple[bytes, str]:
+    """Return the encoded input to keep, and its media type.
 
-    The media type is empty where browsers show no such image. What the sender calls it does not count: the page would
-    hand on text of its sender as a document. A table may begin as an image does, with ``BM``.
+    A large image is replaced by a smaller one. Other large inputs are not kept: both results are empty then. The media
+    type is empty if the bytes are not an image that browsers show. The type that the client names does not count, so
+    that the page never serves a client's text as a document. A table may begin like an image, with ``BM``.
     """
     raw = observation.raw
-    kind = image_type(raw) if isinstance(observation.pair.input, ImageInput) else ""
+    media_type = image_type(raw) if isinstance(observation.pair.input, ImageInput) else ""
     if len(raw) <= _LARGEST_RAW:
-        return raw, kind
-    if not kind:
+        return raw, media_type
+    if not media_type:
         return b"", ""
     smaller = smaller_image(raw, _SMALLER_SIDE)
     return smaller, image_type(smaller)
 
 
-def _lines(window: np.ndarray) -> str:
-    """Return the channels of a prepared window (channels, length) as lines in an SVG picture."""
+def _plot_window(window: np.ndarray) -> str:
+    """Return an SVG plot of a prepared window (channels, length): one line for each of the first six channels."""
+    # 1. Every k-th sample of the channels, and the range of their values; a flat window gets a range of 1.
     step = max(1, window.shape[1] // _MOST_POINTS)
-    values = window[:6, ::step]
-    low = float(values.min())
-    spread = float(values.max()) - low or 1.0
+    channels = window[: len(_CHANNEL_COLOURS), ::step]
+    lowest = float(channels.min())
+    value_range = float(channels.max()) - lowest or 1.0
+    # 2. One polyline for each channel, all with the same scale, with a margin of 4 pixels.
     width = 320
     height = 160
-    colours = ("#0b7285", "#e8590c", "#5f3dc4", "#2b8a3e", "#c2255c", "#495057")
-    drawn = []
-    for channel, colour in zip(values, colours, strict=False):
-        across = np.linspace(4, width - 4, len(channel))
-        down = height - 4 - (channel - low) / spread * (height - 8)
-        points = " ".join(f"{x:.1f},{y:.1f}" for x, y in zip(across, down, strict=True))
-        drawn.append(f'<polyline fill="none" stroke="{colour}" stroke-width="1.5" points="{escape(points)}"/>')
-    return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}">{"".join(drawn)}</svg>'
+    polylines = []
+    for channel, colour in zip(channels, _CHANNEL_COLOURS, strict=False):
+        xs = np.linspace(4, width - 4, len(channel))
+        ys = height - 4 - (channel - lowest) / value_range * (height - 8)
+        points = " ".join(f"{x:.1f},{y:.1f}" for x, y in zip(xs, ys, strict=True))
+        polylines.append(f'<polyline fill="none" stroke="{colour}" stroke-width="1.5" points="{escape(points)}"/>')
+    return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}">{"".join(polylines)}</svg>'

@@ -1,7 +1,7 @@
-"""Bytes of somebody else, decoded for an encoder: an image, an array, a table or a sound.
+"""Decodes the bytes of a client into the input of an encoder: an image, an array, a table or a sound.
 
-Nothing is believed of them. The form is read from their first bytes, sizes are checked before memory is taken, and
-whatever cannot be read is an error that says what was expected.
+The bytes are untrusted. Their format is recognised by the first bytes, whatever the client calls it. Sizes are checked
+before memory is allocated. What cannot be read raises an error that says what was expected.
 """
 
 from __future__ import annotations
@@ -23,9 +23,13 @@ from ..data.images import decode_image
 from ..data.wav import WavOptions
 
 _NPY = b"\x93NUMPY"
+"""How a .npy file begins."""
+
 _SOUNDS = (b"RIFF", b"RF64", b"fLaC", b"OggS")
-_TEXT_LETTERS = 512
-"""How many of the first bytes have to be text for an input to count as a table."""
+"""How sounds begin: WAV, WAV beyond 4 GB, FLAC and Ogg. WebP images begin with ``RIFF``, too."""
+
+_TEXT_BYTES = 512
+"""The first bytes that have to be text for an input to count as a table."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +37,9 @@ class Decoder:
     """Turns bytes into the prepared input of one task.
 
     Attributes:
-        spec: The form of the inputs.
-        sound: How sounds become inputs; None: sounds are refused, because a bundle does not say how.
-        most_windows: The most windows of one recording.
+        spec: The form of the task's inputs.
+        sound: How sounds are converted to inputs; None: sounds are rejected, because a bundle does not say how.
+        most_windows: The most windows that one recording may have.
     """
 
     spec: InputSpec
@@ -46,7 +50,7 @@ class Decoder:
         """Return the prepared input (n, *shape) float32; n is 1 but for recordings of several windows.
 
         Raises:
-            DataError: The bytes are empty, damaged, of another form, or too large to be decoded.
+            DataError: The bytes are empty, damaged, of an unknown format, or too large.
             MissingCapability: Reading them needs a package that is not installed.
         """
         if not raw:
@@ -57,7 +61,7 @@ class Decoder:
 
     @property
     def expected(self) -> str:
-        """What may be sent, in words."""
+        """The formats that are accepted, for messages."""
         sound = ", or a sound (WAV, FLAC, Ogg)" if self.sound is not None else ""
         if isinstance(self.spec, ImageInput):
             return f"an image (JPEG, PNG, WebP …), or a .npy array (height, width, channels){sound}"
@@ -65,25 +69,25 @@ class Decoder:
         return f"a recording as a .npy array {shape}, or a CSV table with names of columns in its first line{sound}"
 
     def _image(self, raw: bytes, spec: ImageInput) -> np.ndarray:
-        """Return an image as the input (n, channels, height, width) of the encoder; n is 1 but for sounds."""
+        """Return an image as the prepared input (n, channels, height, width) float32; n is 1 but for sounds."""
         return preprocess.normalise_images(self.pixels(raw).astype(np.float32), spec)
 
     def pixels(self, raw: bytes) -> np.ndarray:
         """Return an image as pixels (n, channels, height, width) of the task's size, 0..255, not yet normalised.
 
-        They are uint8, or float32 where the image held finer values.
+        n is 1; a sound may become several images. The dtype is uint8, or float32 if the array held fractions.
 
         Raises:
-            DataError: As `decode`; or the task's inputs are no images.
+            DataError: As in `decode`; or the inputs of the task are not images.
         """
         spec = self.spec
         if not isinstance(spec, ImageInput):
-            raise DataError("the encoder takes recordings, no images")
+            raise DataError("the encoder takes recordings, not images")
         if raw.startswith(_NPY):
             with _as_file(raw) as path:
                 items = [npz.load_array(path)]
         elif raw.startswith(_SOUNDS[:2]) and raw[8:12] != b"WAVE":
-            items = [decode_image(io.BytesIO(raw))]  # WebP begins as WAV does
+            items = [decode_image(io.BytesIO(raw))]  # a WebP image begins like a WAV file
         elif raw.startswith(_SOUNDS):
             items = self._sound_items(raw)
         else:
@@ -91,7 +95,7 @@ class Decoder:
         return np.stack([preprocess.image_pixels(item, spec) for item in items])
 
     def _windows(self, raw: bytes, spec: WindowInput) -> np.ndarray:
-        """Return a recording as windows (n, channels, length), in time order."""
+        """Return a recording as prepared windows (n, channels, length) float32, in time order."""
         if raw.startswith(_NPY):
             with _as_file(raw) as path:
                 recording = npz.load_array(path)
@@ -102,7 +106,8 @@ class Decoder:
             with _as_file(raw) as path:
                 recording = tables.read_recording(path)
         else:
-            raise DataError(f"{len(raw)} bytes of a form that is not known; expected {self.expected}")
+            raise DataError(f"{len(raw)} bytes of an unknown format; expected {self.expected}")
+        # Recordings of another shape are rejected by `preprocess.cut`.
         count = (len(recording) - spec.length) // spec.stride + 1 if recording.ndim == 2 else 0
         if count > self.most_windows:
             raise DataError(
@@ -126,15 +131,15 @@ class Decoder:
             raise DataError(f"has {lines} lines; at most {most} samples are answered at once: send it in parts")
 
     def _sound_items(self, raw: bytes) -> list[np.ndarray]:
-        """Return the pictures of a sound, or its recording as the only item.
+        """Return a sound as images, or as one recording (time, channels), depending on the options of sounds.
 
         Raises:
-            DataError: It was not said how sounds become inputs, or this one cannot be read.
+            DataError: The server has no options of sounds, or this one cannot be read.
         """
         if self.sound is None:
             raise DataError(
-                "is a sound, and how sounds become inputs was not said at the start; start with --sound and the "
-                "options of the data that the encoder was trained on, such as --sound 'rate=16000&form=image'"
+                "is a sound, and this server was started without --sound; restart it with --sound and the options of "
+                "the data that the encoder was trained on, such as --sound 'rate=16000&form=image'"
             )
         with _as_file(raw) as path:
             source = wav.read(str(path), self.sound)
@@ -142,7 +147,7 @@ class Decoder:
 
 
 def sound_options(text: str) -> WavOptions:
-    """Return the options of sounds that a text such as ``rate=16000&form=image`` names; see `edge_agent.data.wav`.
+    """Parse the options of sounds, such as ``rate=16000&form=image``; see `edge_agent.data.wav`.
 
     Raises:
         ConfigError: An option is unknown or out of range; all of them are listed.
@@ -157,18 +162,21 @@ def sound_options(text: str) -> WavOptions:
 
 
 def _is_text(raw: bytes) -> bool:
-    """Return whether bytes begin as a table does: with text and no control characters."""
-    start = raw[:_TEXT_LETTERS]
-    controls = start.translate(None, bytes(range(32, 256)) + b"\t\r\n")
-    return not controls
+    """Return whether the first bytes are text, as those of a table: without control characters."""
+    start = raw[:_TEXT_BYTES]
+    control_characters = start.translate(None, bytes(range(32, 256)) + b"\t\r\n")
+    return not control_characters
 
 
 @contextlib.contextmanager
 def _as_file(raw: bytes) -> Iterator[Path]:
-    """Yield the path of a file with these bytes, in memory where the system has such files, for readers of files.
+    """Yield the path of a temporary file with these bytes, for readers that take a path.
+
+    On Linux the file is in memory only (memfd), so that inputs are never written to the disk.
 
     Raises:
-        DataError: That of the reader, whose message names the input instead of a path that its sender does not know.
+        DataError: The reader has failed; the message names the input instead of the path, which the client does not
+            know.
     """
     with contextlib.ExitStack() as stack:
         if hasattr(os, "memfd_create") and Path("/proc/self/fd").is_dir():

@@ -1,6 +1,6 @@
-"""The state of a server's inputs, and the record of it in the device's state folder.
+"""Whether inputs have changed: the state, its texts, and its record in the device's state folder.
 
-Nothing here computes: `edge-agent status` reads the record without loading what compares inputs.
+The comparison itself is in `inputs_watch`. `edge-agent status` reads the record without importing that.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .announcement import find_server
 
 
 class InputsState(enum.Enum):
-    """Whether inputs are like the training samples."""
+    """How the recent inputs compare with the training samples."""
 
     AS_FITTED = "as fitted"
     CHANGED = "changed"
@@ -32,9 +32,9 @@ class InputsStatus:
     """The state of the inputs, as the page and metrics show it.
 
     Attributes:
-        state: Whether they have changed.
-        since: Seconds since 1970 at which a look first found that; 0: no look has been taken yet.
-        text: State and time as a sentence for people.
+        state: How they compare with the training samples.
+        since: When the state began, in seconds since 1970; 0: no comparison has been made yet.
+        text: State and time as a text for people.
     """
 
     state: InputsState
@@ -47,15 +47,15 @@ class InputsStatus:
 
 
 class InputsRecord(Frozen):
-    """What is kept over a restart."""
+    """The state that is kept over a restart."""
 
     pair: str = Field(max_length=200, description="the encoder and the head that answered")
     state: InputsState
-    since: float = Field(ge=0, description="seconds since 1970 at which a look first found that")
+    since: float = Field(ge=0, description="seconds since 1970 at which the state began")
 
 
 def read_record(file: Path) -> InputsRecord | None:
-    """Return the record that a server has written of its inputs; None where there is none that can be read."""
+    """Return the record that a server has written; None if there is none, or it cannot be read."""
     try:
         content = read_json(file)
         return None if content is None else InputsRecord.model_validate(content)
@@ -82,17 +82,17 @@ def inputs_since(state: Path) -> float | None:
 
 
 def record_file(state: Path) -> Path:
-    """Return the file of this record in a device's state folder."""
+    """Return the path of the record in a device's state folder."""
     return state / "serve" / "inputs.json"
 
 
 def describe(state: InputsState, since: float, missing: int = 0) -> str:
-    """Return the state of inputs as a sentence for people.
+    """Return the state of inputs as a text for people.
 
     Args:
         state: The state.
-        since: Seconds since 1970 at which it began.
-        missing: Answers that are missing until the first look.
+        since: When it began, in seconds since 1970.
+        missing: How many more answers are needed before the first comparison.
     """
     if state is InputsState.CHANGED:
         return f"changed since {show_utc(since)}: unlike what the head learned from; label some and fit it again"

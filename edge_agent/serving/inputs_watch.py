@@ -1,7 +1,7 @@
-"""Whether the inputs that are answered have changed since the head was fitted; see `edge_agent.personal.drift`.
+"""Detects that the answered inputs have changed since the head was fitted; see `edge_agent.personal.drift`.
 
-It only tells: nothing is ever fitted because of it. What a person can do is on the page: the inputs that are least like
-the training samples are kept there, to be given their classes.
+A change is only reported; the head is never fitted because of it. The page then shows the inputs that are least like
+the training samples, so that a person can label them.
 """
 
 from __future__ import annotations
@@ -30,42 +30,42 @@ from .predictor import Observation
 log = logging.getLogger(__name__)
 
 STRANGEST = 10
-"""Inputs that are offered for labelling."""
+"""How many inputs are offered for labelling: those with the largest residuals."""
 
-_CALM_LOOKS = 2 * WINDOW // EVERY
-"""Looks in a row that find nothing, after which inputs are as fitted again: two windows without a common answer."""
+_CALM_COMPARISONS = 2 * WINDOW // EVERY
+"""Comparisons in a row without a change after which inputs count as fitted again: those of two whole windows."""
 
 
 def start_thread(work: Callable[[], None]) -> None:
-    """Do some work in a thread of its own."""
+    """Run a function in a thread of its own."""
     threading.Thread(target=work, name="inputs", daemon=True).start()
 
 
 class InputsWatch:
-    """Keeps the last answers, and compares them with the training samples after every `EVERY` of them."""
+    """Keeps the last `WINDOW` answers, and compares them with the training samples after every `EVERY` answers."""
 
     def __init__(
         self,
         history: History,
         file: Path | None = None,
         *,
-        tell: Callable[[bool], None] | None = None,
-        begin: Callable[[Callable[[], None]], None] = start_thread,
+        on_change: Callable[[bool], None] | None = None,
+        run_in_background: Callable[[Callable[[], None]], None] = start_thread,
         now: Callable[[], float] = time.time,
     ) -> None:
-        """Begin; without a pair there is nothing to compare with.
+        """Create a watch; nothing is compared before the first pair, see `on_switch`.
 
         Args:
-            history: Keeps the strangest inputs; it sees every answer before this object does.
+            history: Keeps the inputs offered for labelling. It has to receive every answer before this object does.
             file: Where the state is kept over a restart; None: nowhere.
-            tell: Called with True when inputs have changed, and with False when they are as fitted.
-            begin: Does the preparation of a new pair, for which no answer waits.
-            now: Seconds since 1970.
+            on_change: Receives True when inputs have changed, and False when they are as fitted.
+            run_in_background: Runs the preparation of a new pair, which takes too long for an answer to wait for.
+            now: Returns seconds since 1970.
         """
         self._history = history
         self._file = file
-        self._tell = tell
-        self._begin = begin
+        self._on_change = on_change
+        self._run_in_background = run_in_background
         self._now = now
         self._lock = threading.Lock()
         self._pair = ""
@@ -81,11 +81,14 @@ class InputsWatch:
             return InputsStatus(self._state, self._since, text)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the status as the page reads it, with the strangest inputs, the strangest first."""
+        """Return the status as JSON for the page, with the inputs offered for labelling, the strangest first."""
         return {**self.status.as_json(), "strangest": [entry.as_json() for entry in self._history.pinned()]}
 
-    def see_switch(self, pair: Pair) -> None:
-        """Compare with the training samples of another head from now on; see `Observer`."""
+    def on_switch(self, pair: Pair) -> None:
+        """Compare with the training samples of another head from now on; see `Observer`.
+
+        The training samples are prepared in the background. Answers until then are not compared.
+        """
         name = str(pair.id)
         rule = pair.head.confidence.unknown if isinstance(pair.head, SavedHead) else None
         with self._lock:
@@ -98,49 +101,54 @@ class InputsWatch:
             self._resume()
         self._history.pin(())
         if not self._why_not:
-            self._begin(lambda: self._take(name, reference_of(rule)))
+            self._run_in_background(lambda: self._use_reference(name, reference_of(rule)))
 
-    def see(self, observation: Observation) -> None:
-        """Compare an answer's features with the training samples; see `Observer`."""
+    def on_answer(self, observation: Observation) -> None:
+        """Compare the features of an answer with the training samples; see `Observer`."""
         answer = observation.answer
         with self._lock:
             reference = self._reference
         if reference is None or not isinstance(answer, ClassAnswer):
             return
-        # A recording has one answer for all of its windows, and each window its own.
+        # The windows of a recording count one by one.
         answers = answer.windows or (answer,)
         names = observation.pair.class_names
         labels = np.array([names.index(window.label) for window in answers])
         residuals = reference.residuals(observation.features, labels)
         with self._lock:
-            self._keep_strange(float((residuals**2).sum(axis=1).max()))
+            self._keep_if_strange(float((residuals**2).sum(axis=1).max()))
             for residual, label, window in zip(residuals, labels, answers, strict=True):
-                self._last.append((residual, int(label), bool(window.is_unknown)))
+                self._recent.append((residual, int(label), bool(window.is_unknown)))
                 self._count += 1
                 if self._count >= WINDOW and self._count % EVERY == 0:
-                    self._look(reference)
+                    self._compare(reference)
 
-    # --- within the lock ---
+    # --- the methods below are called while the lock is held ---
 
     def _clear(self) -> None:
-        """Forget everything about answers of another pair."""
-        self._last: deque[tuple[np.ndarray, int, bool]] = deque(maxlen=WINDOW)
-        """Residual, class and whether it was unknown, of the last answers."""
+        """Forget all answers of another pair."""
+        self._recent: deque[tuple[np.ndarray, int, bool]] = deque(maxlen=WINDOW)
+        """The last answers: residual (d,), class, and whether the input was unknown."""
 
         self._count = 0
+        """Answers since the pair came into use."""
+
         self._calm = 0
+        """Comparisons in a row that found no change."""
+
         self._state = InputsState.NOT_ENOUGH
         self._since = 0.0
         self._strangest: list[tuple[float, int, Entry]] = []
+        """A heap of the strangest inputs: squared length of the residual, number and entry."""
 
-    def _take(self, name: str, reference: Reference | None) -> None:
-        """Compare with this reference from now on, unless another pair has come in."""
+    def _use_reference(self, name: str, reference: Reference | None) -> None:
+        """Compare with this reference from now on, unless another pair is in use by now. Takes the lock itself."""
         with self._lock:
             if self._pair == name:
                 self._reference = reference
 
-    def _keep_strange(self, strangeness: float) -> None:
-        """Keep the newest input if it is among the strangest."""
+    def _keep_if_strange(self, strangeness: float) -> None:
+        """Keep the newest input if it is among the strangest; ``strangeness``: squared length of its residual."""
         entry = self._history.newest()
         if entry is None:
             return
@@ -152,45 +160,51 @@ class InputsWatch:
         else:
             return
         if self._state is InputsState.CHANGED:
-            self._offer()
+            self._offer_strangest()
 
-    def _offer(self) -> None:
-        """Keep the strangest inputs for people to label, the strangest first."""
+    def _offer_strangest(self) -> None:
+        """Have the page offer the strangest inputs for labelling, the strangest first."""
         self._history.pin(entry for _, _, entry in sorted(self._strangest, reverse=True))
 
-    def _look(self, reference: Reference) -> None:
+    def _compare(self, reference: Reference) -> None:
         """Compare the last answers with the training samples, and change the state if that is due."""
-        residuals, labels, unknown = zip(*self._last, strict=True)
-        look = reference.look(np.stack(residuals), np.array(labels), np.array(unknown))
-        if look.have_changed:
+        residuals, labels, unknown = zip(*self._recent, strict=True)
+        comparison = reference.compare(np.stack(residuals), np.array(labels), np.array(unknown))
+        # One comparison is enough to report a change; it takes several in a row to withdraw it.
+        if comparison.have_changed:
             self._calm = 0
-            self._enter(InputsState.CHANGED, look)
+            self._enter(InputsState.CHANGED, comparison)
             return
         self._calm += 1
-        if self._state is InputsState.NOT_ENOUGH or self._calm >= _CALM_LOOKS:
-            self._enter(InputsState.AS_FITTED, look)
+        if self._state is InputsState.NOT_ENOUGH or self._calm >= _CALM_COMPARISONS:
+            self._enter(InputsState.AS_FITTED, comparison)
 
-    def _enter(self, state: InputsState, look: Comparison) -> None:
-        """Change the state, keep it and tell it; nothing happens where it is the same."""
+    def _enter(self, state: InputsState, comparison: Comparison) -> None:
+        """Change the state, save it and report it; do nothing if it is the current one."""
         if state is self._state:
             return
         self._state = state
         self._since = self._now()
         log.info(
             "inputs_%s pair=%s shift=%.2f unknown=%d answers=%d independent=%.0f",
-            state.name.lower(), self._pair, look.shift, look.unknown, look.answers, look.independent,
-        )  # fmt: skip
+            state.name.lower(),
+            self._pair,
+            comparison.shift,
+            comparison.unknown,
+            comparison.answers,
+            comparison.independent,
+        )
         if state is InputsState.CHANGED:
-            self._offer()
+            self._offer_strangest()
         else:
             self._strangest.clear()
             self._history.pin(())
         self._store()
-        if self._tell is not None:
-            self._tell(state is InputsState.CHANGED)
+        if self._on_change is not None:
+            self._on_change(state is InputsState.CHANGED)
 
     def _store(self) -> None:
-        """Write the state; a disk that is full does not stop answers."""
+        """Save the state; if the disk is full, that is logged and answers continue."""
         if self._file is None:
             return
         record = InputsRecord(pair=self._pair, state=self._state, since=self._since)
@@ -201,11 +215,11 @@ class InputsWatch:
             log.warning("inputs_not_stored reason=%s", error.strerror)
 
     def _resume(self) -> None:
-        """Take over that inputs of the same pair had changed before a restart, until looks say otherwise."""
+        """Restore the state "changed" of the same pair from before a restart, until comparisons find no change."""
         record = None if self._file is None else read_record(self._file)
         if record is None or record.pair != self._pair or record.state is not InputsState.CHANGED:
             return
         self._state = record.state
         self._since = record.since
-        if self._tell is not None:
-            self._tell(True)
+        if self._on_change is not None:
+            self._on_change(True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -23,7 +23,7 @@ from ..wire.tensors import encode
 from .answer import Answer, ClassAnswer, NumberAnswer, PairId, Stages
 
 SHARED = "shared"
-"""The name of the classifier that came with a bundle, where the device has no head of its own."""
+"""The name that answers give the classifier in a bundle, which answers if the device has no head of its own."""
 
 _ID_LETTERS = 12
 """How many characters of an id an answer shows."""
@@ -36,11 +36,11 @@ AnyHead = SavedHead | SavedNumeric
 
 
 @dataclass(frozen=True)
-class Answered:
-    """An answer, with the features that it was given for.
+class AnswerWithFeatures:
+    """An answer, with the features that it was computed from.
 
     Attributes:
-        answer: What is said.
+        answer: The answer.
         features: The features (n, d) float32 that the head took: one row, or one for each window of a recording.
     """
 
@@ -50,13 +50,13 @@ class Answered:
 
 @dataclass(frozen=True)
 class Pair:
-    """An encoder and its head. It does not change: another head or another encoder is another pair.
+    """An encoder and its head. A pair is immutable: a new head or encoder makes a new pair.
 
     Attributes:
         bundle: Where the encoder comes from.
-        encoder: The encoder, with the device's own batch norm where the head was fitted on that.
-        head: The head; None: the classifier that came with the bundle answers.
-        id: How answers name this pair.
+        encoder: The encoder, with the device's own batch norm statistics if the head was fitted on them.
+        head: The head; None: the shared classifier of the bundle answers.
+        id: How answers identify this pair.
     """
 
     bundle: Bundle
@@ -72,18 +72,18 @@ class Pair:
         precision: Literal["auto", "fp32", "int8"] = "auto",
         threads: int = 1,
     ) -> Pair:
-        """Load the pair of a bundle and of the head in a folder, and let it answer once, which takes longer.
+        """Load the pair of a bundle and a saved head, and warm it up.
 
         Args:
             bundle: A verified bundle.
             head_folder: The folder of a saved head; None: the bundle's shared classifier answers.
-            precision: That of the encoder; auto: the one that the head was fitted on, else fp32.
-            threads: Of ONNX Runtime; 0: as many as it wants.
+            precision: Precision of the encoder; auto: the one that the head was fitted on, or fp32 without a head.
+            threads: Number of threads of ONNX Runtime; 0: it chooses.
 
         Raises:
             FingerprintMismatch: The head was fitted on another encoder.
             StateError: There is no head in the folder, or it is damaged.
-            BundleDamaged: The encoder does not run here, or computes something else than where it was exported.
+            BundleDamaged: The encoder does not run here, or its results differ from those where it was exported.
             UsageError: There is neither a head nor a shared classifier.
         """
         head = None
@@ -104,8 +104,8 @@ class Pair:
 
     @classmethod
     def assemble(cls, bundle: Bundle, encoder: Encoder, head: AnyHead | None) -> Pair:
-        """Return the pair of parts that are loaded, after one answer, which takes longer than all others."""
-        pair = cls(bundle, encoder, head, _id_of(bundle, head))
+        """Return the pair of loaded parts, after one answer as a warm-up, because the first one takes longest."""
+        pair = cls(bundle, encoder, head, _identify(bundle, head))
         pair.answer(np.zeros((1, *pair.input.shape), np.float32))
         return pair
 
@@ -116,7 +116,7 @@ class Pair:
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """The classes that may be answered; none where the head answers with numbers."""
+        """The classes among which the head chooses; none if it answers with numbers."""
         if self.head is None:
             return self.bundle.manifest.task.class_names
         return () if isinstance(self.head, SavedNumeric) else self.head.class_names
@@ -128,23 +128,24 @@ class Pair:
         return "" if rule is None else rule.misses_text
 
     def features(self, inputs: np.ndarray) -> np.ndarray:
-        """Return what the head takes, (n, d) float32, for prepared ``inputs`` (n, *shape) float32.
+        """Return the features (n, d) float32 that the head takes, of prepared ``inputs`` (n, *shape) float32.
 
-        They are the encoder's features, or those of the model without an encoder whose head it is.
+        They come from the encoder, or from the local model if the head belongs to one that works without an encoder.
         """
         if isinstance(self.head, SavedHead) and self.head.local is not None:
             return self.head.local.features(inputs)
         return self.encoder.features(inputs)
 
-    def answer(self, inputs: np.ndarray, clock: Callable[[], float] = time.perf_counter) -> Answered:
+    def answer(self, inputs: np.ndarray, clock: Callable[[], float] = time.perf_counter) -> AnswerWithFeatures:
         """Answer one input: an image, or a recording of one or more windows.
 
         Args:
             inputs: The prepared input (n, *shape) float32; n is 1 but for recordings.
-            clock: Seconds, for the times in the answer.
+            clock: Returns seconds of a monotonic clock; measures the stages of the answer.
 
         Raises:
-            DataError: The inputs have another shape than the task's, or values so large that the answer is no number.
+            DataError: The shape of the inputs is not that of the task, or the answer is not finite because the values
+                are too large.
             BundleDamaged: The encoder does not run.
         """
         started_at = clock()
@@ -157,39 +158,45 @@ class Pair:
         if not _is_finite(answer):
             raise DataError("the answer to this input is no finite number; its values are far too large")
         stages = Stages(encode=1000 * (encoded_at - started_at), head=1000 * (clock() - encoded_at))
-        return Answered(answer.with_stages(stages), features)
+        return AnswerWithFeatures(answer.with_stages(stages), features)
 
     def answer_features(self, features: np.ndarray) -> Answer:
-        """Return the answer to one input whose features (n, d) float32 are known."""
+        """Return the answer to one input, given its features (n, d) float32."""
         if isinstance(self.head, SavedNumeric):
-            return self._number(self.head, features)
-        shares = probabilities(self.bundle, self.head, features)
+            return self._answer_with_number(self.head, features)
+        class_probabilities = probabilities(self.bundle, self.head, features)
         unknown = None if self.head is None else self.head.confidence.is_unknown(features)
-        return self._class(shares, unknown)
+        return self._answer_with_class(class_probabilities, unknown)
 
-    def _class(self, shares: np.ndarray, unknown: np.ndarray | None) -> ClassAnswer:
-        """Return the answer with the probabilities (n, K) of an input, or of the windows of a recording."""
-        if len(shares) == 1:
-            return self._one_class(shares[0], None if unknown is None else bool(unknown[0]))
+    def _answer_with_class(self, class_probabilities: np.ndarray, unknown: np.ndarray | None) -> ClassAnswer:
+        """Return the answer to an input, or to a recording of several windows.
+
+        Args:
+            class_probabilities: The probabilities (n, K) of the classes, one row for each window.
+            unknown: Whether each window is unknown, (n,) bool; None: the head has no rule for that.
+        """
         windows = []
-        for row, row_shares in enumerate(shares):
-            windows.append(self._one_class(row_shares, None if unknown is None else bool(unknown[row])))
-        # Of a recording the mean counts, and it is unknown where most of its windows are.
+        for row, window_probabilities in enumerate(class_probabilities):
+            is_window_unknown = None if unknown is None else bool(unknown[row])
+            windows.append(self._class_answer(window_probabilities, is_window_unknown))
+        if len(windows) == 1:
+            return windows[0]
+        # A recording is answered by the mean of its windows, and is unknown if most of them are.
         is_unknown = None if unknown is None else bool(unknown.mean() > 0.5)
-        whole = self._one_class(shares.mean(axis=0), is_unknown)
-        return ClassAnswer(
-            whole.label, whole.probability, whole.probabilities, is_unknown, self.id, windows=tuple(windows)
-        )
+        answer = self._class_answer(class_probabilities.mean(axis=0), is_unknown)
+        return replace(answer, windows=tuple(windows))
 
-    def _one_class(self, shares: np.ndarray, is_unknown: bool | None) -> ClassAnswer:
-        best = int(shares.argmax())
-        by_label = dict(zip(self.class_names, shares.tolist(), strict=True))
-        return ClassAnswer(self.class_names[best], float(shares[best]), by_label, is_unknown, self.id)
+    def _class_answer(self, class_probabilities: np.ndarray, is_unknown: bool | None) -> ClassAnswer:
+        """Return the answer with the probabilities (K,) of the classes."""
+        best = int(class_probabilities.argmax())
+        by_label = dict(zip(self.class_names, class_probabilities.tolist(), strict=True))
+        return ClassAnswer(self.class_names[best], float(class_probabilities[best]), by_label, is_unknown, self.id)
 
-    def _number(self, saved_head: SavedNumeric, features: np.ndarray) -> NumberAnswer:
+    def _answer_with_number(self, saved_head: SavedNumeric, features: np.ndarray) -> NumberAnswer:
+        """Return the prediction or the anomaly score for features (n, d), one row for each window."""
         values: Sequence[float] = saved_head.head.predict(features).tolist()
         is_score = not saved_head.head.predicts_targets
-        # One unusual window makes a recording unusual; a prediction is that of the whole recording.
+        # One anomalous window makes a recording anomalous, so the largest score counts; predictions are averaged.
         value = max(values) if is_score else sum(values) / len(values)
         threshold = saved_head.head.threshold
         is_anomaly = None
@@ -206,14 +213,16 @@ def _is_finite(answer: Answer) -> bool:
     return all(map(math.isfinite, (answer.value, *answer.windows)))
 
 
-def _id_of(bundle: Bundle, head: AnyHead | None) -> PairId:
-    """Return how answers name a pair; heads that have learned the same have the same id."""
+def _identify(bundle: Bundle, head: AnyHead | None) -> PairId:
+    """Return the id of a pair; heads with equal arrays have equal ids."""
     bundle_id = bundle.id[:_ID_LETTERS]
     if head is None:
         return PairId(bundle_id, SHARED, "")
     if isinstance(head, SavedNumeric):
         digest = sha256_of(encode(head.head.arrays))
         return PairId(bundle_id, head.head.name, digest[:_ID_LETTERS])
-    local = {} if head.local is None else {f"local.{name}": array for name, array in head.local.learned.items()}
-    digest = sha256_of(encode({**head.head.arrays, **head.confidence.arrays(), **local}))
+    arrays = {**head.head.arrays, **head.confidence.arrays()}
+    if head.local is not None:
+        arrays |= {f"local.{name}": array for name, array in head.local.learned.items()}
+    digest = sha256_of(encode(arrays))
     return PairId(bundle_id, head.title, digest[:_ID_LETTERS])

@@ -1,4 +1,8 @@
-"""Which pair is in use: the one that was named at the start, or that of a device whose releases and fits change it."""
+"""Where the pair in use comes from, and a thread that loads it again after it has changed.
+
+The pair is either named at the start, or it is that of a device's state folder, where releases, fits and rollbacks
+replace it.
+"""
 
 from __future__ import annotations
 
@@ -18,32 +22,32 @@ from .predictor import Predictor
 log = logging.getLogger(__name__)
 
 _EVERY_S = 0.5
-"""Seconds between two looks at a state folder: two calls of the system."""
+"""Seconds between two checks of a state folder. A check is cheap: two calls of ``stat``."""
 
-_AGAIN_S = 5.0
-"""Seconds after which a pair that could not be loaded is tried again; a bundle may have been removed meanwhile."""
+_RETRY_S = 5.0
+"""Seconds until a pair that could not be loaded is tried again."""
 
 Precision = Literal["auto", "fp32", "int8"]
-Mark = tuple[int, int, int]
-"""What tells two contents of a file apart that were both put there by a rename: inode, size and nanoseconds."""
+FileVersion = tuple[int, int, int]
+"""Inode, size and time of change in nanoseconds: they differ after the file has been replaced by a rename."""
 
 
 class PairSource(Protocol):
-    """Where pairs come from."""
+    """A place that pairs are loaded from."""
 
-    def mark(self) -> object:
-        """Return something that differs from the mark before as soon as another pair is in use."""
+    def version(self) -> object:
+        """Return a value that changes whenever another pair comes into use; values are compared by ``==``."""
 
     def open(self) -> Pair:
         """Load the pair in use.
 
         Raises:
-            HeadwaterError: There is none, or it cannot be used.
+            HeadwaterError: There is no pair, or it cannot be used.
         """
 
 
 class NamedPair:
-    """A bundle and a head that were named; both stay as they are."""
+    """The pair of a bundle and a head folder that were named at the start."""
 
     def __init__(
         self, bundle: Bundle, head_folder: Path | None, precision: Precision = "auto", threads: int = 1
@@ -53,23 +57,23 @@ class NamedPair:
         self._precision: Precision = precision
         self._threads = threads
 
-    def mark(self) -> object:
-        """Return a mark of the head's card: fitting it again makes another pair."""
-        return None if self._head_folder is None else _mark(self._head_folder / CARD)
+    def version(self) -> object:
+        """Return the version of the head's card, which every fit replaces; None without a head."""
+        return None if self._head_folder is None else _file_version(self._head_folder / CARD)
 
     def open(self) -> Pair:
         """Load the pair; see `Pair.open`."""
         return Pair.open(self._bundle, self._head_folder, self._precision, self._threads)
 
 
-class HeldPair:
-    """A pair that a Python program has in memory."""
+class LoadedPair:
+    """A pair that a Python program has already loaded. It never changes."""
 
     def __init__(self, pair: Pair) -> None:
         self._pair = pair
 
-    def mark(self) -> object:
-        """Return the pair's id: it never changes."""
+    def version(self) -> object:
+        """Return the pair's id, which is always the same."""
         return self._pair.id
 
     def open(self) -> Pair:
@@ -78,26 +82,26 @@ class HeldPair:
 
 
 class StatePair:
-    """The pair in use in the state folder of a device, which releases, fits and rollbacks change."""
+    """The pair in use in the state folder of a device. Releases, fits and rollbacks replace it."""
 
     def __init__(self, state: Path, precision: Precision = "auto", threads: int = 1) -> None:
         self._state = state
         self._precision: Precision = precision
         self._threads = threads
 
-    def mark(self) -> object:
-        """Return marks of the head's card and of the list of bundles."""
-        return _mark(self._state / "head" / CARD), _mark(installed.pointer(self._state / "bundles"))
+    def version(self) -> object:
+        """Return the versions of the head's card and of the file that names the bundle in use."""
+        return _file_version(self._state / "head" / CARD), _file_version(installed.pointer(self._state / "bundles"))
 
     def open(self) -> Pair:
         """Load the bundle in use and the head that was fitted on it.
 
-        A release puts the head in place first and its bundle next. `heads.saved.load` gives the head before for the
-        bundle before, so that a pair is never mixed, whenever it is read.
+        A release replaces the head first and the bundle next. In between, `heads.saved.load` returns the previous head
+        for the previous bundle, so a bundle is never loaded with the head of another one.
 
         Raises:
             StateError: No bundle is in use.
-            HeadwaterError: As `Pair.open`.
+            HeadwaterError: The pair cannot be used; see `Pair.open`.
         """
         bundle = installed.current(self._state / "bundles")
         if bundle is None:
@@ -110,8 +114,8 @@ class StatePair:
         return Pair.open(bundle, folder if has_head else None, self._precision, self._threads)
 
 
-def _mark(path: Path) -> Mark | None:
-    """Return the mark of a file; None where there is none."""
+def _file_version(path: Path) -> FileVersion | None:
+    """Return the version of a file; None if it cannot be read."""
     with contextlib.suppress(OSError):
         status = path.stat()
         return status.st_ino, status.st_size, status.st_mtime_ns
@@ -119,9 +123,10 @@ def _mark(path: Path) -> Mark | None:
 
 
 class PairWatch:
-    """A thread that loads the pair in use whenever another one is, and switches the predictor to it.
+    """A thread that loads the pair in use whenever it has changed, and switches the predictor to it.
 
-    The pair before answers until the new one has answered once. One that cannot be loaded changes nothing.
+    The previous pair answers until the new one is loaded and warmed up. If a new pair cannot be loaded, the previous
+    one stays in use, and loading is tried again.
     """
 
     def __init__(self, source: PairSource, predictor: Predictor, every_s: float = _EVERY_S) -> None:
@@ -130,17 +135,17 @@ class PairWatch:
         self._every_s = every_s
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pairs", daemon=True)
-        self._mark: object = None
+        self._version: object = None
         self.problem = ""
-        """Why the pair that should be in use is not; empty: it is."""
+        """Why the pair in use could not be loaded, for people; empty: it was loaded."""
 
     def start(self) -> None:
-        """Load the pair in use, then begin to watch for others; where none can be loaded yet, the first is waited for.
+        """Load the pair in use, then watch for changes. If there is no pair yet, the first one is waited for.
 
         Raises:
-            HeadwaterError: The pair is there and cannot be used.
+            HeadwaterError: There is a pair, but it cannot be used.
         """
-        self._mark = self._source.mark()
+        self._version = self._source.version()
         try:
             self._predictor.switch(self._source.open())
         except StateError as error:
@@ -154,30 +159,31 @@ class PairWatch:
         if self._thread.is_alive():
             self._thread.join()
 
-    def look(self) -> bool:
-        """Switch to the pair in use if it is another one than at the last look; returns whether it did."""
-        mark = self._source.mark()
-        if mark == self._mark and not self.problem:
+    def reload_if_changed(self) -> bool:
+        """Switch to the pair in use if it has changed since the last call; return whether it was switched."""
+        # The version is read before the pair: a change during loading is then noticed by the next call.
+        version = self._source.version()
+        if version == self._version and not self.problem:
             return False
         try:
             pair = self._source.open()
         except (HeadwaterError, OSError) as error:
             reason = str(error) if isinstance(error, HeadwaterError) else cause(error)
             if reason != self.problem:
-                log.warning("pair_not_taken reason=%s: the one before answers on", reason)
+                log.warning("pair_not_taken reason=%s: the previous one stays in use", reason)
             self.problem = reason
             return False
         self.problem = ""
-        # What has changed while it was read is seen at the next look.
-        self._mark = mark
+        self._version = version
         self._predictor.switch(pair)
         return True
 
     def _run(self) -> None:
+        """Check for a change at regular intervals until `close` is called."""
         wait_s = self._every_s
         while not self._stop.wait(wait_s):
             try:
-                self.look()
-            except Exception:  # a bug must not end the watch
+                self.reload_if_changed()
+            except Exception:  # a bug must not end the thread
                 log.exception("pair_watch_broke")
-            wait_s = _AGAIN_S if self.problem else self._every_s
+            wait_s = _RETRY_S if self.problem else self._every_s

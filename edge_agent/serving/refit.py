@@ -1,4 +1,7 @@
-"""A head that is fitted again while the one before answers: in a process beside, because it takes memory and time."""
+"""Fits the head again in a child process, because a fit takes memory and time. The previous head answers meanwhile.
+
+The parent sends the configuration as JSON on stdin. The child fits, saves the head, and sends the outcome as JSON.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +18,21 @@ from ..core.errors import ChildFailed, HeadwaterError, StateError
 from ..core.limits import stand_back
 from ..core.locks import folder_lock
 
-SILENT_S = 1800.0
-"""Without its end for so long a fit hangs; nothing is said meanwhile."""
+SILENCE_LIMIT_S = 1800.0
+"""Seconds after which a fit counts as hanging, and is killed. The child sends nothing before its end."""
 
 
 @dataclass(frozen=True)
 class Refit:
-    """What came of a fit.
+    """The outcome of a fit.
 
     Attributes:
         head: The name of the new head.
-        held_out: How many held-out samples it was scored on.
-        accuracy: Its accuracy on them, 0..1; None where there are none.
-        compared: Held-out samples of the classes that the head before knew.
-        right_before: How many of these the head before answers right.
-        right_now: How many of these the new one answers right.
+        held_out: How many held-out samples it was evaluated on.
+        accuracy: Its accuracy on them, 0..1; None if there are none.
+        compared: How many held-out samples both heads answered: those of classes that the previous head has.
+        right_before: How many of these the previous head answers correctly.
+        right_now: How many of these the new head answers correctly.
     """
 
     head: str
@@ -41,24 +44,24 @@ class Refit:
 
     @property
     def is_worse(self) -> bool:
-        """Whether the head before answers more of the same samples right."""
+        """Whether the new head answers fewer of the same samples correctly than the previous one."""
         return self.right_now < self.right_before
 
 
-def refit_beside(config: AgentConfig) -> Refit:
-    """Fit the head of a state folder again, in a child process, and put it in use.
+def refit_in_child(config: AgentConfig) -> Refit:
+    """Fit the head of a state folder again, in a child process, and save it as the one in use.
 
     Raises:
-        StateError: Another program holds the state folder; if it is the agent of the device, it fits the head itself.
-        HeadwaterError: The samples do not suffice, or the process failed; the head in use stays.
+        StateError: Another program holds the state folder; if it is the device's agent, the agent fits the head itself.
+        HeadwaterError: The samples do not suffice, or the child failed; the previous head stays in use.
         OSError: No process can be started.
     """
-    question = {"config": config.model_dump(mode="json"), "path": sys.path, "parent": os.getpid()}
-    watch = Watch(SILENT_S, SILENT_S)
+    request = {"config": config.model_dump(mode="json"), "path": sys.path, "parent": os.getpid()}
+    watch = Watch(SILENCE_LIMIT_S, SILENCE_LIMIT_S)
     try:
-        answer = answer_of_watched(__name__, child.__name__, question, lambda _line: None, watch)
+        answer = answer_of_watched(__name__, child.__name__, request, lambda _line: None, watch)
     except ChildFailed as error:
-        raise HeadwaterError(f"the head could not be fitted: {error}; the one before answers on") from error
+        raise HeadwaterError(f"the head could not be fitted: {error}; the previous head stays in use") from error
     if answer["holder"]:
         raise StateError(answer["error"], holder=answer["holder"])
     if answer["error"]:
@@ -67,17 +70,17 @@ def refit_beside(config: AgentConfig) -> Refit:
 
 
 def child() -> None:
-    """Run as the child of `refit_beside`: its question comes as JSON on stdin, the answer goes to stdout."""
-    question = json.load(sys.stdin)
-    stand_back(question["parent"])
-    sys.path[:] = question["path"]  # data may come from a function of the owner's
-    config = AgentConfig.model_validate(question["config"])
-    answer = _answer(lambda: _refit(config))
+    """Run as the child of `refit_in_child`: the request comes as JSON on stdin, the answer goes to stdout."""
+    request = json.load(sys.stdin)
+    stand_back(request["parent"])
+    sys.path[:] = request["path"]  # a data source may be a function in a file of the device's owner
+    config = AgentConfig.model_validate(request["config"])
+    answer = _run_fit(lambda: _refit(config))
     sys.stdout.write(json.dumps({"answer": answer}) + "\n")
 
 
-def _answer(fit: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return what came of a fit, or the error of ours that ended it, as JSON."""
+def _run_fit(fit: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Fit, and return the outcome or the error as a JSON object with ``refit``, ``error`` and ``holder``."""
     try:
         return {"refit": fit(), "error": "", "holder": ""}
     except StateError as error:
@@ -87,7 +90,7 @@ def _answer(fit: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def _refit(config: AgentConfig) -> dict[str, Any]:
-    """Fit the head and return the fields of `Refit`."""
+    """Fit the head, and return the fields of `Refit`."""
     from ..agent.head_tier import refit
 
     with folder_lock(config.state, "edge-agent serve"):

@@ -1,4 +1,4 @@
-"""All of serving as one program: a pair, the predictor, and the ways in and out."""
+"""Serving as one program: connects the pair in use, the predictor, the sources of inputs and the outputs."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ from .http_api.server import HttpLimits, HttpServer
 from .inputs import Decoder
 from .inputs_state import record_file
 from .inputs_watch import InputsWatch
-from .mqtt.discovery import Described
-from .mqtt.publisher import Publisher, will_of
+from .mqtt.discovery import DeviceDescription
+from .mqtt.publisher import Publisher, offline_will
 from .mqtt.topics import AnswerTopics
+from .pair import Pair
 from .pair_source import PairSource, PairWatch
 from .predictor import Predictor
 from .sources.feed import Feed
 from .sources.loop import SourceLoop
-from .sources.samples import Lines
+from .sources.samples import LineSource
 from .sources.sensor_feed import SensorFeed
 from .sources.source import Source
 from .vote import Vote
@@ -44,15 +45,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class HttpSettings:
-    """Where and for whom answers are served over HTTP.
+    """Where and to whom answers are served over HTTP.
 
     Attributes:
-        address: Host and port (0: any that is free), or the path of a Unix socket.
-        token: The secret of `edge_agent.serving.http_api.access`.
-        host_names: Names besides addresses and ``localhost`` by which the server may be called.
-        limits: What clients may take.
+        address: Host and port (0: any free one), or the path of a Unix socket.
+        token: The secret that clients send; see `edge_agent.serving.http_api.access`.
+        host_names: Names by which clients may address the server, besides IP addresses and ``localhost``.
+        limits: The resources that clients may use.
         tls: The certificate and key of the server; None: without TLS.
-        sound: How sounds become inputs; None: they are refused.
+        sound: How sounds are converted to inputs; None: sounds are rejected.
     """
 
     address: tuple[str, int] | Path
@@ -64,16 +65,16 @@ class HttpSettings:
 
     @property
     def is_local(self) -> bool:
-        """Whether only this machine reaches the address."""
+        """Whether the address can be reached from this machine only."""
         return isinstance(self.address, Path) or is_loopback(self.address[0])
 
     def url(self, port: int) -> str:
-        """Return where the page is, for a browser; of a Unix socket, its path."""
+        """Return the URL of the page at this port, for a browser; for a Unix socket, ``unix:`` and its path."""
         if isinstance(self.address, Path):
             return f"unix:{self.address}"
         scheme = "http" if self.tls is None else "https"
         host = self.address[0]
-        if host in {"0.0.0.0", "::"}:  # noqa: S104 - every address of this machine, of which one is shown
+        if host in {"0.0.0.0", "::"}:  # noqa: S104 - all addresses of this machine; one of them is shown
             host = "localhost"
         name = f"[{host}]" if ":" in host else host
         return f"{scheme}://{name}:{port}/"
@@ -81,11 +82,11 @@ class HttpSettings:
 
 @dataclass(frozen=True)
 class Device:
-    """The device whose samples people may correct.
+    """The device whose samples may be corrected.
 
     Attributes:
-        config: Its configuration; None: there is no state folder, and nothing can be corrected.
-        why_not: Why nothing can be corrected here, for people; empty: it can.
+        config: Its configuration; None: there is no state folder, and corrections are rejected.
+        why_not: Why corrections are rejected here, for people; empty: they are accepted.
     """
 
     config: AgentConfig | None = None
@@ -94,95 +95,107 @@ class Device:
 
 @dataclass(frozen=True)
 class MqttSettings:
-    """How answers are published.
+    """How answers are published over MQTT.
 
     Attributes:
-        broker: Where the broker is, and how to log in.
-        topics: Where to publish.
-        described: The device, as Home Assistant shows it.
+        broker: The address of the broker, and the login.
+        topics: The topics to publish on.
+        description: The device, as Home Assistant shows it.
     """
 
     broker: BrokerConfig
     topics: AnswerTopics
-    described: Described
+    description: DeviceDescription
 
 
 @dataclass(frozen=True)
-class Ways:
-    """The ways in and out besides HTTP.
+class IoSettings:
+    """Where inputs come from besides HTTP requests, and where answers are published.
 
     Attributes:
-        mqtt: How answers are published; None: they are not.
-        votes: How many equal answers change what holds.
-        sources: Cameras, addresses and folders whose inputs are answered.
-        every_s: Seconds between two inputs of a source, at least.
-        sensors: Streams of samples whose windows are answered.
-        hop: Samples between the starts of two windows; None: the task's.
-        rate: Samples of sensors in a second, where their streams do not say the time.
+        mqtt: How answers are published over MQTT; None: they are not.
+        votes: How many equal answers in a row change the state; at least 1.
+        sources: Cameras, addresses, folders and topics whose inputs are answered.
+        every_s: The least number of seconds between two answers to the same source.
+        sensors: Streams of samples, which are cut into windows.
+        hop: Samples between the starts of two windows; None: the stride of the task.
+        rate: Samples per second of the sensors whose streams have no time column; None: not known.
     """
 
     mqtt: MqttSettings | None = None
     votes: int = 1
     sources: tuple[Source, ...] = ()
     every_s: float = 1.0
-    sensors: tuple[Lines, ...] = ()
+    sensors: tuple[LineSource, ...] = ()
     hop: int | None = None
     rate: float | None = None
 
 
 class Service:
-    """A personal model that answers until it is closed."""
+    """Answers inputs with a personal model until it is closed."""
 
-    def __init__(self, source: PairSource, http: HttpSettings, device: Device, ways: Ways | None = None) -> None:
-        """Open the address; nothing is answered before `start`.
+    def __init__(self, source: PairSource, http: HttpSettings, device: Device, io: IoSettings | None = None) -> None:
+        """Create all parts and open the address. Nothing is answered before `start`.
 
         Args:
-            source: Which pair answers.
-            http: Where and for whom.
-            device: The device whose samples people may correct.
-            ways: The ways in and out besides HTTP.
+            source: Where the pair in use comes from.
+            http: Where and to whom to serve.
+            device: The device whose samples may be corrected.
+            io: Inputs besides HTTP requests, and where answers are published; None: neither.
 
         Raises:
             UsageError: The address cannot be used.
         """
-        ways = Ways() if ways is None else ways
+        io = IoSettings() if io is None else io
+        # 1. The predictor and its observers. They receive an answer in this order: `InputsWatch` reads the history.
         self.predictor = Predictor()
         self.metrics = Metrics()
         self.predictor.observe(self.metrics)
         self.history = History()
         self.predictor.observe(self.history)
-        self.vote = Vote(ways.votes)
+        self.vote = Vote(io.votes)
         self.predictor.observe(self.vote)
-        self.publisher = None if ways.mqtt is None else self._publisher_of(ways.mqtt)
-        self.corrections = Corrections(device.config, self.history, device.why_not)
+        self.publisher = None if io.mqtt is None else self._create_publisher(io.mqtt)
         self.inputs = InputsWatch(
             self.history,
             None if device.config is None else record_file(device.config.state),
-            tell=None if self.publisher is None else self.publisher.see_inputs,
+            on_change=None if self.publisher is None else self.publisher.on_inputs,
         )
         self.predictor.observe(self.inputs)
+        # 2. What changes the pair.
+        self.corrections = Corrections(device.config, self.history, device.why_not)
         self.watch = PairWatch(source, self.predictor)
-        self.feeds: list[SourceLoop[Any]] = []
-        for inputs in ways.sources:
-            self.feeds.append(Feed(inputs, self.predictor, lambda pair: Decoder(pair.input, http.sound), ways.every_s))
-        for lines in ways.sensors:
-            self.feeds.append(SensorFeed(lines, self.predictor, hop=ways.hop, rate=ways.rate))
+        # 3. Where inputs come from.
+        self.feeds = self._create_feeds(io, http.sound)
         self.metrics.show_sources(self.feeds)
         self.metrics.show_inputs(self.inputs)
-        parts = {"sources": lambda: [feed.as_json() for feed in self.feeds], "inputs": self.inputs.as_json}
+        guard = Guard(http.token, http.is_local, http.host_names)
+        self.http = HttpServer(http.address, self._routes(http.sound), guard, http.limits, http.tls)
+
+    def _create_feeds(self, io: IoSettings, sound: WavOptions | None) -> list[SourceLoop[Any]]:
+        """Return a loop for each source and each sensor."""
+
+        def create_decoder(pair: Pair) -> Decoder:
+            return Decoder(pair.input, sound)
+
+        feeds = [Feed(source, self.predictor, create_decoder, io.every_s) for source in io.sources]
+        sensor_feeds = [SensorFeed(lines, self.predictor, hop=io.hop, rate=io.rate) for lines in io.sensors]
+        return [*feeds, *sensor_feeds]
+
+    def _routes(self, sound: WavOptions | None) -> list[Route]:
+        """Return the routes of the HTTP server."""
+        status_parts = {"sources": lambda: [feed.as_json() for feed in self.feeds], "inputs": self.inputs.as_json}
         groups: list[Routes] = [
-            ClassifyRoutes(self.predictor, http.sound),
+            ClassifyRoutes(self.predictor, sound),
             OpenInferenceRoutes(self.predictor),
             HealthRoutes(self.predictor),
             self.metrics,
-            PageRoutes(self.predictor, self.history, self.corrections, parts),
+            PageRoutes(self.predictor, self.history, self.corrections, status_parts),
         ]
-        routes: list[Route] = [route for group in groups for route in group.routes()]
-        guard = Guard(http.token, http.is_local, http.host_names)
-        self.http = HttpServer(http.address, routes, guard, http.limits, http.tls)
+        return [route for group in groups for route in group.routes()]
 
     def start(self) -> None:
-        """Load the pair and answer from now on.
+        """Load the pair, and answer from now on.
 
         Raises:
             HeadwaterError: The pair cannot be used.
@@ -194,16 +207,17 @@ class Service:
         for feed in self.feeds:
             feed.start()
 
-    def _publisher_of(self, settings: MqttSettings) -> Publisher:
-        """Return a publisher that sees every answer and what holds."""
-        transport = MqttTransport(settings.broker, f"headwater-{settings.topics.device}", will=will_of(settings.topics))
-        publisher = Publisher(transport, settings.topics, settings.described, time.monotonic)
+    def _create_publisher(self, settings: MqttSettings) -> Publisher:
+        """Return a publisher that observes every answer and the state."""
+        client_id = f"headwater-{settings.topics.device}"
+        transport = MqttTransport(settings.broker, client_id, will=offline_will(settings.topics))
+        publisher = Publisher(transport, settings.topics, settings.description, time.monotonic)
         self.predictor.observe(publisher)
         self.vote.observe(publisher)
         return publisher
 
     def close(self) -> None:
-        """Answer no more, and release the address."""
+        """Stop answering, and release the address."""
         for feed in self.feeds:
             feed.close()
         self.http.close()
@@ -215,13 +229,13 @@ class Service:
 
 @contextlib.contextmanager
 def serving(
-    source: PairSource, http: HttpSettings, device: Device, ways: Ways, shown: Callable[[Service], None]
+    source: PairSource, http: HttpSettings, device: Device, io: IoSettings, on_started: Callable[[Service], None]
 ) -> Iterator[Service]:
-    """Serve while the context lasts; ``shown`` is called once everything answers."""
-    service = Service(source, http, device, ways)
+    """Serve while the context lasts; ``on_started`` is called once the service answers."""
+    service = Service(source, http, device, io)
     try:
         service.start()
-        shown(service)
+        on_started(service)
         yield service
     finally:
         service.close()

@@ -1,4 +1,7 @@
-"""From answers to a state: what holds after several equal answers."""
+"""The state of a device: an answer becomes the state after it has been given several times in a row.
+
+Home Assistant and other consumers see the state, not each single answer, so that one misread picture triggers nothing.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,12 @@ from .predictor import Observation
 
 @dataclass(frozen=True)
 class State:
-    """What holds now.
+    """The current state.
 
     Attributes:
-        text: A class, ``unknown``, a number, or ``normal`` and ``anomaly``.
-        answer: The answer that has made it so.
-        since: Seconds since 1970 at which it began to hold.
+        text: A class, ``unknown``, a number, ``normal`` or ``anomaly``; see `ClassAnswer.state`, `NumberAnswer.state`.
+        answer: The last answer that agreed with the state.
+        since: When the state began, in seconds since 1970.
     """
 
     text: str
@@ -27,23 +30,24 @@ class State:
 
 
 class StateObserver(Protocol):
-    """Somebody who wants to know what holds."""
+    """Receives the state."""
 
-    def see_state(self, state: State, *, is_change: bool) -> None:
-        """Take note of an answer that agrees with what holds; ``is_change``: something else held before."""
+    def on_state(self, state: State, *, is_change: bool) -> None:
+        """Receive the state after each answer that agrees with it; ``is_change``: the state was another one before."""
 
-    def see_pair(self, pair: Pair) -> None:
-        """Take note of another pair, which may know other classes."""
+    def on_pair(self, pair: Pair) -> None:
+        """Receive the pair that answers from now on; its classes may be others."""
 
 
 class Vote:
-    """Changes the state only after ``count`` equal answers in a row, so that one odd picture changes nothing.
+    """Changes the state only after ``count`` equal answers in a row.
 
-    A number that a head predicts has no equal: it changes the state each time.
+    Answers are equal if their texts are. Predicted numbers have four digits there and seldom repeat, so for a head that
+    predicts numbers ``count`` should be 1.
     """
 
     def __init__(self, count: int = 1) -> None:
-        """Begin without a state; ``count``: how many equal answers it takes, at least 1."""
+        """Create a vote without a state; ``count``: how many equal answers change the state, at least 1."""
         self._count = count
         self._candidate = ""
         self._votes = 0
@@ -53,41 +57,45 @@ class Vote:
 
     @property
     def state(self) -> State | None:
-        """What holds now; None before there were enough equal answers."""
+        """The current state; None until there were enough equal answers."""
         return self._state
 
     def observe(self, observer: StateObserver) -> None:
-        """Let somebody see the state from now on."""
+        """Pass the state to this observer from now on."""
         self._observers.append(observer)
 
-    def see(self, observation: Observation) -> None:
+    def on_answer(self, observation: Observation) -> None:
         """Count an answer; see `edge_agent.serving.predictor.Observer`."""
         with self._lock:
-            state, is_change = self._counted(observation)
+            state, is_change = self._count_answer(observation)
         if state is None:
             return
         for observer in self._observers:
-            observer.see_state(state, is_change=is_change)
+            observer.on_state(state, is_change=is_change)
 
-    def see_switch(self, pair: Pair) -> None:
-        """Begin again: what the pair before has said does not count for this one."""
+    def on_switch(self, pair: Pair) -> None:
+        """Start to count again: answers of the previous pair do not count for this one. The state stays."""
         with self._lock:
             self._candidate = ""
             self._votes = 0
         for observer in self._observers:
-            observer.see_pair(pair)
+            observer.on_pair(pair)
 
-    def _counted(self, observation: Observation) -> tuple[State | None, bool]:
-        """Return the state if this answer agrees with it, and whether it has made it the state."""
+    def _count_answer(self, observation: Observation) -> tuple[State | None, bool]:
+        """Count an answer, and change the state if that is due.
+
+        Returns:
+            The state if this answer agrees with it, else None; and whether this answer has changed the state.
+        """
         text = observation.answer.state
         if text == self._candidate:
             self._votes += 1
         else:
             self._candidate = text
             self._votes = 1
-        held = self._state
-        if held is not None and held.text == text:
-            self._state = State(text, observation.answer, held.since)
+        current = self._state
+        if current is not None and current.text == text:
+            self._state = State(text, observation.answer, current.since)
             return self._state, False
         if self._votes < self._count:
             return None, False

@@ -232,7 +232,7 @@ def looks(device: Device, features: np.ndarray, order: np.ndarray, first: int = 
     unknown = device.rule.is_unknown(features)
     for end in range(first, len(order) + 1, EVERY):
         rows = order[end - WINDOW : end]
-        yield end, device.reference.look(residuals[rows], answered[rows], unknown[rows]).have_changed
+        yield end, device.reference.compare(residuals[rows], answered[rows], unknown[rows]).have_changed
 
 
 @dataclass(frozen=True)

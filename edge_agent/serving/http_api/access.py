@@ -29,7 +29,7 @@ _SHORTEST = 16
 """How many letters a token has at least, also one that a person has chosen."""
 
 
-def own_token(path: Path) -> str:
+def load_or_create_token(path: Path) -> str:
     """Return the token in a file, which is made where there is none, for its owner alone to read.
 
     Raises:

@@ -71,7 +71,7 @@ class Metrics:
         """Show whether inputs have changed, too, from now on."""
         self._inputs = inputs
 
-    def see(self, observation: Observation) -> None:
+    def on_answer(self, observation: Observation) -> None:
         """Count an answer; see `Observer`."""
         answer = observation.answer
         label = answer.label if isinstance(answer, ClassAnswer) else answer.state
@@ -86,7 +86,7 @@ class Metrics:
             for stage, milliseconds in vars(answer.stages).items():
                 self._seconds[stage].add(milliseconds / 1000)
 
-    def see_switch(self, pair: Pair) -> None:
+    def on_switch(self, pair: Pair) -> None:
         """Note the pair that answers from now on."""
         with self._lock:
             if self._pair is not None:

@@ -24,7 +24,7 @@ from ...data import preprocess
 from ...heads.saved import SavedNumeric
 from ...version import __version__
 from ..answer import ClassAnswer, NumberAnswer
-from ..pair import Answered, Pair
+from ..pair import AnswerWithFeatures, Pair
 from ..predictor import Predictor
 from .messages import Access, Handler, Request, Response, Route, json_response, refused
 
@@ -70,7 +70,7 @@ class InputTensor(_Lenient):
     data: Any = None
 
 
-class WantedOutput(_Lenient):
+class RequestedOutput(_Lenient):
     """An output that a request asks for."""
 
     name: str = Field(max_length=200)
@@ -83,7 +83,7 @@ class InferRequest(_Lenient):
     id: str = Field("", max_length=200)
     parameters: dict[str, Any] = Field(default_factory=dict)
     inputs: tuple[InputTensor, ...] = Field(min_length=1, max_length=16)
-    outputs: tuple[WantedOutput, ...] = Field((), max_length=16)
+    outputs: tuple[RequestedOutput, ...] = Field((), max_length=16)
 
 
 @dataclass(frozen=True)
@@ -271,7 +271,7 @@ def _prepare(pair: Pair, array: np.ndarray) -> np.ndarray:
     return preprocess.normalise_windows(windows, spec)
 
 
-def _columns(pair: Pair, answers: Sequence[Answered]) -> list[np.ndarray]:
+def _columns(pair: Pair, answers: Sequence[AnswerWithFeatures]) -> list[np.ndarray]:
     """Return the outputs of the classifier, each (n, ...), in the order of `_classifier_outputs`.
 
     Where the head has no rule for unknown inputs, none is unknown; where it has no threshold, none is an anomaly.

@@ -17,7 +17,7 @@ from ...core.storage import read_regular_text
 from ...core.task import Frozen, ImageInput, parse_json
 from ...version import __version__
 from ..corrections import Corrections
-from ..history import History, picture_of
+from ..history import History, draw_input
 from ..predictor import Predictor
 from .messages import Access, Request, Response, Route, error_response, json_response
 
@@ -58,7 +58,7 @@ class PageRoutes:
         self._parts = parts
         html = read_regular_text(_PAGE)
         self._page = html.encode()
-        self._policy = content_policy(html)
+        self._policy = content_security_policy(html)
 
     def routes(self) -> Iterable[Route]:
         """Return all routes of the page."""
@@ -105,8 +105,8 @@ class PageRoutes:
         number = request.names["number"]
         entry = self._history.find(int(number)) if number.isascii() and number.isdigit() and len(number) < 16 else None
         if entry is None:
-            return error_response(404, "NotFound", f"answer {number[:20]} is not kept any more")
-        picture, content_type = picture_of(entry, self._predictor.pair)
+            return error_response(404, "NotFound", f"answer {number[:20]} is no longer kept")
+        picture, content_type = draw_input(entry, self._predictor.pair)
         return Response(200, picture, content_type, (("Content-Security-Policy", "default-src 'none'"),))
 
     def _correct(self, request: Request) -> Response:
@@ -120,7 +120,7 @@ class PageRoutes:
         return json_response({**added, "fit": self._corrections.status.as_json()})
 
 
-def content_policy(html: str) -> str:
+def content_security_policy(html: str) -> str:
     """Return the policy by which a browser runs the page's own script and style, and nothing else."""
     sources = []
     for kind in ("script", "style"):

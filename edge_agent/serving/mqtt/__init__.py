@@ -1,7 +1,7 @@
-"""Answers as MQTT messages, with which Home Assistant finds them by itself. No other program is needed for that.
+"""Publishes answers over MQTT, and describes the device so that Home Assistant finds it. No other program is needed.
 
-`topics` names where everything is published, `discovery` describes it to Home Assistant, and `publisher` sends both,
-and sends them again whenever the broker or Home Assistant has started anew.
+`topics` defines where messages are published. `discovery` builds the message that describes the device. `publisher`
+sends both, and sends them again whenever the broker or Home Assistant has restarted.
 
 Read in this order: `topics`, `discovery`, `publisher`.
 """

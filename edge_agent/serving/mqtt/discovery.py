@@ -1,10 +1,10 @@
 """The message by which Home Assistant finds a device and its entities.
 
 It is the device form of MQTT discovery: one retained message with ``device``, ``origin`` and ``components``. An entity
-keeps its ``unique_id``, so that it stays the same one when classes come and go. Names of entities follow from
-``default_entity_id``. Configuration and availability are retained, and the state is not: an old answer must not look
-like a new one. Entities have no ``expire_after``: Home Assistant takes every description for the end of what it knew,
-and would show them as unavailable whenever a class is added. The publisher says itself when answers are too old.
+keeps its ``unique_id``, so that it remains the same entity when the classes change. ``default_entity_id`` determines
+the names of entities. The description and the availability are retained. The state is not: an old answer must not look
+like a new one. Entities have no ``expire_after``, because Home Assistant would then show them as unavailable after
+every new description, such as that of an added class. The publisher reports itself when answers are too old.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from ...version import __version__
 from .topics import AnswerTopics
 
 UNKNOWN = "unknown input"
-"""The option for inputs that are unlike all training samples: the state ``unknown`` has a meaning of its own there."""
+"""The option for unknown inputs; in Home Assistant, the state ``unknown`` itself means that no state is known."""
 
 EXPIRE_S = 300
 """Seconds without an answer after which the device is offline, and Home Assistant shows its entities as unavailable."""
 
 
 @dataclass(frozen=True)
-class Described:
-    """What is described to Home Assistant.
+class DeviceDescription:
+    """A device, as it is described to Home Assistant.
 
     Attributes:
         name: The device's name, for people.
-        classes: The classes; none where the head answers with numbers.
-        is_score: Of a head that answers with numbers: whether the number says how unusual an input is.
+        classes: The classes of the head; none if it answers with numbers.
+        is_score: Whether the numbers of such a head are anomaly scores; otherwise they are predictions.
         expire_s: Seconds without an answer after which the device is offline.
         has_image: Whether the last image is published, too.
-        page: The address of the device's page; empty: it has none that others reach.
+        page: The URL of the device's page; empty: other machines cannot reach it.
     """
 
     name: str
@@ -43,18 +43,19 @@ class Described:
     page: str = ""
 
 
-def discovery_message(topics: AnswerTopics, described: Described) -> dict[str, Any]:
+def discovery_message(topics: AnswerTopics, description: DeviceDescription) -> dict[str, Any]:
     """Return the content of the message at ``topics.discovery``."""
     device: dict[str, Any] = {
         "identifiers": [f"headwater_{topics.device}"],
-        "name": described.name,
+        "name": description.name,
         "manufacturer": "Headwater",
         "model": "personal model",
         "sw_version": __version__,
     }
-    if described.page:
-        device["configuration_url"] = described.page
-    components = _answers(topics, described)
+    if description.page:
+        device["configuration_url"] = description.page
+    # The entities: the answer, whether inputs have changed, and the last image if it is published.
+    components = _answer_entities(topics, description)
     components["inputs"] = {
         "platform": "binary_sensor",
         "name": "Inputs have changed",
@@ -64,7 +65,7 @@ def discovery_message(topics: AnswerTopics, described: Described) -> dict[str, A
         "entity_category": "diagnostic",
         "state_topic": topics.inputs,
     }
-    if described.has_image:
+    if description.has_image:
         components["image"] = {
             "platform": "image",
             "name": "Last input",
@@ -80,22 +81,23 @@ def discovery_message(topics: AnswerTopics, described: Described) -> dict[str, A
     }
 
 
-def _answers(topics: AnswerTopics, described: Described) -> dict[str, dict[str, Any]]:
-    """Return the entities for what is answered: a class with its probability, or a number."""
-    if described.classes:
+def _answer_entities(topics: AnswerTopics, description: DeviceDescription) -> dict[str, dict[str, Any]]:
+    """Return the entities of the answer: a class with its probability, or a number."""
+    if description.classes:
         answer = _sensor(topics, "answer", "Answer", "{{ value_json['class'] }}")
         answer |= {
             "device_class": "enum",
-            "options": [*described.classes, UNKNOWN],
+            "options": [*description.classes, UNKNOWN],
             "json_attributes_topic": topics.state,
         }
         probability = _sensor(topics, "probability", "Probability", "{{ value_json['probability'] }}")
         probability |= {"unit_of_measurement": "%", "state_class": "measurement", "suggested_display_precision": 1}
         return {"answer": answer, "probability": probability}
-    value = _sensor(topics, "value", "Score" if described.is_score else "Value", "{{ value_json['value'] }}")
+    value = _sensor(topics, "value", "Score" if description.is_score else "Value", "{{ value_json['value'] }}")
     value |= {"state_class": "measurement", "json_attributes_topic": topics.state}
-    if not described.is_score:
+    if not description.is_score:
         return {"value": value}
+    # The score has no anomaly before the first answer: Home Assistant reads 'None' as a state that is not known.
     is_anomaly = "value_json['anomaly']"
     template = f"{{{{ 'None' if {is_anomaly} is none else 'ON' if {is_anomaly} else 'OFF' }}}}"
     anomaly = _sensor(topics, "anomaly", "Anomaly", template)
@@ -108,7 +110,7 @@ def _answers(topics: AnswerTopics, described: Described) -> dict[str, dict[str, 
 
 
 def _sensor(topics: AnswerTopics, key: str, name: str, template: str) -> dict[str, Any]:
-    """Return a sensor whose value is a part of the state message."""
+    """Return a sensor that shows a part of the state message; ``template`` selects that part."""
     return {
         "platform": "sensor",
         "name": name,
@@ -120,5 +122,5 @@ def _sensor(topics: AnswerTopics, key: str, name: str, template: str) -> dict[st
 
 
 def _slug(device: str) -> str:
-    """Return a device's name as a part of an entity id, which has no hyphens."""
+    """Return the name of a device as a part of an entity id, which may not have hyphens."""
     return device.replace("-", "_")

@@ -1,11 +1,11 @@
-"""Where the answers of a device are published."""
+"""The MQTT topics on which the answers of a device are published."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 DISCOVERY_PREFIX = "homeassistant"
-"""Home Assistant's own prefix, unless its owner has changed it."""
+"""The default discovery prefix of Home Assistant."""
 
 
 @dataclass(frozen=True)
@@ -13,9 +13,9 @@ class AnswerTopics:
     """The topics of one device.
 
     Attributes:
-        device: Its name: letters, digits, ``_`` and ``-``, which is what Home Assistant allows in ids.
-        base: The beginning of its own topics.
-        prefix: The beginning of the topics by which Home Assistant finds devices.
+        device: The name of the device: letters, digits, ``_`` and ``-``, which Home Assistant allows in ids.
+        base: The first level of the topics for answers.
+        prefix: The first level of the topics on which Home Assistant looks for devices.
     """
 
     device: str
@@ -24,7 +24,7 @@ class AnswerTopics:
 
     @property
     def state(self) -> str:
-        """What holds, as a JSON object; not retained, because an old answer must not look like a new one."""
+        """The state, as a JSON object. It is not retained, because an old answer must not look like a new one."""
         return f"{self.base}/{self.device}/state"
 
     @property
@@ -34,12 +34,12 @@ class AnswerTopics:
 
     @property
     def inputs(self) -> str:
-        """``ON`` where the inputs have changed since the head was fitted, else ``OFF``."""
+        """``ON`` while the inputs have changed since the head was fitted, else ``OFF``; retained."""
         return f"{self.base}/{self.device}/inputs"
 
     @property
     def image(self) -> str:
-        """The last image that was answered, as a JPEG or PNG file; only where the owner wants it."""
+        """The last answered image, as the file that was received; only if the owner has enabled it."""
         return f"{self.base}/{self.device}/image"
 
     @property
@@ -49,10 +49,10 @@ class AnswerTopics:
 
     @property
     def discovery(self) -> str:
-        """The message that describes the device and its entities, retained."""
+        """The message that describes the device and its entities; retained."""
         return f"{self.prefix}/device/headwater_{self.device}/config"
 
     @property
     def hub_status(self) -> str:
-        """Where Home Assistant says that it has started."""
+        """Home Assistant publishes ``online`` here when it has started."""
         return f"{self.prefix}/status"

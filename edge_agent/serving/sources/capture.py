@@ -1,4 +1,4 @@
-"""USB cameras and streams (RTSP and others), by OpenCV, which the extra ``camera`` installs."""
+"""USB cameras and streams (RTSP and others), read with OpenCV, which the extra ``camera`` installs."""
 
 from __future__ import annotations
 
@@ -8,29 +8,30 @@ from typing import Any
 
 from ...core.errors import DataError, SourceLost
 from ...data.video import opencv, opened, pixels
-from .source import Frame, Newest
+from .source import Frame, NewestFrame
 
 _QUALITY = 95
-"""Quality of the JPEG form in which pictures are handed on, 0..100."""
+"""Quality of the JPEG files that frames are encoded as, 0..100."""
 
 
 class CaptureSource:
-    """A camera by its number or device, or the address of a stream."""
+    """A USB camera, or a stream."""
 
-    are_all_wanted = False
+    needs_every_frame = False
 
     def __init__(self, where: str) -> None:
-        """Name a camera: ``0``, ``/dev/video0`` or ``rtsp://host/path``."""
+        """Create a source that is not open; ``where``: ``0``, ``/dev/video0`` or ``rtsp://host/path``."""
         self._where = where
-        # No password on a page or in a log. It may hold "@" and "/", and many cameras want it behind a "?".
-        shown = re.sub(r"//\S*@", "//…@", where.partition("?")[0])
-        self.name = f"camera:{shown}"
+        # The name is on the page and in logs, so it has no password. That may contain "@" and "/", and many cameras
+        # take it behind a "?".
+        without_password = re.sub(r"//\S*@", "//…@", where.partition("?")[0])
+        self.name = f"camera:{without_password}"
         self._capture: Any = None
-        self._newest = Newest()
+        self._newest = NewestFrame()
         self._stop = threading.Event()
 
     def open(self) -> None:
-        """Open the camera, and begin to take pictures.
+        """Open the camera, and start a thread that reads its pictures.
 
         Raises:
             MissingCapability: OpenCV is not installed.
@@ -39,12 +40,14 @@ class CaptureSource:
         capture = opened(int(self._where) if self._where.isdecimal() else self._where)
         if not capture.isOpened():
             capture.release()
-            raise SourceLost("it cannot be opened; is it connected, used by nobody else, and readable (group 'video')?")
+            raise SourceLost(
+                "it cannot be opened; is it connected, not used by another program, and readable (group 'video')?"
+            )
         self._capture = capture
-        self._newest = Newest()
+        self._newest = NewestFrame()
         self._stop = threading.Event()
         arguments = (capture, self._newest, self._stop)
-        threading.Thread(target=_pump, args=arguments, name=self.name, daemon=True).start()
+        threading.Thread(target=_read_pictures, args=arguments, name=self.name, daemon=True).start()
 
     def read(self, wait_s: float) -> Frame | None:
         """Return the newest picture; see `Source.read`."""
@@ -56,8 +59,11 @@ class CaptureSource:
         self._capture = None
 
 
-def _pump(capture: Any, newest: Newest, stop: threading.Event) -> None:
-    """Take pictures until the camera gives none, or it is closed; a driver keeps old ones where nobody takes them."""
+def _read_pictures(capture: Any, newest: NewestFrame, stop: threading.Event) -> None:
+    """Read pictures until the camera delivers none, or it is closed.
+
+    All pictures are read, also those that are dropped later: a driver would return old ones from its buffer otherwise.
+    """
     cv2 = opencv()
     reason = "it was closed"
     while not stop.is_set():

@@ -1,4 +1,4 @@
-"""From the text of an option to a source."""
+"""Creates the source that an option of the command line, or a key of ``[serve]``, names."""
 
 from __future__ import annotations
 
@@ -12,26 +12,28 @@ from ...wire.mqtt import MqttTransport
 from ...wire.topics import matches
 from .capture import CaptureSource
 from .folder import FolderSource
-from .mqtt_in import MqttLines, MqttSource
+from .mqtt_in import MqttLineSource, MqttSource
 from .rpicam import RpicamSource
-from .samples import Lines, PlayedAt, StreamLines
+from .samples import LineSource, PlaybackSchedule, StreamLineSource
 from .snapshot import SnapshotSource
 from .source import Source
 
 
-def camera_of(text: str) -> Source:
+def create_camera_source(text: str) -> Source:
     """Return the camera that ``--camera`` names.
 
-    ``auto`` is the camera on the ribbon cable where the machine has its program, else the first USB camera; ``rpicam``
-    or ``rpicam:1`` is one on the cable; a number or a device is a USB camera; an address of HTTP gives pictures, any
-    other a stream.
+    Args:
+        text: ``rpicam`` or ``rpicam:1`` is a camera on the ribbon cable of a Raspberry Pi. A number or a device is a
+        USB
+            camera. An HTTP address is fetched for single pictures, any other address is a stream. ``auto`` is the
+            ribbon cable if ``rpicam-vid`` is installed, else the first USB camera.
 
     Raises:
         UsageError: The text names none of these.
     """
     kind, _, rest = text.partition(":")
     if text == "auto":
-        return RpicamSource() if RpicamSource.is_there() else CaptureSource("0")
+        return RpicamSource() if RpicamSource.is_installed() else CaptureSource("0")
     if kind == "rpicam":
         if rest and not rest.isdecimal():
             raise UsageError(f"--camera {text}: expected rpicam, or rpicam:N with the number of a camera")
@@ -47,34 +49,34 @@ def camera_of(text: str) -> Source:
     )
 
 
-def folder_of(path: Path) -> Source:
+def create_folder_source(path: Path) -> Source:
     """Return the folder that ``--watch`` names.
 
     Raises:
-        UsageError: It is no folder.
+        UsageError: The path is not a folder.
     """
     if not path.is_dir():
-        raise UsageError(f"--watch {path}: is no folder; make it first")
+        raise UsageError(f"--watch {path}: is not a folder; create it first")
     return FolderSource(path)
 
 
 @dataclass(frozen=True)
 class Subscriptions:
-    """Where topics are subscribed to.
+    """The broker on which topics are subscribed to.
 
     Attributes:
-        broker: The broker of ``--mqtt``; None: there is none.
-        published: The topics that this device publishes on.
+        broker: The broker of ``--mqtt``; None: none is named.
+        published: The topics on which this device publishes, which it may not subscribe to.
     """
 
     broker: BrokerConfig | None
     published: tuple[str, ...] = ()
 
     def transport(self, option: str, topic: str) -> MqttTransport:
-        """Return a connection of its own for a topic that an option names.
+        """Return a new connection for a topic; ``option`` is named in errors.
 
         Raises:
-            UsageError: There is no broker, or the device would answer its own answers.
+            UsageError: No broker is named, the topic is empty, or it matches a topic on which this device publishes.
         """
         if self.broker is None:
             raise UsageError(f"{option} {topic}: name the broker with --mqtt")
@@ -89,36 +91,38 @@ class Subscriptions:
         return MqttTransport(self.broker, f"headwater-in-{zlib.crc32(topic.encode()):08x}")
 
 
-def topic_of(topic: str, subscriptions: Subscriptions) -> Source:
-    """Return the topic that ``--mqtt-in`` names; it may have wildcards.
+def create_topic_source(topic: str, subscriptions: Subscriptions) -> Source:
+    """Return the source that ``--mqtt-in`` names by a topic, which may have wildcards.
 
     Raises:
-        UsageError: It cannot be subscribed to.
+        UsageError: The topic cannot be subscribed to; see `Subscriptions.transport`.
     """
     return MqttSource(subscriptions.transport("--mqtt-in", topic), topic)
 
 
-def sensor_of(text: str, rate: float | None, speed: float | None, subscriptions: Subscriptions) -> Lines:
+def create_sensor_source(
+    text: str, rate: float | None, speed: float | None, subscriptions: Subscriptions
+) -> LineSource:
     """Return the stream of samples that ``--sensor`` names.
 
     Args:
         text: ``-`` for standard input, ``mqtt:TOPIC``, or the path of a pipe, a device or a file.
-        rate: Samples in a second, where the stream has no column for the time.
-        speed: How many times as fast a recording is played as it was made; None: as fast as it is answered.
-        subscriptions: Where topics are subscribed to.
+        rate: Samples per second, for streams without a time column; None: not known.
+        speed: Speed at which a recording is replayed, as a multiple of real time; None: as fast as it is answered.
+        subscriptions: The broker on which topics are subscribed to.
 
     Raises:
-        UsageError: It is not there, or its topic cannot be subscribed to.
+        UsageError: The path does not exist, or the topic cannot be subscribed to.
     """
     if text.startswith("mqtt:"):
         topic = text.removeprefix("mqtt:")
-        return MqttLines(subscriptions.transport("--sensor", topic), topic)
-    due = None if speed is None else PlayedAt(speed, rate)
+        return MqttLineSource(subscriptions.transport("--sensor", topic), topic)
+    schedule = None if speed is None else PlaybackSchedule(speed, rate)
     if text == "-":
-        return StreamLines(None, due)
+        return StreamLineSource(None, schedule)
     path = Path(text)
     if path.is_dir() or not path.exists():
         raise UsageError(
             f"--sensor {text}: expected -, mqtt:TOPIC, or a file, a pipe or a device with a sample in each line"
         )
-    return StreamLines(path, due)
+    return StreamLineSource(path, schedule)

@@ -1,7 +1,8 @@
-"""The loop around a source of frames: ask for a frame, answer it, wait.
+"""The loop around a source of frames: read a frame, answer it, wait.
 
-A camera that gives the same picture again and again has frozen, and its picture says nothing of what is before it now:
-it is told and not answered. Bytes of two pictures of a real scene are never equal, because no sensor is without noise.
+A camera that delivers the same picture again and again has frozen, and its picture does not show what is in front of it
+now. Such pictures are not answered, and the source is reported as frozen. Equal bytes are a safe sign: two pictures of
+a real scene always differ, because every image sensor has noise.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from .source import Frame, Source
 log = logging.getLogger(__name__)
 
 FROZEN_AFTER = 5
-"""Equal frames in a row after which a camera counts as frozen."""
+"""The number of equal frames in a row from which on a camera counts as frozen."""
 
 _WAIT_S = 0.5
-"""Seconds that a frame is waited for at once, between two looks whether to end."""
+"""The longest wait for a frame, in seconds; after it the loop checks whether it has been closed."""
 
 
 class Feed(SourceLoop[FeedState]):
@@ -42,15 +43,16 @@ class Feed(SourceLoop[FeedState]):
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
     ) -> None:
-        """Prepare; nothing is asked before `start`.
+        """Create a loop; nothing is read before `start`.
 
         Args:
             source: Where frames come from.
-            predictor: What answers them.
-            decoder_of: Returns how frames become inputs of a pair.
-            every_s: Seconds between two answers, at least; frames between them are dropped where the newest counts.
-            clock: Seconds that go on.
-            now: Seconds since 1970.
+            predictor: Answers the frames.
+            decoder_of: Returns the decoder that turns frames into inputs of a pair.
+            every_s: The least number of seconds between two answers, for sources of which only the newest frame counts.
+                Frames in between are dropped.
+            clock: Returns seconds of a monotonic clock.
+            now: Returns seconds since 1970.
         """
         super().__init__(source.name, FeedState("starting", now()), now)
         self._source = source
@@ -62,12 +64,13 @@ class Feed(SourceLoop[FeedState]):
         self._equal = 0
 
     def _answer_until_lost(self) -> None:
-        """Answer frames, one at each time that is due, until the source is lost; see `SourceLoop`."""
+        """Answer frames, at most one every `every_s` seconds, until the source is lost; see `SourceLoop`."""
         try:
             self._source.open()
             due_at = self._clock()
             while not self._stop.is_set():
-                if not self._source.are_all_wanted:
+                # The wait comes before reading, so that the frame is the newest at the time of its answer.
+                if not self._source.needs_every_frame:
                     self._stop.wait(max(0.0, due_at - self._clock()))
                 frame = self._source.read(_WAIT_S)
                 if frame is not None and not self._is_frozen(frame):
@@ -77,7 +80,7 @@ class Feed(SourceLoop[FeedState]):
             self._source.close()
 
     def _is_frozen(self, frame: Frame) -> bool:
-        """Return whether this frame is one more of many equal ones, of a source that has no names for them."""
+        """Return whether this frame equals several before it; frames with a name, such as files, never count."""
         if frame.name:
             return False
         digest = hashlib.blake2b(frame.raw, digest_size=16).digest()
@@ -85,7 +88,8 @@ class Feed(SourceLoop[FeedState]):
         self._last_digest = digest
         if self._equal < FROZEN_AFTER:
             return False
-        self._become("frozen", f"the last {FROZEN_AFTER} pictures are the same, byte for byte; restart the camera")
+        reason = f"the last {FROZEN_AFTER} pictures are the same, byte for byte; restart the camera"
+        self._set_condition("frozen", reason)
         return True
 
     def _answer(self, frame: Frame) -> None:
@@ -97,7 +101,7 @@ class Feed(SourceLoop[FeedState]):
         source = f"{self.name} {frame.name}".rstrip()
         try:
             self._predictor.answer(decode, source, frame.raw)
-        except Busy:  # requests of others come first; the next frame is newer anyway
+        except Busy:  # too many inputs are waiting; the frame is dropped, the next one is newer
             return
         except SourceLost:
             raise

@@ -1,4 +1,4 @@
-"""New files in a folder, each once: what a camera's own program, a phone or a person puts there. They stay there."""
+"""New files in a folder, each answered once. A camera's own program, a phone or a person puts them there; they stay."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from ...core.errors import SourceLost, cause
 from ...core.storage import read_regular
@@ -17,78 +18,97 @@ from .source import Frame
 log = logging.getLogger(__name__)
 
 _MOST_BYTES = 64 << 20
+"""The largest file that is read."""
+
 _SETTLED_S = 0.5
-"""For so long a file has not changed when it is read: one that is being copied is not whole yet."""
+"""Seconds without a change after which a file is read; before that it may still be being written."""
 
 _MOST_KNOWN = 100_000
-"""Files that are remembered; of a folder with more, the oldest are forgotten, which are not looked at again either."""
+"""How many files are remembered as answered. The files that were remembered first are forgotten beyond that, and
+answered again if they are still there."""
 
-Mark = tuple[str, int, int]
-"""The name of a file, and the time and size of its last change: what is written anew is a new input."""
+
+class _FileVersion(NamedTuple):
+    """A file at a certain time. A file that is written again has another version, and is a new input.
+
+    Attributes:
+        name: The name of the file in the folder.
+        modified_ns: When it was last modified, in nanoseconds since 1970.
+        size_bytes: Its size.
+    """
+
+    name: str
+    modified_ns: int
+    size_bytes: int
 
 
 class FolderSource:
-    """The files of a folder that come from now on, oldest first."""
+    """The files that are put into a folder from now on, oldest first."""
 
-    are_all_wanted = True
+    needs_every_frame = True
 
     def __init__(self, folder: Path, now: Callable[[], float] = time.time) -> None:
-        """Name a folder; what is in it when it is opened for the first time does not count."""
+        """Create a source that is not open; files that are there when it is first opened are not answered."""
         self.name = f"folder {printable(folder.name)}"
         self._folder = folder
         self._now = now
-        self._known: dict[Mark, None] | None = None
-        self._waits = threading.Event()
+        self._known: dict[_FileVersion, None] | None = None
+        """The files that are not answered any more, in the order in which they were seen; None before `open`."""
+
+        self._pause = threading.Event()
 
     def open(self) -> None:
-        """Look what is there.
+        """Remember the files that are there.
 
         Raises:
-            SourceLost: The folder is not there, or cannot be read.
+            SourceLost: The folder is missing, or cannot be read.
         """
-        present = self._present()
+        present = self._list_files()
         if self._known is None:
             self._known = dict.fromkeys(present)
 
     def read(self, wait_s: float) -> Frame | None:
-        """Return the oldest file that has not been returned; see `Source.read`."""
+        """Return the oldest file that was not returned before; see `Source.read`."""
         known = self._known
         if known is None:
             raise SourceLost("it is not open")
-        for mark in self._present():
-            is_settled = abs(self._now() - mark[1] / 1e9) >= _SETTLED_S
-            if mark in known or not is_settled:
+        for file in self._list_files():
+            # The absolute value: the clock of the file's writer may be ahead.
+            is_settled = abs(self._now() - file.modified_ns / 1e9) >= _SETTLED_S
+            if file in known or not is_settled:
                 continue
-            known[mark] = None
+            known[file] = None
             while len(known) > _MOST_KNOWN:
-                del known[next(iter(known))]
-            name = printable(mark[0])  # whoever puts files here names them: it must not break a line of the log
+                first_remembered = next(iter(known))
+                del known[first_remembered]
+            # Others choose the names of files, so they are made printable: a name must not break a line of the log.
+            name = printable(file.name)
             try:
-                return Frame(read_regular(self._folder / mark[0], _MOST_BYTES), name)
+                return Frame(read_regular(self._folder / file.name, _MOST_BYTES), name)
             except FileNotFoundError:  # it was removed meanwhile
                 continue
             except OSError as error:
                 log.warning("file_not_read source=%s file=%s reason=%s", self.name, name, cause(error))
-        self._waits.wait(wait_s)
+        self._pause.wait(wait_s)
         return None
 
     def close(self) -> None:
-        """Do nothing: nothing of the folder is open."""
+        """Do nothing: no file is kept open."""
 
-    def _present(self) -> list[Mark]:
-        """Return the marks of the files that are there, oldest first; hidden ones do not count.
+    def _list_files(self) -> list[_FileVersion]:
+        """Return the files in the folder, oldest first; hidden ones are left out.
 
         Raises:
-            SourceLost: The folder is not there, or cannot be read.
+            SourceLost: The folder is missing, or cannot be read.
         """
-        marks = []
+        files = []
         try:
             for path in self._folder.iterdir():
                 if path.name.startswith(".") or not path.is_file():
                     continue
                 with contextlib.suppress(FileNotFoundError):
                     status = path.stat()
-                    marks.append((path.name, status.st_mtime_ns, status.st_size))
+                    files.append(_FileVersion(path.name, status.st_mtime_ns, status.st_size))
         except OSError as error:
             raise SourceLost(f"the folder cannot be read: {cause(error)}") from error
-        return sorted(marks, key=lambda mark: (mark[1], mark[0]))
+        return sorted(files, key=lambda file: (file.modified_ns, file.name))

@@ -1,4 +1,4 @@
-"""What the loops around all sources share: a thread, the state that is shown, and pauses after the source was lost."""
+"""What the loops around all sources share: a thread, the state for the page, and pauses after a source was lost."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from ...core.errors import HeadwaterError, SourceEnded
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE_S = 1.0
-"""Seconds before a source that was lost is opened again for the first time; the pauses double from then on."""
+"""Seconds before a lost source is opened again; each further pause is twice as long."""
 
 LONGEST_PAUSE_S = 60.0
-"""The longest of these pauses."""
+"""The longest of these pauses, in seconds."""
 
 END_S = 5.0
-"""Seconds that the end waits for a source: a camera that sends a byte now and then could hold it up for ever."""
+"""The longest wait for the thread to end, in seconds: a camera that sends a byte now and then could block it."""
 
-_AS_IT_SHOULD = {"ok", "ended"}
+_HEALTHY_CONDITIONS = {"ok", "ended"}
 
 
 @dataclass(frozen=True)
 class FeedState:
-    """How a source is.
+    """The state of a source.
 
     Attributes:
         condition: ``starting``, ``ok``, ``lost``, ``frozen`` or ``ended``.
-        since: Seconds since 1970 at which the condition began.
-        reason: Why it is so; empty where all is well.
-        answered: Inputs that were answered since the start.
-        refused: Inputs that could not be answered since the start.
+        since: When the condition began, in seconds since 1970.
+        reason: The cause of the condition, or the last problem, for people; empty if there is none.
+        answered: Number of inputs that were answered since the start.
+        refused: Number of inputs that could not be answered since the start.
     """
 
     condition: str
@@ -45,7 +45,7 @@ class FeedState:
     refused: int = 0
 
     def as_json(self, name: str) -> dict[str, Any]:
-        """Return the state as the page reads it."""
+        """Return the state as JSON for the page; ``name``: that of the source."""
         text = self.condition
         if self.condition in {"lost", "frozen"}:
             text = f"{self.condition} since {_clock_text(self.since)}: {self.reason}"
@@ -53,7 +53,7 @@ class FeedState:
 
 
 def _clock_text(at: float) -> str:
-    """Return a time, seconds since 1970, as the device's clock shows it."""
+    """Return a time in seconds since 1970 as local time, such as ``14:03:59``."""
     return datetime.fromtimestamp(at).astimezone().strftime("%H:%M:%S")
 
 
@@ -61,15 +61,15 @@ State = TypeVar("State", bound=FeedState)
 
 
 class SourceLoop(ABC, Generic[State]):
-    """A thread that answers what one source gives, and opens the source again when it was lost."""
+    """A thread that answers the inputs of one source, and opens the source again after it was lost."""
 
     def __init__(self, name: str, state: State, now: Callable[[], float]) -> None:
-        """Prepare; nothing is asked before `start`.
+        """Create a loop; nothing is read before `start`.
 
         Args:
             name: The name of the source.
-            state: How the source is before it was opened.
-            now: Seconds since 1970.
+            state: The state before the source is opened.
+            now: Returns seconds since 1970.
         """
         self.name = name
         self._state = state
@@ -79,64 +79,65 @@ class SourceLoop(ABC, Generic[State]):
 
     @property
     def state(self) -> State:
-        """How the source is."""
+        """The state of the source."""
         return self._state
 
     def as_json(self) -> dict[str, Any]:
-        """Return the state with the source's name, as the page reads it."""
+        """Return the state as JSON for the page, with the name of the source."""
         return self._state.as_json(self.name)
 
     def start(self) -> None:
-        """Begin to answer."""
+        """Start to answer."""
         self._thread.start()
 
     def close(self) -> None:
-        """Answer no more; a source that does not come back is left to the end of the program."""
+        """Stop answering, and wait for the thread to end; after `END_S` it is left to end with the program."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(END_S)
 
     @abstractmethod
     def _answer_until_lost(self) -> None:
-        """Open the source, and answer what it gives until it is lost or the loop is closed.
+        """Open the source, and answer its inputs until it is lost or the loop is closed.
 
         Raises:
-            SourceEnded: The source has given all that it had.
-            HeadwaterError: The source is not there, or gives nothing any more.
+            SourceEnded: The source has no more inputs, and is not opened again.
+            HeadwaterError: The source is not there, or delivers nothing any more.
         """
 
     def _run(self) -> None:
+        """Answer the inputs of the source, and open it again after a pause, until it ends or the loop is closed."""
         pause_s = FIRST_PAUSE_S
         while not self._stop.is_set():
             answered_before = self._state.answered
             try:
                 self._answer_until_lost()
             except SourceEnded:
-                self._become("ended")
+                self._set_condition("ended")
                 return
             except HeadwaterError as error:
-                self._become("lost", str(error))
-            except Exception:  # a bug must not end the thread without a word
+                self._set_condition("lost", str(error))
+            except Exception:  # a bug must not end the thread unnoticed
                 log.exception("source_broke source=%s", self.name)
-                self._become("lost", "a bug; the log has its traceback")
-            # What has worked for a while is tried again soon, what never works seldom.
+                self._set_condition("lost", "a bug; the log has its traceback")
+            # A source that has answered since it was opened is retried soon; one that never works, ever less often.
             pause_s = FIRST_PAUSE_S if self._state.answered > answered_before else min(2 * pause_s, LONGEST_PAUSE_S)
             self._stop.wait(pause_s)
 
     def _note_answered(self) -> None:
         """Count an input that was answered."""
-        self._become("ok")
+        self._set_condition("ok")
         self._state = replace(self._state, answered=self._state.answered + 1)
 
     def _note_refused(self, reason: str) -> None:
-        """Count an input that could not be answered: the source is fine."""
-        self._become("ok", reason)
+        """Count an input that could not be answered. The source itself works."""
+        self._set_condition("ok", reason)
         self._state = replace(self._state, refused=self._state.refused + 1)
 
-    def _become(self, condition: str, reason: str = "") -> None:
-        """Note how the source is now, and log it where it was otherwise before."""
+    def _set_condition(self, condition: str, reason: str = "") -> None:
+        """Set the condition and its reason, and log the condition if it has changed."""
         if condition != self._state.condition:
-            level = logging.INFO if condition in _AS_IT_SHOULD else logging.WARNING
+            level = logging.INFO if condition in _HEALTHY_CONDITIONS else logging.WARNING
             log.log(level, "source_%s source=%s reason=%s", condition, self.name, reason)
             self._state = replace(self._state, condition=condition, since=self._now())
         self._state = replace(self._state, reason=reason)

@@ -1,4 +1,4 @@
-"""Inputs from an MQTT topic: pictures or recordings, one in each message, or samples of a sensor, one in each line."""
+"""Inputs from an MQTT topic: images or recordings, one a message, or samples of a sensor, one a line."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ...wire.transport import Disconnected, Message, Transport
 from .source import Frame
 
 _MOST_LINES = 20_000
-"""Lines of one message; none of a message with more is taken, and the source counts as lost for a moment."""
+"""The most lines in one message. A message with more is dropped, and the source counts as lost for a while."""
 
 
 class _Subscription:
-    """A topic of a broker, whose messages come as soon as the transport has connected."""
+    """A subscription to one topic; messages arrive as soon as the transport is connected."""
 
     def __init__(self, transport: Transport, topic: str) -> None:
         self.topic = topic
@@ -22,38 +22,40 @@ class _Subscription:
         self._is_open = False
 
     def open(self) -> None:
-        """Subscribe once; the transport connects again by itself."""
+        """Subscribe and connect, if that was not done before; the transport reconnects by itself."""
         if not self._is_open:
             self._transport.subscribe(self.topic)
             self._transport.start()
             self._is_open = True
 
     def next_message(self, wait_s: float) -> Message | None:
-        """Return the next message that is new; None where nothing happens within ``wait_s``.
+        """Return the next message that is not retained; None if nothing happens for ``wait_s`` seconds.
 
         Raises:
-            SourceLost: The broker is away.
+            SourceLost: The connection to the broker is lost.
         """
-        while (event := self._transport.receive(wait_s)) is not None:
+        while True:
+            event = self._transport.receive(wait_s)
+            if event is None:
+                return None
             if isinstance(event, Disconnected):
                 raise SourceLost(f"the broker is away: {event.reason}")
-            # A retained message is an old input.
+            # The broker sends a retained message at each subscription: it is an old input.
             if isinstance(event, Message) and not event.retained:
                 return event
-        return None
 
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
         self._transport.close()
 
 
 class MqttSource:
-    """The newest message of a topic. Retained ones are old inputs, and not answered."""
+    """A source whose frames are the newest messages of a topic. Retained messages are old, and are not answered."""
 
-    are_all_wanted = False
+    needs_every_frame = False
 
     def __init__(self, transport: Transport, topic: str) -> None:
-        """Name a topic, which may have wildcards, of the broker that a transport leads to."""
+        """Create a source that is not open, for a topic on the broker of ``transport``; it may have wildcards."""
         self.name = f"mqtt {topic}"
         self._subscription = _Subscription(transport, topic)
 
@@ -66,31 +68,34 @@ class MqttSource:
         newest = self._subscription.next_message(wait_s)
         if newest is None:
             return None
-        while (newer := self._subscription.next_message(0.0)) is not None:
+        while True:
+            newer = self._subscription.next_message(0.0)
+            if newer is None:
+                break
             newest = newer
-        # Of several topics each input says its own, whose text is somebody else's.
+        # With wildcards, each frame is named by its topic. Other clients choose that text, so it is made printable.
         name = "" if newest.topic == self._subscription.topic else printable(newest.topic)
         return Frame(newest.payload, name)
 
     def close(self) -> None:
-        """Do nothing: the transport looks for the broker meanwhile, and ends with the program."""
+        """Do nothing: the transport reconnects in the background, and ends with the program."""
 
 
-class MqttLines:
-    """Lines of samples from a topic; a message holds one or more."""
+class MqttLineSource:
+    """A source of lines from a topic; a message holds one or more lines."""
 
     def __init__(self, transport: Transport, topic: str) -> None:
-        """Name a topic of the broker that a transport leads to."""
+        """Create a source that is not open, for a topic on the broker of ``transport``."""
         self.name = f"mqtt {topic}"
         self._subscription = _Subscription(transport, topic)
         self._waiting: deque[bytes] = deque()
 
     def open(self) -> None:
-        """Subscribe; see `Lines.open`."""
+        """Subscribe; see `LineSource.open`."""
         self._subscription.open()
 
     def read(self, wait_s: float) -> bytes | None:
-        """Return the next line; see `Lines.read`."""
+        """Return the next line; see `LineSource.read`."""
         if self._waiting:
             return self._waiting.popleft()
         message = self._subscription.next_message(wait_s)
@@ -98,10 +103,12 @@ class MqttLines:
             return None
         lines = message.payload.splitlines()
         if len(lines) > _MOST_LINES:
-            raise SourceLost(f"a message has {len(lines)} lines, at most {_MOST_LINES} are taken; send fewer at once")
+            raise SourceLost(
+                f"a message has {len(lines)} lines, at most {_MOST_LINES} are accepted; send fewer at once"
+            )
         self._waiting.extend(lines)
         return self._waiting.popleft() if self._waiting else None
 
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
         self._subscription.close()

@@ -1,7 +1,7 @@
-"""Cameras on the ribbon cable of a Raspberry Pi, by its own program ``rpicam-vid`` as a child.
+"""Cameras on the ribbon cable of a Raspberry Pi, read from the program ``rpicam-vid`` as a child process.
 
-OpenCV does not reach these cameras, and their Python package is not found from within a virtual environment. The
-program writes one JPEG image behind the other, without anything between them, so the stream is cut where an image ends.
+OpenCV does not support these cameras, and their Python package cannot be imported in a virtual environment. The program
+writes JPEG images one after the other, with nothing in between, so the end of each image has to be found in its data.
 """
 
 from __future__ import annotations
@@ -13,41 +13,48 @@ import threading
 
 from ...core.child_process import Child, Streams
 from ...core.errors import MissingCapability, SourceLost
-from .source import Frame, Newest
+from .source import Frame, NewestFrame
 
 PROGRAMS = ("rpicam-vid", "libcamera-vid")
-"""The program's name, and the one that it had until Raspberry Pi OS 12."""
+"""The name of the program, and the older name that it had until Raspberry Pi OS 12."""
 
 _CHUNK_BYTES = 65536
 _MOST_BYTES = 16 << 20
-"""The largest image; a stream in which none ends for so long is no stream of images."""
+"""The largest image. If no image ends within so many bytes, the stream is not one of images."""
 
-_START = b"\xff\xd8"
-_SCAN = 0xDA
+# Markers of JPEG (ITU-T T.81, table B.1) are two bytes: the prefix, and one of these.
+_PREFIX = 0xFF
+_FIRST_RESTART = 0xD0
+_LAST_RESTART = 0xD7
 _END = 0xD9
-_FIRST_OF_ALONE = 0xD0
-_LAST_OF_ALONE = 0xD9
-"""Markers without a length behind them: restarts, and the end of the image."""
+_SCAN = 0xDA
+_START = b"\xff\xd8"
+"""The marker that begins an image, with its prefix. The markers from `_FIRST_RESTART` to `_END` have no length."""
 
 
 class JpegSplitter:
-    """Cuts a stream of JPEG images into single ones.
+    """Cuts a stream of JPEG images into single images.
 
-    Before the scan each segment says its length, so that pictures within an image, such as thumbnails, are passed over;
-    within the scan, the byte 0xFF is followed by zero where it is no marker.
+    Before the scan, an image consists of segments that state their length. They are skipped as a whole, so the end of a
+    thumbnail within a segment is not mistaken for the end of the image. Within the scan, which has no length, a byte
+    0xFF that is not the prefix of a marker is followed by a zero byte.
     """
 
     def __init__(self, most_bytes: int = _MOST_BYTES) -> None:
         self._most_bytes = most_bytes
         self._buffer = bytearray()
+        """The image that has begun, and what follows it."""
+
         self._position = 0
+        """Up to where the buffer has been searched for the end of the image."""
+
         self._is_in_scan = False
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Return the images that have ended within ``data``, and keep what has begun.
+        """Append ``data`` to the stream, and return the images that are complete now.
 
         Raises:
-            SourceLost: The stream holds something else than JPEG images, or one beyond the limit.
+            SourceLost: The stream is not one of JPEG images, or an image is too large.
         """
         self._buffer += data
         images = []
@@ -64,46 +71,63 @@ class JpegSplitter:
         return images
 
     def _find_end(self) -> int | None:
-        """Return where the first image ends; None where its end has not come yet.
+        """Return the position behind the first image; None if its end has not arrived yet.
+
+        The search continues where the last call has stopped.
 
         Raises:
-            SourceLost: The stream does not begin with an image.
+            SourceLost: The stream does not begin with an image, or is damaged.
         """
         buffer = self._buffer
-        if not self._position:
-            if len(buffer) < 2:
-                return None
-            if not buffer.startswith(_START):
-                raise SourceLost("the camera's program writes something else than JPEG images")
-            self._position = 2
+        if not self._position and not self._skip_start():
+            return None
+        # From marker to marker: the position is that of the next marker, or within a scan.
         while True:
             if self._is_in_scan and not self._skip_scan():
                 return None
+            # The end marker is the last one, so that no length has to follow it.
             if len(buffer) < self._position + 4:
-                is_end = bytes(buffer[self._position : self._position + 2]) == bytes((0xFF, _END))
+                is_end = bytes(buffer[self._position : self._position + 2]) == bytes((_PREFIX, _END))
                 return self._position + 2 if is_end else None
-            if buffer[self._position] != 0xFF:
+            if buffer[self._position] != _PREFIX:
                 raise SourceLost("the camera's stream is damaged; it is opened again")
             marker = buffer[self._position + 1]
             if marker == _END:
                 return self._position + 2
-            if _FIRST_OF_ALONE <= marker <= _LAST_OF_ALONE or marker == 0xFF:
-                self._position += 1 if marker == 0xFF else 2
-                continue
-            length = int.from_bytes(buffer[self._position + 2 : self._position + 4], "big")
-            self._position += 2 + max(2, length)
-            self._is_in_scan = marker == _SCAN
+            if marker == _PREFIX:  # a fill byte before a marker
+                self._position += 1
+            elif _FIRST_RESTART <= marker <= _END:  # a marker without a segment
+                self._position += 2
+            else:
+                # The length counts its own two bytes. A scan begins behind the segment that announces it.
+                length = int.from_bytes(buffer[self._position + 2 : self._position + 4], "big")
+                self._position += 2 + max(2, length)
+                self._is_in_scan = marker == _SCAN
+
+    def _skip_start(self) -> bool:
+        """Move the position behind the marker that begins an image; return whether that marker has arrived.
+
+        Raises:
+            SourceLost: Something else has arrived.
+        """
+        if len(self._buffer) < len(_START):
+            return False
+        if not self._buffer.startswith(_START):
+            raise SourceLost("the camera's program writes something else than JPEG images")
+        self._position = len(_START)
+        return True
 
     def _skip_scan(self) -> bool:
-        """Move to the marker behind the scan; returns whether it has come."""
+        """Move the position to the marker that ends the scan; return whether that marker has arrived."""
         while True:
-            at = self._buffer.find(0xFF, self._position)
+            at = self._buffer.find(_PREFIX, self._position)
             if at < 0 or at + 1 >= len(self._buffer):
                 self._position = max(self._position, len(self._buffer) - 1)
                 return False
             following = self._buffer[at + 1]
-            is_marker = following != 0 and not _FIRST_OF_ALONE <= following < _END - 1
-            if is_marker:
+            is_restart = _FIRST_RESTART <= following <= _LAST_RESTART
+            # A zero byte means that the prefix is image data. Restarts are a part of the scan.
+            if following != 0 and not is_restart:
                 self._position = at
                 self._is_in_scan = False
                 return True
@@ -111,35 +135,42 @@ class JpegSplitter:
 
 
 class RpicamSource:
-    """A camera of ``rpicam-vid``."""
+    """A camera that ``rpicam-vid`` reads."""
 
-    are_all_wanted = False
+    needs_every_frame = False
 
     def __init__(self, camera: int = 0, width: int = 640, height: int = 480, frames_per_s: int = 5) -> None:
-        """Name a camera by its number, and the size and rate of its pictures."""
+        """Create a source that is not open.
+
+        Args:
+            camera: The number of the camera, from 0.
+            width: Width of the pictures, in pixels.
+            height: Height of the pictures, in pixels.
+            frames_per_s: Pictures per second.
+        """
         self.name = f"rpicam:{camera}"
         size = ("--width", str(width), "--height", str(height))
         self._options = ("--camera", str(camera), *size, "--framerate", str(frames_per_s))
         self._child: Child | None = None
-        self._newest = Newest()
+        self._newest = NewestFrame()
 
     @staticmethod
-    def is_there() -> bool:
-        """Return whether this machine has the program."""
+    def is_installed() -> bool:
+        """Return whether the program is installed."""
         return _program() is not None
 
     def open(self) -> None:
         """Start the program.
 
         Raises:
-            MissingCapability: It is not installed.
-            SourceLost: It cannot be started.
+            MissingCapability: The program is not installed.
+            SourceLost: The program cannot be started.
         """
         program = _program()
         if program is None:
             raise MissingCapability(
-                f"{PROGRAMS[0]} is not installed; on Raspberry Pi OS 'sudo apt install rpicam-apps-lite' brings it, "
-                "a USB camera needs none of it (--camera 0)"
+                f"{PROGRAMS[0]} is not installed; on Raspberry Pi OS 'sudo apt install rpicam-apps-lite' installs it. "
+                "A USB camera does not need it (--camera 0)"
             )
         command = (program, "--timeout", "0", "--nopreview", "--codec", "mjpeg", *self._options, "--output", "-")
         streams = Streams(input=subprocess.DEVNULL, errors=subprocess.DEVNULL)
@@ -147,8 +178,8 @@ class RpicamSource:
             self._child = Child(command, streams=streams, has_own_session=True)
         except OSError as error:
             raise SourceLost(f"{program} cannot be started: {error}") from error
-        self._newest = Newest()
-        threading.Thread(target=_pump, args=(self._child, self._newest), name=self.name, daemon=True).start()
+        self._newest = NewestFrame()
+        threading.Thread(target=_read_pictures, args=(self._child, self._newest), name=self.name, daemon=True).start()
 
     def read(self, wait_s: float) -> Frame | None:
         """Return the newest picture; see `Source.read`."""
@@ -162,12 +193,16 @@ class RpicamSource:
 
 
 def _program() -> str | None:
-    """Return the path of the program; None where it is not installed."""
-    return next(filter(None, map(shutil.which, PROGRAMS)), None)
+    """Return the path of the program; None if it is not installed."""
+    for program in PROGRAMS:
+        path = shutil.which(program)
+        if path is not None:
+            return path
+    return None
 
 
-def _pump(child: Child, newest: Newest) -> None:
-    """Read all that the program writes, and put each image in the place of the one before."""
+def _read_pictures(child: Child, newest: NewestFrame) -> None:
+    """Read the output of the program until it ends, and keep the newest picture."""
     splitter = JpegSplitter()
     reason = ""
     try:
@@ -176,10 +211,11 @@ def _pump(child: Child, newest: Newest) -> None:
                 newest.put(Frame(image))
     except SourceLost as error:
         reason = str(error)
-    except (OSError, ValueError):  # closed meanwhile
+    except (OSError, ValueError):  # `close` has closed the output
         reason = "it was closed"
     if not reason:
-        reason = f"the program has ended with code {child.wait()}; is the camera connected, and used by nobody else?"
+        code = child.wait()
+        reason = f"the program has ended with code {code}; is the camera connected, and not used by another program?"
     with contextlib.suppress(OSError, ValueError):
         child.close_output()
     newest.end(reason)

@@ -1,7 +1,7 @@
-"""The loop around a stream of samples: windows of the task's length are cut from it and answered, one after the other.
+"""The loop around a stream of samples: it cuts the stream into windows of the task's length, and answers each of them.
 
-No sample is lost: windows wait for each other, and for inputs of others. A window never spans a gap in time or a line
-that is no sample, because what is in between is not known.
+No window is dropped: if other inputs are being answered, the window waits. A window never spans a gap in time or a line
+that could not be read, because the samples in between are missing.
 """
 
 from __future__ import annotations
@@ -21,36 +21,40 @@ from ...data.preprocess import normalise_windows
 from ..pair import Pair
 from ..predictor import Predictor
 from .loop import FeedState, SourceLoop
-from .samples import LineReader, Lines, Sample
+from .samples import LineReader, LineSource, Sample
 
 log = logging.getLogger(__name__)
 
-GAP = 2.5
-"""A step in time of more than so many usual ones is a gap."""
+GAP_FACTOR = 2.5
+"""A time step of more than this many usual steps is a gap."""
 
 _WAIT_S = 0.5
-_BUSY_S = 0.02
-_LEAST_FOR_GAPS = 8
-"""Steps from which on the usual one is known."""
+"""The longest wait for a line, in seconds; after it the loop checks whether it has been closed."""
 
-_KEPT_STEPS = 64
-"""Steps that the usual one is the median of."""
+_BUSY_S = 0.02
+"""Seconds until a window is tried again if too many inputs are waiting."""
+
+_LEAST_STEPS = 8
+"""The number of time steps from which on their median counts as the usual step."""
+
+_RECENT_STEPS = 64
+"""The number of recent time steps that the median is taken of."""
 
 
 @dataclass(frozen=True)
 class SensorState(FeedState):
-    """How a stream is, beside what is known of any source.
+    """The state of a stream of samples.
 
     Attributes:
-        samples: Samples so far.
-        gaps: Times that the stream was interrupted, by a gap in time or by lines that are no samples.
+        samples: Number of samples so far.
+        gaps: How often the stream was interrupted by a gap in time, by unreadable lines or by the loss of the source.
     """
 
     samples: int = 0
     gaps: int = 0
 
     def as_json(self, name: str) -> dict[str, Any]:
-        """Return the state as the page reads it."""
+        """Return the state as JSON for the page; ``name``: that of the source."""
         content = super().as_json(name)
         if self.condition == "ended":
             content["text"] = f"ended after {self.samples} samples"
@@ -64,43 +68,50 @@ class SensorFeed(SourceLoop[SensorState]):
 
     def __init__(
         self,
-        lines: Lines,
+        lines: LineSource,
         predictor: Predictor,
         *,
         hop: int | None = None,
         rate: float | None = None,
         now: Callable[[], float] = time.time,
     ) -> None:
-        """Prepare; nothing is read before `start`.
+        """Create a loop; nothing is read before `start`.
 
         Args:
-            lines: Where samples come from.
-            predictor: What answers windows.
-            hop: Samples between the starts of two windows; None: the task's.
-            rate: Samples in a second, where the stream has no column for the time; None: windows are named by the
-                number of their last sample.
-            now: Seconds since 1970.
+            lines: Where the samples come from.
+            predictor: Answers the windows.
+            hop: Samples between the starts of two windows; None: the stride of the task.
+            rate: Samples per second, for streams without a time column; None: not known, and answers name the number of
+                the last sample instead of its time.
+            now: Returns seconds since 1970.
         """
         super().__init__(lines.name, SensorState("starting", now()), now)
         self._lines = lines
         self._predictor = predictor
         self._hop = hop
         self._rate = rate
-        # Names of columns come once, whatever interrupts the stream later.
+        # One reader for all connections: the names of columns are sent only once.
         self._reader = LineReader()
         self._window: list[np.ndarray] = []
-        self._skip = 0
-        self._is_broken = False
+        """The samples (channels,) of the window that is being filled."""
+
+        self._to_skip = 0
+        """Samples that are still passed over, because the hop is longer than a window."""
+
+        self._was_unreadable = False
+        """Whether the last line could not be read."""
+
         self._last_at: float | None = None
         self._steps: list[float] = []
+        """Recent time steps between two samples, in seconds."""
 
     def close(self) -> None:
-        """Answer no more."""
+        """Stop answering, and wait for the thread to end."""
         self._lines.close()
         super().close()
 
     def _answer_until_lost(self) -> None:
-        """Take line after line until there are no more; see `SourceLoop`."""
+        """Read line after line until the source ends or is lost; see `SourceLoop`."""
         self._lines.open()
         while not self._stop.is_set():
             try:
@@ -111,32 +122,32 @@ class SensorFeed(SourceLoop[SensorState]):
                 self._interrupt(str(error))
                 raise
             if line is not None:
-                self._take_line(line)
+                self._process_line(line)
 
-    def _take_line(self, line: bytes) -> None:
-        """Take the sample of a line; a line that is none ends the window."""
+    def _process_line(self, line: bytes) -> None:
+        """Parse a line, and process its sample. An unreadable line interrupts the window."""
         try:
             sample = self._reader.read(line)
         except DataError as error:
-            # A stream of such lines would fill the log: the first one is enough.
-            if not self._is_broken:
+            # Only the first of several unreadable lines is reported: a stream of them would fill the log.
+            if not self._was_unreadable:
                 log.warning("sample_not_read source=%s reason=%s", self.name, error)
                 self._interrupt(str(error))
-            self._is_broken = True
+            self._was_unreadable = True
             return
         if sample is not None:
-            self._take(sample)
+            self._process_sample(sample)
 
-    def _take(self, sample: Sample) -> None:
-        """Add a sample, and answer the window that it completes."""
-        self._is_broken = False
+    def _process_sample(self, sample: Sample) -> None:
+        """Add a sample to the window, and answer the window if it is complete."""
+        self._was_unreadable = False
         self._state = replace(self._state, samples=self._state.samples + 1)
-        self._look_for_gap(sample)
-        spec = self._spec()
+        self._detect_gap(sample)
+        spec = self._window_spec()
         if spec is None:
             return
-        if self._skip:
-            self._skip -= 1
+        if self._to_skip:
+            self._to_skip -= 1
             return
         self._window.append(sample.values)
         if len(self._window) < spec.length:
@@ -144,13 +155,17 @@ class SensorFeed(SourceLoop[SensorState]):
         with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinity, and its window is refused
             window = np.stack(self._window[-spec.length :], axis=1).astype(np.float32)
         hop = spec.stride if self._hop is None else self._hop
-        # What the next window begins with stays; a hop of more than a window passes samples over.
+        # The next window starts `hop` samples later. It keeps the overlap; if the hop is longer, samples are skipped.
         del self._window[:hop]
-        self._skip = max(0, hop - spec.length)
+        self._to_skip = max(0, hop - spec.length)
         self._answer(window, sample)
 
-    def _spec(self) -> WindowInput | None:
-        """Return the form of windows; None while no pair is in use."""
+    def _window_spec(self) -> WindowInput | None:
+        """Return the form of the windows; None while no pair is in use.
+
+        Raises:
+            SourceLost: The encoder takes images.
+        """
         try:
             spec = self._predictor.pair.input
         except NotReady:
@@ -160,7 +175,7 @@ class SensorFeed(SourceLoop[SensorState]):
         return spec
 
     def _answer(self, window: np.ndarray, sample: Sample) -> None:
-        """Answer a window (channels, length) in sensor units; inputs of others may come first."""
+        """Answer a window (channels, length) float32 in sensor units; wait while too many other inputs are waiting."""
 
         def decode(pair: Pair) -> np.ndarray:
             spec = pair.input
@@ -185,38 +200,38 @@ class SensorFeed(SourceLoop[SensorState]):
                 return
 
     def _time_of(self, sample: Sample) -> str:
-        """Return the time of the end of a window, or the number of its last sample."""
+        """Return the time of a window's last sample, or its number if the time is not known."""
         if sample.at is not None:
             return f"at {sample.at:.3f} s"
         if self._rate is not None:
             return f"at {self._state.samples / self._rate:.3f} s"
         return f"sample {self._state.samples}"
 
-    def _look_for_gap(self, sample: Sample) -> None:
-        """Interrupt the window where time has made a jump, or gone back."""
-        before = self._last_at
+    def _detect_gap(self, sample: Sample) -> None:
+        """Interrupt the window if the time has jumped ahead, stood still or gone back."""
+        previous_at = self._last_at
         self._last_at = sample.at
-        if sample.at is None or before is None:
+        if sample.at is None or previous_at is None:
             return
-        step = sample.at - before
-        usual = self._usual_step()
-        if usual is not None and not 0 < step <= GAP * usual:
+        step = sample.at - previous_at
+        usual_step = self._usual_step()
+        if usual_step is not None and not 0 < step <= GAP_FACTOR * usual_step:
             self._interrupt(f"a gap of {step:.3f} s before line {sample.line}")
             return
         self._steps.append(step)
-        del self._steps[:-_KEPT_STEPS]
+        del self._steps[:-_RECENT_STEPS]
 
     def _usual_step(self) -> float | None:
-        """Return the seconds between two samples; None as long as too few have come to know."""
+        """Return the usual time between two samples, in seconds; None until enough samples have come."""
         if self._rate is not None:
             return 1 / self._rate
-        if len(self._steps) < _LEAST_FOR_GAPS:
+        if len(self._steps) < _LEAST_STEPS:
             return None
         return median(self._steps)
 
     def _interrupt(self, reason: str) -> None:
-        """Begin a new window: what was between these samples is not known."""
+        """Start a new window, because samples are missing between the last one and the next."""
         self._window.clear()
-        self._skip = 0
-        self._become("ok", reason)
+        self._to_skip = 0
+        self._set_condition("ok", reason)
         self._state = replace(self._state, gaps=self._state.gaps + 1)

@@ -1,4 +1,4 @@
-"""The contract of sources: the newest frame, or the news that there is none any more."""
+"""The contract of sources: they return the newest frame, or raise `SourceLost` when no more frames come."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ...core.errors import SourceLost
 
 @dataclass(frozen=True)
 class Frame:
-    """An input as it came.
+    """An encoded input.
 
     Attributes:
-        raw: The encoded bytes: of an image or a recording.
-        name: What it is called, such as the name of a file; empty where frames have no names.
+        raw: The encoded bytes of an image or a recording.
+        name: Its name, such as that of a file; empty if frames of this source have no names.
     """
 
     raw: bytes
@@ -23,45 +23,48 @@ class Frame:
 
 
 class Source(Protocol):
-    """Something that gives frames."""
+    """A source of frames."""
 
     name: str
-    """What it is called on the page, in metrics and in answers; without passwords."""
+    """Its name on the page, in metrics and in answers; without passwords."""
 
-    are_all_wanted: bool
-    """Whether each frame counts, as those of a folder do; otherwise the newest counts, and older ones are dropped."""
+    needs_every_frame: bool
+    """Whether every frame has to be answered, as for a folder. Otherwise only the newest one counts."""
 
     def open(self) -> None:
-        """Begin to take frames.
+        """Start to receive frames.
 
         Raises:
-            SourceLost: It is not there, or another program uses it.
+            SourceLost: The source is not there, or another program uses it.
             MissingCapability: A package or program that it needs is not installed.
         """
 
     def read(self, wait_s: float) -> Frame | None:
-        """Return the newest frame that was not returned before; None where none has come within ``wait_s``.
+        """Return the newest frame that was not returned before; None if none has come within ``wait_s`` seconds.
 
         Raises:
-            SourceLost: There will be no more, until it is opened again.
+            SourceLost: No more frames come until the source is opened again.
         """
 
     def close(self) -> None:
-        """Take no more frames; one that is not open stays so."""
+        """Stop receiving frames; do nothing if the source is not open."""
 
 
-class Newest:
-    """A place for the newest frame of a source that gives them faster than they are answered."""
+class NewestFrame:
+    """Holds the newest frame of a source that delivers frames faster than they are answered.
+
+    A thread of the source puts frames in, and the loop takes them out.
+    """
 
     def __init__(self) -> None:
         self._frame: Frame | None = None
         self._lost = ""
         self._condition = threading.Condition()
         self.dropped = 0
-        """Frames that were replaced by newer ones before somebody took them."""
+        """How many frames were replaced by newer ones before they were taken."""
 
     def put(self, frame: Frame) -> None:
-        """Put a frame in the place of the one there."""
+        """Replace the frame that is held by a newer one."""
         with self._condition:
             if self._frame is not None:
                 self.dropped += 1
@@ -69,16 +72,16 @@ class Newest:
             self._condition.notify()
 
     def end(self, reason: str) -> None:
-        """Say that no more frames come, and why."""
+        """Let `take` raise `SourceLost` with this reason, after the last frame has been taken."""
         with self._condition:
             self._lost = reason
             self._condition.notify()
 
     def take(self, wait_s: float) -> Frame | None:
-        """Return the frame and leave the place empty; None where none comes within ``wait_s``.
+        """Remove and return the frame; None if none comes within ``wait_s`` seconds.
 
         Raises:
-            SourceLost: No more frames come.
+            SourceLost: No more frames come; see `end`.
         """
         with self._condition:
             if self._frame is None and not self._lost:

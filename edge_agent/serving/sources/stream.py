@@ -14,7 +14,7 @@ from ..answer import Answer
 from ..inputs import Decoder
 from ..pair import Pair
 from ..predictor import Observation, Predictor
-from .choose import Subscriptions, camera_of, folder_of, sensor_of
+from .choose import Subscriptions, create_camera_source, create_folder_source, create_sensor_source
 from .feed import Feed
 from .loop import SourceLoop
 from .sensor_feed import SensorFeed
@@ -43,7 +43,7 @@ def answers_of(pair: Pair, text: str, every_s: float = 1.0, rate: float | None =
     handover = _Handover()
     predictor.observe(handover)
     predictor.switch(pair)
-    loop = _loop_of(text, predictor, every_s, rate)
+    loop = _create_loop(text, predictor, every_s, rate)
     loop.start()
     try:
         while True:
@@ -57,17 +57,17 @@ def answers_of(pair: Pair, text: str, every_s: float = 1.0, rate: float | None =
         loop.close()
 
 
-def _loop_of(text: str, predictor: Predictor, every_s: float, rate: float | None) -> SourceLoop[Any]:
+def _create_loop(text: str, predictor: Predictor, every_s: float, rate: float | None) -> SourceLoop[Any]:
     """Return the loop around the source that a text names."""
     kind, _, rest = text.partition(":")
     if kind == "sensor":
-        return SensorFeed(sensor_of(rest, rate, None, Subscriptions(None)), predictor, rate=rate)
+        return SensorFeed(create_sensor_source(rest, rate, None, Subscriptions(None)), predictor, rate=rate)
     if kind not in {"camera", "watch"}:
         raise UsageError(
             f"'{text}' is no source: expected camera:auto, camera:rtsp://host/stream, watch:FOLDER, sensor:- or "
             "sensor:FILE; files are given as a list"
         )
-    source = camera_of(rest or "auto") if kind == "camera" else folder_of(Path(rest))
+    source = create_camera_source(rest or "auto") if kind == "camera" else create_folder_source(Path(rest))
     return Feed(source, predictor, lambda pair: Decoder(pair.input, None), every_s)
 
 
@@ -78,14 +78,14 @@ class _Handover:
         self._answers: queue.Queue[Answer] = queue.Queue(maxsize=1)
         self._closed = threading.Event()
 
-    def see(self, observation: Observation) -> None:
+    def on_answer(self, observation: Observation) -> None:
         """Hand over an answer; see `Observer`."""
         while not self._closed.is_set():
             with contextlib.suppress(queue.Full):
                 self._answers.put(observation.answer, timeout=_WAIT_S)
                 return
 
-    def see_switch(self, pair: Pair) -> None:
+    def on_switch(self, pair: Pair) -> None:
         """Do nothing: one pair answers all; see `Observer`."""
 
     def take(self) -> Answer | None:

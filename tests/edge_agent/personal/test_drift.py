@@ -59,7 +59,7 @@ def looks(rule, ref, stream):
     unknown = rule.is_unknown(stream)
     for end in range(WINDOW, len(stream) + 1, EVERY):
         part = slice(end - WINDOW, end)
-        yield ref.look(residuals[part], labels[part], unknown[part])
+        yield ref.compare(residuals[part], labels[part], unknown[part])
 
 
 @pytest.mark.parametrize("count", [80, 300])
@@ -103,8 +103,8 @@ def test_unknown_inputs_alone_are_enough():
     rule, ref = reference(300)
     residuals = np.random.default_rng(0).normal(size=(WINDOW, SIZE))
     labels = np.random.default_rng(1).integers(0, CLASSES, WINDOW)
-    few = ref.look(residuals, labels, np.arange(WINDOW) < 8)
-    many = ref.look(residuals, labels, np.arange(WINDOW) < 30)
+    few = ref.compare(residuals, labels, np.arange(WINDOW) < 8)
+    many = ref.compare(residuals, labels, np.arange(WINDOW) < 30)
     assert not few.too_many_unknown
     assert many.too_many_unknown
     assert many.have_changed

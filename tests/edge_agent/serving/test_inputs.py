@@ -79,8 +79,8 @@ def test_a_sound_is_a_picture_where_the_encoder_takes_pictures():
     assert found.shape == (2, 1, 32, 32)
 
 
-def test_a_sound_is_refused_where_nobody_said_how_it_becomes_an_input():
-    with pytest.raises(DataError, match="start with --sound"):
+def test_a_sound_is_rejected_without_options_of_sounds():
+    with pytest.raises(DataError, match="restart it with --sound"):
         Decoder(WINDOW).decode(sound())
 
 

@@ -36,7 +36,7 @@ class Site:
         self.now = 1_000_000_000.0
         self.history = History()
         self.watch = InputsWatch(
-            self.history, file, tell=self.told.append, begin=lambda work: work(), now=lambda: self.now
+            self.history, file, on_change=self.told.append, run_in_background=lambda work: work(), now=lambda: self.now
         )
         self.predictor = Predictor()
         self.predictor.observe(self.history)

@@ -24,10 +24,10 @@ class Seen:
         self.observations = []
         self.pairs = []
 
-    def see(self, observation):
+    def on_answer(self, observation):
         self.observations.append(observation)
 
-    def see_switch(self, pair):
+    def on_switch(self, pair):
         self.pairs.append(pair)
 
 

@@ -51,7 +51,7 @@ def test_a_new_head_takes_over(serve, bundles, tmp_path):
     site = serve(StatePair(state))
     before = site.classify(png(square("red")))
     fit_squares(bundles[0], state / "head", tmp_path / "cache", head="ridge", seed=3)
-    assert site.service.watch.look() or True  # the thread of the service may have been first
+    assert site.service.watch.reload_if_changed() or True  # the thread of the service may have been first
     after = site.classify(png(square("red")))
     assert (before["head"], after["head"]) == ("lr", "ridge")
     assert before["bundle"] == after["bundle"]
@@ -65,11 +65,11 @@ def test_a_head_that_is_damaged_changes_nothing_until_it_is_mended(serve, bundle
     card = state / "head" / saved.CARD
     good = card.read_bytes()
     card.write_bytes(b"{}")
-    assert site.service.watch.look() is False
+    assert site.service.watch.reload_if_changed() is False
     assert site.service.watch.problem
     assert site.classify(png(square("red")))["head_id"] == before["head_id"]
     card.write_bytes(good)
-    site.service.watch.look()
+    site.service.watch.reload_if_changed()
     assert not site.service.watch.problem
 
 
@@ -83,13 +83,13 @@ def test_a_release_is_never_answered_by_a_mixed_pair(serve, bundles, tmp_path):
     new = installed.staged(opened, state / "bundles")
     before = site.classify(png(square("red")))
     saved.adopt(new_head, state / "head", new.fingerprints)
-    site.service.watch.look()
+    site.service.watch.reload_if_changed()
     between = site.classify(png(square("red")))
     assert {name: between[name] for name in ("bundle", "head_id", "probabilities")} == {
         name: before[name] for name in ("bundle", "head_id", "probabilities")
     }
     installed.switch(new, state / "bundles")
-    site.service.watch.look()
+    site.service.watch.reload_if_changed()
     after = site.classify(png(square("red")))
     assert (before["bundle"], after["bundle"]) == (old.id[:12], new.id[:12])
     assert after["head_id"] != before["head_id"]
@@ -149,10 +149,10 @@ def check_whole_pairs(serve, bundles, tmp_path, changes, requests):
         head = heads[2 * number + turn % 2]
         staged = installed.staged(installed.open_bundle(bundles[number]), state / "bundles")
         saved.adopt(head, state / "head", staged.fingerprints)
-        site.service.watch.look()
+        site.service.watch.reload_if_changed()
         if turn % 2 == 0:
             installed.switch(staged, state / "bundles")
-        site.service.watch.look()
+        site.service.watch.reload_if_changed()
         asking.wait_for(requests * (turn + 1) // changes)
     asking.end()
     assert asking.failures == []

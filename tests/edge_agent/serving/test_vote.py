@@ -15,13 +15,13 @@ class Seen:
         self.confirmed = 0
         self.pairs = []
 
-    def see_state(self, state, *, is_change):
+    def on_state(self, state, *, is_change):
         if is_change:
             self.changes.append((state.text, state.since))
         else:
             self.confirmed += 1
 
-    def see_pair(self, pair):
+    def on_pair(self, pair):
         self.pairs.append(pair)
 
 
@@ -43,7 +43,7 @@ def test_so_many_equal_answers_change_what_holds(count, texts, changes):
     seen = Seen()
     vote.observe(seen)
     for observation in observed(*texts):
-        vote.see(observation)
+        vote.on_answer(observation)
     assert seen.changes == changes
 
 
@@ -52,7 +52,7 @@ def test_an_answer_that_agrees_keeps_the_time_of_the_change():
     seen = Seen()
     vote.observe(seen)
     for observation in observed(*"aabaa"):
-        vote.see(observation)
+        vote.on_answer(observation)
     assert (vote.state.text, vote.state.since) == ("a", 1.0)
     assert seen.confirmed == 2
 
@@ -62,8 +62,8 @@ def test_votes_for_a_pair_before_do_not_count_for_the_next():
     seen = Seen()
     vote.observe(seen)
     first, second = observed("a", "a")
-    vote.see(first)
-    vote.see_switch("pair")
-    vote.see(second)
+    vote.on_answer(first)
+    vote.on_switch("pair")
+    vote.on_answer(second)
     assert seen.changes == []
     assert seen.pairs == ["pair"]

@@ -22,7 +22,7 @@ from edge_agent.data.pictures import image_type
 from edge_agent.personal.personalizer import load_bundle
 from edge_agent.serving.corrections import Corrections, FitState
 from edge_agent.serving.history import History
-from edge_agent.serving.http_api.page import content_policy
+from edge_agent.serving.http_api.page import content_security_policy
 from edge_agent.serving.pair import Pair
 from edge_agent.serving.pair_source import StatePair
 from edge_agent.serving.refit import Refit
@@ -180,7 +180,7 @@ def test_the_page_runs_its_own_script_alone(site):
     status, raw, headers = site.ask("GET", "/")
     assert (status, headers["content-type"]) == (200, "text/html; charset=utf-8")
     policy = headers["content-security-policy"]
-    assert policy == content_policy(raw.decode())
+    assert policy == content_security_policy(raw.decode())
     assert "default-src 'none'" in policy
     assert "unsafe" not in policy
 
@@ -209,7 +209,7 @@ def test_a_correction_on_the_page_becomes_a_sample_and_a_new_head(device, state)
             view.page.click("#make")
             view.page.locator("#state", has_text="brick").wait_for()
             wait_for(lambda: device.service.corrections.status.state is FitState.FITTED)
-            device.service.watch.look()
+            device.service.watch.reload_if_changed()
             view.page.locator("#label option[value=brick]").wait_for(state="attached")
             assert view.troubles == []
     after = device.classify(png(square("red", 90)))
@@ -271,7 +271,7 @@ def test_a_sample_of_the_page_is_the_sample_of_the_file(device, state, tmp_path)
         (b"{", 400, "the body is invalid JSON"),
         (b"{}", 400, "number: is missing"),
         (b'{"number": 1, "label": ""}', 400, "label"),
-        (b'{"number": 7, "label": "red"}', 400, "answer 7 is not kept any more"),
+        (b'{"number": 7, "label": "red"}', 400, "answer 7 is no longer kept"),
         (b'{"number": 1, "label": "a\\u0007b"}', 400, "control character"),
     ],
 )

@@ -13,7 +13,7 @@ import pytest
 from serving_site import TOKEN, png, settings_for_tests, square
 
 from edge_agent.core.errors import UsageError
-from edge_agent.serving.http_api.access import Guard, host_name, own_token
+from edge_agent.serving.http_api.access import Guard, host_name, load_or_create_token
 from edge_agent.serving.http_api.messages import Access, Route, error_response, json_response
 from edge_agent.serving.http_api.server import BodyBudget, HttpLimits, HttpServer, _TimedReader
 from edge_agent.serving.service import HttpSettings, Service
@@ -306,12 +306,12 @@ def test_the_name_in_a_host_header(header, name):
 
 def test_a_token_is_made_once_and_is_its_owners_alone(tmp_path):
     path = tmp_path / "serve" / "token"
-    token = own_token(path)
-    assert own_token(path) == token
+    token = load_or_create_token(path)
+    assert load_or_create_token(path) == token
     assert path.stat().st_mode & 0o077 == 0
     path.write_text("short")
     with pytest.raises(Exception, match="too short"):
-        own_token(path)
+        load_or_create_token(path)
 
 
 # --- addresses --------------------------------------------------------------------------------------------------------

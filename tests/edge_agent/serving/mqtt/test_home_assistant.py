@@ -120,12 +120,15 @@ def test_home_assistant_that_starts_later_finds_everything(broker, serve):
 
 
 def test_the_page_names_the_entities_that_there_are():
-    from edge_agent.serving.mqtt.discovery import Described, discovery_message
+    from edge_agent.serving.mqtt.discovery import DeviceDescription, discovery_message
     from edge_agent.serving.mqtt.topics import AnswerTopics
 
     named = set(re.findall(r"`((?:binary_)?sensor\.porch_\w+|image\.porch_\w+)`", PAGE))
     there = set()
-    for described in (Described("Porch", ("cat",), has_image=True), Described("Porch", (), is_score=True)):
+    for described in (
+        DeviceDescription("Porch", ("cat",), has_image=True),
+        DeviceDescription("Porch", (), is_score=True),
+    ):
         components = discovery_message(AnswerTopics("porch"), described)["components"]
         there |= {component["default_entity_id"] for component in components.values()}
     assert named == there

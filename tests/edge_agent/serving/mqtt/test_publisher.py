@@ -11,8 +11,8 @@ from serving_site import png, square
 
 from edge_agent.core.errors import BrokerAway
 from edge_agent.serving.answer import ClassAnswer, NumberAnswer, PairId
-from edge_agent.serving.mqtt.discovery import UNKNOWN, Described, discovery_message
-from edge_agent.serving.mqtt.publisher import Publisher, forget, state_message, will_of
+from edge_agent.serving.mqtt.discovery import UNKNOWN, DeviceDescription, discovery_message
+from edge_agent.serving.mqtt.publisher import Publisher, offline_will, remove_device, state_message
 from edge_agent.serving.mqtt.topics import AnswerTopics
 from edge_agent.serving.pair import Pair
 from edge_agent.serving.vote import State
@@ -69,8 +69,8 @@ def broker():
 
 @pytest.fixture
 def publisher(broker, time, bundle, head):
-    result = Publisher(broker, TOPICS, Described("Porch", (), has_image=True), lambda: time.now)
-    result.see_pair(Pair.open(bundle, head))
+    result = Publisher(broker, TOPICS, DeviceDescription("Porch", (), has_image=True), lambda: time.now)
+    result.on_pair(Pair.open(bundle, head))
     return result
 
 
@@ -94,8 +94,8 @@ def connect(publisher, broker):
 
 
 def test_a_connection_hears_everything_in_the_order_that_home_assistant_needs(publisher, broker):
-    publisher.see(observation())
-    publisher.see_state(state(), is_change=True)
+    publisher.on_answer(observation())
+    publisher.on_state(state(), is_change=True)
     connect(publisher, broker)
     assert [(topic, retain) for topic, _, retain in broker.published] == [
         (CONFIG, True),
@@ -105,21 +105,21 @@ def test_a_connection_hears_everything_in_the_order_that_home_assistant_needs(pu
 
 
 def test_nothing_is_published_while_there_is_no_connection(publisher, broker):
-    publisher.see_state(state(), is_change=True)
+    publisher.on_state(state(), is_change=True)
     publisher.step(0)
     connect(publisher, broker)
     broker.topics()
     broker.events.append(Disconnected("gone", 1.0))
     publisher.step(0)
-    publisher.see_state(state("green"), is_change=True)
+    publisher.on_state(state("green"), is_change=True)
     publisher.step(0)
     assert broker.topics() == []
 
 
 @pytest.mark.parametrize("event", [Connected(2), Message("homeassistant/status", b"online")])
 def test_after_a_new_start_of_broker_or_home_assistant_all_is_said_again(publisher, broker, event):
-    publisher.see(observation())
-    publisher.see_state(state(), is_change=True)
+    publisher.on_answer(observation())
+    publisher.on_state(state(), is_change=True)
     connect(publisher, broker)
     broker.topics()
     broker.events.append(event)
@@ -128,8 +128,8 @@ def test_after_a_new_start_of_broker_or_home_assistant_all_is_said_again(publish
 
 
 def test_a_state_is_said_again_after_a_description_which_home_assistant_takes_in_its_own_time(publisher, broker, time):
-    publisher.see(observation())
-    publisher.see_state(state(), is_change=True)
+    publisher.on_answer(observation())
+    publisher.on_state(state(), is_change=True)
     connect(publisher, broker)
     assert TOPICS.state in broker.topics()
     for later, is_said in ((1.0, False), (2.0, True), (3.0, False), (10.0, True), (11.0, False)):
@@ -149,16 +149,16 @@ def test_other_messages_cause_nothing(publisher, broker):
 
 def test_only_changes_are_published_until_the_state_would_expire(publisher, broker, time):
     connect(publisher, broker)
-    publisher.see(observation())
-    publisher.see_state(state(), is_change=True)
+    publisher.on_answer(observation())
+    publisher.on_state(state(), is_change=True)
     for second in (0.0, 2.0, 10.0):  # what follows a description
         time.now = second
         publisher.step(0)
     broker.topics()
     for second in range(11, 100):
         time.now = float(second)
-        publisher.see(observation())
-        publisher.see_state(state(), is_change=False)
+        publisher.on_answer(observation())
+        publisher.on_state(state(), is_change=False)
         publisher.step(0)
     assert broker.topics() == []
     time.now = 110.0
@@ -168,16 +168,16 @@ def test_only_changes_are_published_until_the_state_would_expire(publisher, brok
 
 def test_without_answers_the_device_is_offline_until_one_comes(publisher, broker, time):
     connect(publisher, broker)
-    publisher.see(observation())
-    publisher.see_state(state(), is_change=True)
+    publisher.on_answer(observation())
+    publisher.on_state(state(), is_change=True)
     publisher.step(0)
     broker.topics()
     time.now = 301.0
     publisher.step(0)
     assert broker.published == [(TOPICS.availability, b"offline", True)]
     broker.topics()
-    publisher.see(observation())
-    publisher.see_state(state(), is_change=False)
+    publisher.on_answer(observation())
+    publisher.on_state(state(), is_change=False)
     publisher.step(0)
     assert broker.topics() == [TOPICS.availability, TOPICS.state]
 
@@ -194,8 +194,8 @@ def test_a_new_class_is_described_before_it_is_a_state(publisher, broker, bundle
     inputs = np.stack([square(shown[label], number) for number, label in enumerate(labels)])
     personal = Personalizer.open(bundle_path, cache=tmp_path / "cache")
     personal.fit(inputs, np.array(labels), head="lr", own_classes=True).save(tmp_path / "four")
-    publisher.see_pair(Pair.open(bundle, tmp_path / "four"))
-    publisher.see_state(state(), is_change=True)
+    publisher.on_pair(Pair.open(bundle, tmp_path / "four"))
+    publisher.on_state(state(), is_change=True)
     publisher.step(0)
     described = json.loads(broker.published[0][1])
     assert "brick" in described["components"]["answer"]["options"]
@@ -205,7 +205,7 @@ def test_a_new_class_is_described_before_it_is_a_state(publisher, broker, bundle
 def test_the_same_classes_are_not_described_again(publisher, broker, bundle, head):
     connect(publisher, broker)
     broker.topics()
-    publisher.see_pair(Pair.open(bundle, head))
+    publisher.on_pair(Pair.open(bundle, head))
     publisher.step(0)
     assert broker.topics() == []
 
@@ -214,8 +214,8 @@ def test_the_last_image_goes_out_with_the_state(publisher, broker):
     connect(publisher, broker)
     broker.topics()
     picture = png(square("red"))
-    publisher.see(observation(picture))
-    publisher.see_state(state(), is_change=True)
+    publisher.on_answer(observation(picture))
+    publisher.on_state(state(), is_change=True)
     publisher.step(0)
     assert broker.published[-1][:2] == (TOPICS.image, picture)
 
@@ -224,7 +224,7 @@ def test_changed_inputs_are_published_once(publisher, broker):
     connect(publisher, broker)
     broker.topics()
     for have_changed in (False, True, True):
-        publisher.see_inputs(have_changed)
+        publisher.on_inputs(have_changed)
         publisher.step(0)
     assert [(topic, payload) for topic, payload, _ in broker.published if topic == TOPICS.inputs] == [
         (TOPICS.inputs, b"OFF"),
@@ -241,7 +241,7 @@ def test_at_the_end_it_is_offline(publisher, broker):
 
 
 def test_the_last_will_is_offline_and_retained():
-    will = will_of(TOPICS)(1)
+    will = offline_will(TOPICS)(1)
     assert (will.topic, will.payload, will.retain) == (TOPICS.availability, b"offline", True)
 
 
@@ -249,10 +249,10 @@ def test_the_last_will_is_offline_and_retained():
 
 
 DESCRIBED = [
-    Described("Porch", ("cat", "dog")),
-    Described("Porch", ("cat", "dog"), has_image=True, page="http://10.0.0.5:8480/"),
-    Described("Porch", ()),
-    Described("Porch", (), is_score=True),
+    DeviceDescription("Porch", ("cat", "dog")),
+    DeviceDescription("Porch", ("cat", "dog"), has_image=True, page="http://10.0.0.5:8480/"),
+    DeviceDescription("Porch", ()),
+    DeviceDescription("Porch", (), is_score=True),
 ]
 
 
@@ -283,7 +283,9 @@ def test_the_classes_and_unknown_are_the_options():
 
 
 def test_a_state_is_always_one_of_the_options():
-    described = discovery_message(TOPICS, Described("Porch", ("red", "green")))["components"]["answer"]["options"]
+    described = discovery_message(TOPICS, DeviceDescription("Porch", ("red", "green")))["components"]["answer"][
+        "options"
+    ]
     for given in (state("red"), state("green"), state("red", is_unknown=True)):
         assert state_message(given)["class"] in described
 
@@ -307,7 +309,7 @@ def test_numbers_and_anomalies():
 
 def test_a_forgotten_device_leaves_no_retained_message(broker):
     broker.events = [None, Connected(1)]
-    forget(broker, TOPICS, 30, iter(range(100)).__next__)
+    remove_device(broker, TOPICS, 30, iter(range(100)).__next__)
     assert {(topic, payload, retain) for topic, payload, retain in broker.published} == {
         (topic, b"", True) for topic in (CONFIG, TOPICS.availability, TOPICS.inputs, TOPICS.image)
     }
@@ -316,7 +318,7 @@ def test_a_forgotten_device_leaves_no_retained_message(broker):
 
 def test_a_broker_that_is_away_is_said_and_nothing_is_removed(broker):
     with pytest.raises(BrokerAway, match="has not answered within 30 s; nothing was removed"):
-        forget(broker, TOPICS, 30, iter(range(0, 1000, 10)).__next__)
+        remove_device(broker, TOPICS, 30, iter(range(0, 1000, 10)).__next__)
     assert broker.published == []
     assert broker.is_closed
 

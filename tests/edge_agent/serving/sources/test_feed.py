@@ -12,7 +12,7 @@ from edge_agent.core.errors import DataError, SourceEnded, SourceLost
 from edge_agent.serving.inputs import Decoder
 from edge_agent.serving.pair import Pair
 from edge_agent.serving.predictor import Predictor
-from edge_agent.serving.service import Device, Service, Ways
+from edge_agent.serving.service import Device, IoSettings, Service
 from edge_agent.serving.sources import loop as module
 from edge_agent.serving.sources.feed import FROZEN_AFTER, Feed
 from edge_agent.serving.sources.source import Frame
@@ -23,7 +23,7 @@ WAIT_S = 30
 class Scripted:
     """A source that does what a test says: frames, losses, and nothing more in the end."""
 
-    are_all_wanted = True
+    needs_every_frame = True
     name = "script"
 
     def __init__(self, *steps):
@@ -59,10 +59,10 @@ class Seen:
     def __init__(self):
         self.answers = queue.SimpleQueue()
 
-    def see(self, observation):
+    def on_answer(self, observation):
         self.answers.put((observation.source, observation.answer.label))
 
-    def see_switch(self, pair):
+    def on_switch(self, pair):
         pass
 
 
@@ -145,7 +145,9 @@ def test_a_frame_that_is_no_input_is_counted_and_the_next_is_answered(run):
 def test_the_page_and_the_metrics_show_sources(source):
     from serving_site import Site, settings_for_tests
 
-    service = Service(source, settings_for_tests(), Device(), Ways(sources=(Scripted(picture("red")),), every_s=0.0))
+    service = Service(
+        source, settings_for_tests(), Device(), IoSettings(sources=(Scripted(picture("red")),), every_s=0.0)
+    )
     service.start()
     try:
         site = Site(service)

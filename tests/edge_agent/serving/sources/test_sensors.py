@@ -19,9 +19,9 @@ from edge_agent.personal.personalizer import Personalizer, load_bundle
 from edge_agent.serving.mqtt.topics import AnswerTopics
 from edge_agent.serving.pair import Pair
 from edge_agent.serving.predictor import Predictor
-from edge_agent.serving.sources.choose import Subscriptions, sensor_of, topic_of
-from edge_agent.serving.sources.mqtt_in import MqttLines, MqttSource
-from edge_agent.serving.sources.samples import MOST_LINE_BYTES, LineReader, PlayedAt, StreamLines
+from edge_agent.serving.sources.choose import Subscriptions, create_sensor_source, create_topic_source
+from edge_agent.serving.sources.mqtt_in import MqttLineSource, MqttSource
+from edge_agent.serving.sources.samples import MOST_LINE_BYTES, LineReader, PlaybackSchedule, StreamLineSource
 from edge_agent.serving.sources.sensor_feed import SensorFeed
 from edge_agent.wire.transport import Connected, Disconnected, Message
 
@@ -84,11 +84,11 @@ class Watcher:
         self.inputs = []
         self.sources = []
 
-    def see(self, observation):
+    def on_answer(self, observation):
         self.inputs.append(observation.inputs[0])
         self.sources.append(observation.source)
 
-    def see_switch(self, pair):
+    def on_switch(self, pair):
         pass
 
 
@@ -208,9 +208,9 @@ def test_a_sample_may_be_separated_in_several_ways(line, expected):
 @pytest.mark.parametrize(
     "line, mistake",
     [
-        (b"1,nan\n", "holds '1 nan'; expected numbers alone"),
-        (b"1,inf\n", "expected numbers alone"),
-        (b"1,\xff\n", "expected numbers alone"),
+        (b"1,nan\n", "holds '1 nan'; expected only numbers"),
+        (b"1,inf\n", "expected only numbers"),
+        (b"1,\xff\n", "expected only numbers"),
         (b"1,2,3\n", "line 2 has 3 values, the lines before 2"),
         (b"1," * MOST_LINE_BYTES, "line 2 has more than 65536 bytes"),
     ],
@@ -225,7 +225,7 @@ def test_lines_that_are_no_samples(line, mistake):
 def test_a_pipe_is_read_as_it_is_written_and_its_end_is_the_end(tmp_path):
     path = tmp_path / "pipe"
     os.mkfifo(path)
-    lines = StreamLines(path)
+    lines = StreamLineSource(path)
     lines.open()
     assert lines.read(0.01) is None
     with path.open("w", encoding="ascii") as writer:
@@ -240,16 +240,16 @@ def test_a_pipe_is_read_as_it_is_written_and_its_end_is_the_end(tmp_path):
 
 
 def test_a_file_that_cannot_be_read_is_said(tmp_path):
-    lines = StreamLines(tmp_path / "gone")
+    lines = StreamLineSource(tmp_path / "gone")
     lines.open()
     with pytest.raises(SourceLost, match="cannot be read"):
         lines.read(WAIT_S)
 
 
 def test_a_recording_is_played_at_its_speed():
-    due = PlayedAt(10.0, None)
+    due = PlaybackSchedule(10.0, None)
     assert [due(line) for line in (b"time,x\n", b"5.0,1\n", b"5.5,1\n", b"oops\n", b"7.0,1\n")] == [0, 0, 0.05, 0, 0.2]
-    by_rate = PlayedAt(2.0, 50.0)
+    by_rate = PlaybackSchedule(2.0, 50.0)
     assert [by_rate(b"1,2\n") for _ in range(3)] == [0.0, 0.01, 0.02]
 
 
@@ -296,34 +296,34 @@ def test_the_newest_message_of_a_topic_is_answered_and_retained_ones_are_not():
 
 def test_lines_of_messages_are_samples():
     transport = Transport(Message("imu", b"1,2\n3,4"), Message("imu", b""), Message("imu", b"5,6\n"))
-    lines = MqttLines(transport, "imu")
+    lines = MqttLineSource(transport, "imu")
     lines.open()
     assert [lines.read(0.1) for _ in range(4)] == [b"1,2", b"3,4", None, b"5,6"]
     transport.events = [Message("imu", b"1\n" * 20_001)]
-    with pytest.raises(SourceLost, match="at most 20000 are taken"):
+    with pytest.raises(SourceLost, match="at most 20000 are accepted"):
         lines.read(0.1)
 
 
 def test_what_cannot_be_is_said_at_the_start(tmp_path):
     nowhere = Subscriptions(None)
     with pytest.raises(UsageError, match="name the broker with --mqtt"):
-        topic_of("cam", nowhere)
+        create_topic_source("cam", nowhere)
     with pytest.raises(UsageError, match="expected -, mqtt:TOPIC"):
-        sensor_of(str(tmp_path / "none"), None, None, nowhere)
+        create_sensor_source(str(tmp_path / "none"), None, None, nowhere)
     here = Subscriptions(BrokerConfig(url="mqtt://127.0.0.1:1"), AnswerTopics("porch").published)
     with pytest.raises(UsageError, match="the topic is empty"):
-        sensor_of("mqtt:", None, None, here)
-    assert sensor_of("mqtt:imu", None, None, here).name == "mqtt imu"
-    assert sensor_of("-", None, None, nowhere).name == "sensor"
-    assert topic_of("cam", here).name == "mqtt cam"
-    assert topic_of("headwater-answers/garden/image", here).name == "mqtt headwater-answers/garden/image"
+        create_sensor_source("mqtt:", None, None, here)
+    assert create_sensor_source("mqtt:imu", None, None, here).name == "mqtt imu"
+    assert create_sensor_source("-", None, None, nowhere).name == "sensor"
+    assert create_topic_source("cam", here).name == "mqtt cam"
+    assert create_topic_source("headwater-answers/garden/image", here).name == "mqtt headwater-answers/garden/image"
 
 
 @pytest.mark.parametrize("topic", ["#", "+/+/image", "headwater-answers/porch/image", "homeassistant/device/#"])
 def test_a_device_does_not_answer_its_own_answers(topic):
     here = Subscriptions(BrokerConfig(url="mqtt://127.0.0.1:1"), AnswerTopics("porch").published)
     with pytest.raises(UsageError, match="would answer its own answers; name another topic"):
-        topic_of(topic, here)
+        create_topic_source(topic, here)
 
 
 def test_a_stream_that_was_interrupted_goes_on_with_its_columns_and_a_new_window(pair):
@@ -358,7 +358,7 @@ def test_a_serial_device_is_read_line_by_line():
     """A pseudo-terminal is what a serial port is to a program."""
     controller, device = os.openpty()
     tty.setraw(device)
-    lines = StreamLines(Path(os.ttyname(device)))
+    lines = StreamLineSource(Path(os.ttyname(device)))
     lines.open()
     os.write(controller, b"1,2\n3,")
     assert lines.read(WAIT_S) == b"1,2\n"

@@ -18,11 +18,11 @@ from serving_site import png, square
 from edge_agent.core.errors import MissingCapability, SourceLost, UsageError
 from edge_agent.core.storage import read_regular
 from edge_agent.serving.sources.capture import CaptureSource
-from edge_agent.serving.sources.choose import camera_of, folder_of
+from edge_agent.serving.sources.choose import create_camera_source, create_folder_source
 from edge_agent.serving.sources.folder import FolderSource
 from edge_agent.serving.sources.rpicam import JpegSplitter, RpicamSource
 from edge_agent.serving.sources.snapshot import SnapshotSource
-from edge_agent.serving.sources.source import Frame, Newest
+from edge_agent.serving.sources.source import Frame, NewestFrame
 
 WAIT_S = 30
 IMAGES = [png(square(label, number, size=24), "JPEG") for number, label in enumerate(("red", "green", "blue") * 3)]
@@ -278,7 +278,7 @@ def test_an_endless_answer_ends(web, monkeypatch):
         for _ in range(100):
             handler.wfile.write(b"x" * 10_000)
 
-    with pytest.raises(SourceLost, match="this is no picture"):
+    with pytest.raises(SourceLost, match="this is not a picture"):
         SnapshotSource(web(answer)).read(1)
 
 
@@ -403,32 +403,32 @@ def test_a_folder_that_goes_is_lost_and_keeps_what_was_given(tmp_path):
     ],
 )
 def test_cameras_by_their_text(text, name):
-    assert camera_of(text).name == name
+    assert create_camera_source(text).name == name
 
 
 def test_auto_is_the_ribbon_cable_where_its_program_is(rpicam, monkeypatch, tmp_path):
     rpicam("pass")
-    assert camera_of("auto").name == "rpicam:0"
+    assert create_camera_source("auto").name == "rpicam:0"
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
-    assert camera_of("auto").name == "camera:0"
+    assert create_camera_source("auto").name == "camera:0"
 
 
 @pytest.mark.parametrize("text", ["webcam", "rpicam:x", ""])
 def test_texts_that_name_no_camera(text):
     with pytest.raises(UsageError, match="expected"):
-        camera_of(text)
+        create_camera_source(text)
 
 
 def test_a_folder_that_is_not_there(tmp_path):
-    with pytest.raises(UsageError, match="make it first"):
-        folder_of(tmp_path / "nothing")
+    with pytest.raises(UsageError, match="create it first"):
+        create_folder_source(tmp_path / "nothing")
 
 
 # --- the place of the newest ---
 
 
 def test_older_frames_are_dropped_and_counted():
-    newest = Newest()
+    newest = NewestFrame()
     for number in range(3):
         newest.put(Frame(bytes([number])))
     assert newest.take(0) == Frame(b"\x02")

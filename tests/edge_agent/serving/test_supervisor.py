@@ -1,4 +1,4 @@
-"""Answers beside the agent: a process that is there while the agent is, whatever happens to it."""
+"""The serving process that the agent supervises: it runs while the agent does, whatever happens to it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import threading
 import pytest
 from serving_site import fill_state, png, square
 
-from edge_agent.agent.app import _answers_beside
+from edge_agent.agent.app import _start_serving
 from edge_agent.cli.where import config_of_folder
 from edge_agent.core.config import AgentConfig, ServeConfig, load
-from edge_agent.serving import beside
-from edge_agent.serving.beside import AnswersBeside
+from edge_agent.serving import supervisor
+from edge_agent.serving.supervisor import ServingSupervisor
 
 RED = png(square("red"))
 
@@ -36,8 +36,8 @@ def config(bundle_path, tmp_path):
 
 @pytest.fixture
 def answers(config, monkeypatch):
-    monkeypatch.setattr(beside, "FIRST_PAUSE_S", 0.02)
-    running = AnswersBeside(config)
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.02)
+    running = ServingSupervisor(config)
     running.start()
     yield running
     running.close()
@@ -74,7 +74,7 @@ def test_it_answers_again_after_it_was_killed_and_ends_with_the_agent(answers, c
 
 
 def test_an_agent_without_the_table_starts_nothing(config):
-    assert _answers_beside(config.model_copy(update={"serve": None})) is None
+    assert _start_serving(config.model_copy(update={"serve": None})) is None
 
 
 def test_the_table_of_the_file_is_read_with_paths_that_count_from_it(tmp_path):

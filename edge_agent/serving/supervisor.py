@@ -1,7 +1,8 @@
-"""Answers beside the agent: a process of its own, which the agent starts, and starts again when it ends.
+"""Runs serving as a child process of the agent, and restarts it when it ends.
 
-Training and fits of the agent take a processor's time and memory, and may fail; answers come from another process, so
-that they go on. The process watches the state folder, takes over what the agent puts in use, and ends with the agent.
+Training and fitting take processor time and memory, and may fail. Answers come from a process of their own, so that
+they continue meanwhile. The process watches the state folder, switches to each pair that the agent puts in use, and
+ends with the agent.
 """
 
 from __future__ import annotations
@@ -24,23 +25,23 @@ from ..core.logs import TEXT
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE_S = 1.0
-"""Seconds before a process that has ended is started again for the first time; the pauses double from then on."""
+"""Seconds before the first restart of a process that has ended; each further pause is twice as long."""
 
 LONGEST_PAUSE_S = 60.0
-"""The longest of these pauses."""
+"""The longest of these pauses, in seconds."""
 
 _STEADY_S = 60.0
-"""A process that has run for so long begins again with the first pause."""
+"""Seconds after which a process counts as healthy: if it ends later, the pauses start from the first one again."""
 
-_END_S = 5.0
-"""Seconds that the process has to end before it is killed."""
+_EXIT_LIMIT_S = 5.0
+"""Seconds that the process has to exit before it is killed."""
 
 
-class AnswersBeside:
-    """Keeps the process while the agent runs."""
+class ServingSupervisor:
+    """Keeps the serving process running until it is closed."""
 
     def __init__(self, config: AgentConfig) -> None:
-        """Prepare; nothing is started before `start`. ``config``: that of the agent, which has ``[serve]``."""
+        """Create the supervisor; no process runs before `start`. ``config``: the agent's, with ``[serve]``."""
         self._config = config
         self._stop = threading.Event()
         self._child: Child | None = None
@@ -57,36 +58,37 @@ class AnswersBeside:
         if child is not None:
             child.terminate()
         if self._thread.is_alive():
-            self._thread.join(2 * _END_S)
+            self._thread.join(2 * _EXIT_LIMIT_S)
 
     def _run(self) -> None:
+        """Run the process again and again, with growing pauses, until `close` is called."""
         pause_s = FIRST_PAUSE_S
         while not self._stop.is_set():
-            started = threading.Event()
-            timer = threading.Timer(_STEADY_S, started.set)
+            has_been_steady = threading.Event()
+            timer = threading.Timer(_STEADY_S, has_been_steady.set)
             timer.start()
             reason = self._run_once()
             timer.cancel()
             if self._stop.is_set():
                 return
-            pause_s = FIRST_PAUSE_S if started.is_set() else min(2 * pause_s, LONGEST_PAUSE_S)
+            pause_s = FIRST_PAUSE_S if has_been_steady.is_set() else min(2 * pause_s, LONGEST_PAUSE_S)
             log.warning("answers_ended reason=%s again_in_s=%.0f", reason, pause_s)
             self._stop.wait(pause_s)
 
     def _run_once(self) -> str:
-        """Run the process until its end, and return how it ended."""
+        """Run the process until it ends, and return how it ended, for the log."""
         try:
             child = Child(function_command(__name__, main.__name__), streams=Streams(output=None, errors=None))
         except OSError as error:
             return f"it cannot be started: {error}"
         self._child = child
         try:
-            question = {"config": self._config.model_dump(mode="json"), "parent": os.getpid()}
-            child.write_input(json.dumps(question).encode())
+            request = {"config": self._config.model_dump(mode="json"), "parent": os.getpid()}
+            child.write_input(json.dumps(request).encode())
             while child.is_running:
                 if self._stop.wait(0.2):
                     child.terminate()
-                    child.wait_or_kill(_END_S)
+                    child.wait_or_kill(_EXIT_LIMIT_S)
             return f"code {child.wait()}"
         except (OSError, subprocess.SubprocessError) as error:
             return str(error)
@@ -96,10 +98,10 @@ class AnswersBeside:
 
 
 def main() -> None:
-    """Run as the child of `AnswersBeside`: the agent's configuration comes as JSON on stdin."""
-    question: dict[str, Any] = json.load(sys.stdin)
-    end_with(question["parent"])
-    config = AgentConfig.model_validate(question["config"])
+    """Run as the child of `ServingSupervisor`. The agent's configuration comes as JSON on stdin."""
+    request: dict[str, Any] = json.load(sys.stdin)
+    end_with(request["parent"])
+    config = AgentConfig.model_validate(request["config"])
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=TEXT)
     limit_threads(None)
     try:
@@ -109,16 +111,18 @@ def main() -> None:
         sys.exit(error.exit_code)
 
 
-def _serve(config: AgentConfig, wanted: ServeConfig) -> None:
-    """Answer from the pair in use until SIGTERM."""
+def _serve(config: AgentConfig, serve_config: ServeConfig) -> None:
+    """Answer with the pair in use until SIGTERM."""
     from .pair_source import StatePair
     from .service import Device, Service, serving
-    from .settings import http_settings, ways_of
+    from .settings import http_settings, io_settings
 
-    settings = http_settings(wanted, wanted.token_file or config.state / "serve" / "token")
+    settings = http_settings(serve_config, serve_config.token_file or config.state / "serve" / "token")
 
-    def show(service: Service) -> None:
+    def log_address(service: Service) -> None:
         log.info("answers_at url=%s", settings.url(service.http.port))
 
-    with stop_on_signals() as stop, serving(StatePair(config.state), settings, Device(config), ways_of(wanted), show):
+    source = StatePair(config.state)
+    io = io_settings(serve_config)
+    with stop_on_signals() as stop, serving(source, settings, Device(config), io, log_address):
         stop.wait()
