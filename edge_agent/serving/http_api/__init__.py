@@ -1,6 +1,6 @@
-"""How the personal model is asked over HTTP: a small server, and the routes that it has. No route computes anything.
+"""The HTTP server for answers, corrections and metrics: a small server, and its routes. No route computes anything.
 
-Read in this order: `messages` (requests, responses, and the contract of routes), `access` (who may ask), `server`
-(bytes to requests and back, under limits of size, time and number), then the routes: `classify`,
-`open_inference`, `health`, `metrics` and `page`.
+Read in this order: `messages` (requests, responses, and the contract of routes), `access` (the token, and which
+requests are allowed), `certificate` (TLS), `server` (parses requests and sends responses, with limits of size, time and
+number), then the routes: `classify`, `open_inference`, `health`, `metrics` and `page`.
 """

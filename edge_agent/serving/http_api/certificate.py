@@ -1,7 +1,7 @@
-"""The certificate by which the server proves who it is; a renewed one is taken without a restart.
+"""The TLS certificate of the server. A renewed one is loaded without a restart.
 
-The certificate by which a device is enrolled cannot serve here. The federation's authority issues it for clients alone,
-so that no device can pose as a server to the others.
+The certificate that a device gets by enrolment cannot be used here: the federation's authority issues it for clients
+only, so that no device can impersonate a server.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ log = logging.getLogger(__name__)
 
 
 class ServerCertificate:
-    """A certificate with its key, in files that others renew."""
+    """A certificate and its key, in files that another program may renew."""
 
     def __init__(self, cert: Path, key: Path | None) -> None:
         """Load the files.
 
         Args:
-            cert: The certificate and those of its authorities, as PEM.
-            key: Its private key, as PEM; None: it is in ``cert``.
+            cert: PEM file with the certificate and those of its authorities.
+            key: PEM file with the private key; None: it is in ``cert``.
 
         Raises:
-            UsageError: They cannot be read, or do not belong together.
+            UsageError: A file cannot be read, or certificate and key do not belong together.
         """
         self._cert = cert
         self._key = key
         self._lock = threading.Lock()
         try:
-            self._marks = self._look()
+            self._versions = self._file_versions()
             self._context = self._load()
         except OSError as error:  # ssl.SSLError is one
             raise UsageError(
@@ -41,28 +41,33 @@ class ServerCertificate:
             ) from error
 
     def context(self) -> ssl.SSLContext:
-        """Return the context for a new connection.
+        """Return the TLS context for a new connection.
 
-        Files that have changed since the last call are loaded first. If they cannot be, the certificate before stays.
+        Files that have changed since the last call are loaded first. If that fails, the previous certificate is used.
         """
         with self._lock:
             try:
-                marks = self._look()
-                if marks != self._marks:
+                versions = self._file_versions()
+                if versions != self._versions:
                     self._context = self._load()
-                    self._marks = marks
+                    self._versions = versions
                     log.info("certificate_loaded file=%s", self._cert)
             except OSError as error:
-                # Files that are being replaced may not belong together for a moment: the one before stays.
+                # While the files are being replaced, they may not belong together. The next call tries again.
                 log.warning("certificate_not_loaded file=%s reason=%s", self._cert, cause(error))
             return self._context
 
-    def _look(self) -> list[tuple[int, int]]:
-        """Return time of change and inode of each file, by which a renewed file is noticed."""
+    def _file_versions(self) -> list[tuple[int, int]]:
+        """Return time of change in nanoseconds and inode of each file; they differ after a file was renewed."""
         files = [self._cert] if self._key is None else [self._cert, self._key]
-        return [(status.st_mtime_ns, status.st_ino) for status in (file.stat() for file in files)]
+        versions = []
+        for file in files:
+            status = file.stat()
+            versions.append((status.st_mtime_ns, status.st_ino))
+        return versions
 
     def _load(self) -> ssl.SSLContext:
+        """Return a context with the certificate in the files, for TLS 1.2 and later."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.load_cert_chain(self._cert, self._key)

@@ -1,4 +1,4 @@
-"""``POST /classify``: the raw bytes of one input in, one answer out."""
+"""The route ``POST /classify``: the body is one input as raw bytes, the response is its answer."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from .messages import Access, Request, Response, Route, json_response
 
 
 class ClassifyRoutes:
-    """Answers to single inputs, as `curl --data-binary @cat.jpg` sends them."""
+    """Answers single inputs, as ``curl --data-binary @cat.jpg`` sends them."""
 
     def __init__(self, predictor: Predictor, sound: WavOptions | None = None) -> None:
-        """Serve a predictor; ``sound``: how sounds become inputs, None: they are refused."""
+        """Create the route of a predictor; ``sound``: how sounds are converted to inputs; None: they are rejected."""
         self._predictor = predictor
         self._sound = sound
 
     def routes(self) -> Iterable[Route]:
-        """Return the route."""
+        """Yield the route."""
         yield Route("POST", "/classify", Access.ASK, self._classify)
 
     def _classify(self, request: Request) -> Response:
-        """Answer the input in the body; of a page that looks, it goes into the history as ``http``."""
+        """Answer the input in the body; observers see it with the source ``http``."""
 
         def decode(pair: Pair) -> np.ndarray:
             return Decoder(pair.input, self._sound).decode(request.body)

@@ -1,4 +1,4 @@
-"""``/live`` and ``/ready``: whether the process runs, and whether it would answer an input."""
+"""The routes ``/live`` and ``/ready``: whether the process runs, and whether it can answer inputs."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from .messages import Access, Request, Response, Route, error_response, json_res
 
 
 class HealthRoutes:
-    """Health for supervisors, which need no token."""
+    """Health checks for supervisors, which need no token."""
 
     def __init__(self, predictor: Predictor) -> None:
         self._predictor = predictor
 
     def routes(self) -> Iterable[Route]:
-        """Return both routes."""
+        """Yield both routes."""
         yield Route("GET", "/live", Access.OPEN, self._live)
         yield Route("GET", "/ready", Access.OPEN, self._ready)
 

@@ -13,29 +13,29 @@ from ...core.errors import Busy, DataError, HeadwaterError, MissingCapability, N
 
 
 class Access(enum.Enum):
-    """Who may use a route."""
+    """Who is allowed to use a route."""
 
     OPEN = "open"
-    """Everybody: it tells nothing of the device."""
+    """Everybody: the response reveals nothing about the device."""
 
     ASK = "ask"
-    """Whoever reaches a loopback address or the Unix socket; from other machines, who has the token."""
+    """Every client on this machine or of the Unix socket; clients on other machines need the token."""
 
     CHANGE = "change"
-    """Who has the token, from wherever: it changes what the device has learned."""
+    """Clients with the token only, also on this machine: the route changes the samples of the device."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """A request whose body has been read, and whose sender may use the route.
+    """A request whose body was read, and whose client is allowed to use the route.
 
     Attributes:
         method: ``GET`` or ``POST``.
         path: The path without its query.
-        query: The parameters of the query; of several with one name the last.
-        headers: The header fields by their names in lower case; of several with one name the last.
-        body: The body, not longer than the server allows.
-        names: What the braces of the route's pattern stand for in this path.
+        query: The parameters of the query, by name; of several with the same name, the last one.
+        headers: The header fields by their names in lower case; of several with the same name, the last one.
+        body: The body, at most as large as the server allows.
+        names: The parts of the path that match the braces of the route's pattern, by their names in the braces.
     """
 
     method: str
@@ -47,19 +47,19 @@ class Request:
 
     @property
     def content_type(self) -> str:
-        """The media type of the body without its parameters, in lower case; empty where none is given."""
+        """The media type of the body without its parameters, in lower case; empty if the client sends none."""
         return self.headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
 @dataclass(frozen=True)
 class Response:
-    """What is sent back.
+    """A response.
 
     Attributes:
         status: The status code.
         body: The body.
-        content_type: Its media type.
-        headers: Other header fields.
+        content_type: The media type of the body.
+        headers: Further header fields, as pairs of name and value.
     """
 
     status: int
@@ -69,12 +69,12 @@ class Response:
 
 
 Handler: TypeAlias = "Callable[[Request], Response]"
-"""Answers a request; what it raises of our own errors becomes a response by `refused`."""
+"""Returns the response to a request. A `HeadwaterError` that it raises is turned into one by `response_to_error`."""
 
 
 @dataclass(frozen=True)
 class Route:
-    """A method and a pattern of paths, such as ``/v2/models/{name}/infer``, and what answers them."""
+    """A method, a pattern of paths such as ``/v2/models/{name}/infer``, and the function that handles such requests."""
 
     method: str
     pattern: str
@@ -82,7 +82,7 @@ class Route:
     handle: Handler
 
     def match(self, path: str) -> dict[str, str] | None:
-        """Return what the braces of the pattern stand for in a path; None where the path is another one."""
+        """Return the parts of a path that match the braces of the pattern; None if the path does not match."""
         match = re.fullmatch(re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]+)", self.pattern), path)
         return None if match is None else match.groupdict()
 
@@ -105,8 +105,8 @@ def error_response(status: int, kind: str, message: str, headers: tuple[tuple[st
     return json_response({"error": {"kind": kind, "message": message}}, status, headers)
 
 
-def refused(error: HeadwaterError) -> Response:
-    """Return the response to a request that an error has ended."""
+def response_to_error(error: HeadwaterError) -> Response:
+    """Return the response to a request whose handling raised an error; the class of the error decides the status."""
     kind = type(error).__name__
     if isinstance(error, Busy):
         return error_response(503, kind, str(error), (("Retry-After", str(error.retry_s)),))

@@ -1,8 +1,9 @@
-"""``/v2``: the Open Inference Protocol (KServe V2), for clients of Triton, OpenVINO Model Server, KServe and others.
+"""The routes ``/v2``: the Open Inference Protocol (KServe V2), for clients of Triton, OpenVINO Model Server and others.
 
-Two models are served. ``encoder`` takes prepared inputs, as ONNX Runtime would, and gives features. ``classifier``
-takes pictures or recordings as sensors give them, prepares them as everywhere else, and gives what the personal head
-says. Tensors are JSON, or bytes behind the JSON (the binary tensor data extension); responses come as the request asks.
+Two models are served. ``encoder`` takes prepared inputs, as ONNX Runtime would, and returns features. ``classifier``
+takes images or windows in sensor units, prepares them in the same way as ``/classify``, and returns the answers of the
+personal head. Tensors are sent as JSON, or as bytes behind the JSON (the binary tensor data extension). The request
+chooses the form of each output.
 """
 
 from __future__ import annotations
@@ -26,19 +27,21 @@ from ...version import __version__
 from ..answer import ClassAnswer, NumberAnswer
 from ..pair import AnswerWithFeatures, Pair
 from ..predictor import Predictor
-from .messages import Access, Handler, Request, Response, Route, json_response, refused
+from .messages import Access, Handler, Request, Response, Route, json_response, response_to_error
 
 EXTENSIONS = ["binary_tensor_data"]
+"""The extensions of the protocol that are supported."""
+
 VERSION = "1"
-"""The only version of a model: which pair answers is in the parameters of each response."""
+"""The only version of each model. Which pair has answered is in the parameters of each response."""
 
 _HEADER_LENGTH = "inference-header-content-length"
-"""Where in a body its JSON ends and the bytes of its tensors begin; without it, all of it is JSON."""
+"""The header field with the size of the JSON in a body; the bytes of tensors follow it. Without it, all is JSON."""
 
 _MOST_ROWS = 256
-"""The most inputs of one request: they are answered in one turn, for which others wait."""
+"""The most inputs in one request. They are answered in one turn, and other requests wait meanwhile."""
 
-_KINDS: dict[str, str] = {
+_NUMPY_TYPES: dict[str, str] = {
     "BOOL": "?",
     "UINT8": "<u1",
     "UINT16": "<u2",
@@ -51,17 +54,17 @@ _KINDS: dict[str, str] = {
     "FP32": "<f4",
     "FP64": "<f8",
 }
-"""Types of the protocol whose values have a fixed size, and NumPy's names for them."""
+"""The protocol's types of fixed size, and their names in NumPy, little endian."""
 
 
-class _Lenient(BaseModel):
-    """A part of a request; fields that this server does not know have no effect, as the protocol demands."""
+class _RequestPart(BaseModel):
+    """A part of a request. Unknown fields are ignored, as the protocol demands."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
 
-class InputTensor(_Lenient):
-    """An input of a request."""
+class InputTensor(_RequestPart):
+    """An input tensor in a request."""
 
     name: str = Field(max_length=200)
     shape: tuple[Annotated[int, Field(lt=1 << 31)], ...] = Field(max_length=8)
@@ -70,14 +73,14 @@ class InputTensor(_Lenient):
     data: Any = None
 
 
-class RequestedOutput(_Lenient):
-    """An output that a request asks for."""
+class RequestedOutput(_RequestPart):
+    """An output that a request asks for, and its form."""
 
     name: str = Field(max_length=200)
     parameters: dict[str, Any] = Field(default_factory=dict)
 
 
-class InferRequest(_Lenient):
+class InferRequest(_RequestPart):
     """The JSON of a request."""
 
     id: str = Field("", max_length=200)
@@ -88,14 +91,14 @@ class InferRequest(_Lenient):
 
 @dataclass(frozen=True)
 class Tensor:
-    """What a model takes or gives: its name, its type in the protocol, and its shape with -1 for any size."""
+    """An input or output of a model: its name, its type in the protocol, and its shape, with -1 for any size."""
 
     name: str
     datatype: str
     shape: tuple[int, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the tensor as metadata show it."""
+        """Return the tensor as it is shown in the metadata of a model."""
         return {"name": self.name, "datatype": self.datatype, "shape": list(self.shape)}
 
 
@@ -104,11 +107,11 @@ class Model:
     """A model that is served.
 
     Attributes:
-        name: Its name in paths.
-        input_of: Returns its input.
-        outputs_of: Returns its outputs.
-        infer: Returns the pair that has computed, and the arrays (n, ...) of all outputs in their order, for an input
-            array (n, ...).
+        name: The name of the model in paths.
+        input_of: Returns the input of the model for a pair.
+        outputs_of: Returns the outputs of the model for a pair.
+        infer: Takes an input array (n, ...). Returns the pair that has answered, and the arrays (n, ...) of all outputs
+            in the order of ``outputs_of``.
     """
 
     name: str
@@ -129,16 +132,16 @@ class OpenInferenceRoutes:
         }
 
     def routes(self) -> Iterable[Route]:
-        """Return all routes; a model may be named with its version or without."""
+        """Yield all routes; a model may be named with or without its version."""
         yield Route("GET", "/v2", Access.ASK, self._server_metadata)
         yield Route("GET", "/v2/health/live", Access.OPEN, lambda _request: json_response({"live": True}))
         yield Route("GET", "/v2/health/ready", Access.OPEN, self._server_ready)
         for path in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
-            yield Route("GET", path, Access.ASK, self._with_errors_as_text(self._model_metadata))
-            yield Route("GET", f"{path}/ready", Access.ASK, self._with_errors_as_text(self._model_ready))
-            yield Route("POST", f"{path}/infer", Access.ASK, self._with_errors_as_text(self._infer))
+            yield Route("GET", path, Access.ASK, self._with_protocol_errors(self._model_metadata))
+            yield Route("GET", f"{path}/ready", Access.ASK, self._with_protocol_errors(self._model_ready))
+            yield Route("POST", f"{path}/infer", Access.ASK, self._with_protocol_errors(self._infer))
 
-    # --- what there is -------------------------------------------------------------------------------------------
+    # --- metadata and health -------------------------------------------------------------------------------------
 
     def _server_metadata(self, _request: Request) -> Response:
         return json_response({"name": "headwater", "version": __version__, "extensions": EXTENSIONS})
@@ -148,7 +151,7 @@ class OpenInferenceRoutes:
         return json_response({"ready": is_ready}, 200 if is_ready else 503)
 
     def _model_metadata(self, request: Request) -> Response:
-        model = self._model_of(request)
+        model = self._find_model(request)
         pair = self._predictor.pair
         content = {
             "name": model.name,
@@ -161,15 +164,15 @@ class OpenInferenceRoutes:
         return json_response(content)
 
     def _model_ready(self, request: Request) -> Response:
-        model = self._model_of(request)
+        model = self._find_model(request)
         is_ready = self._predictor.is_ready
         return json_response({"name": model.name, "ready": is_ready}, 200 if is_ready else 503)
 
-    def _model_of(self, request: Request) -> Model:
-        """Return the model that a path names.
+    def _find_model(self, request: Request) -> Model:
+        """Return the model that the path of a request names.
 
         Raises:
-            UnknownName: There is no such model, or no such version of it.
+            UnknownName: There is no such model, or no such version.
         """
         name = request.names["model"]
         if name not in self._models:
@@ -180,35 +183,41 @@ class OpenInferenceRoutes:
         return self._models[name]
 
     @staticmethod
-    def _with_errors_as_text(handle: Handler) -> Handler:
-        """Return the handler with errors in the protocol's form: ``{"error": "message"}``."""
+    def _with_protocol_errors(handle: Handler) -> Handler:
+        """Wrap a handler so that errors have the protocol's form: ``{"error": "message"}``."""
 
         def answer(request: Request) -> Response:
             try:
                 return handle(request)
             except HeadwaterError as error:
-                status = 404 if isinstance(error, UnknownName) else refused(error).status
-                return json_response({"error": str(error)}, status, refused(error).headers)
+                response = response_to_error(error)
+                status = 404 if isinstance(error, UnknownName) else response.status
+                return json_response({"error": str(error)}, status, response.headers)
 
         return answer
 
-    # --- what is computed ----------------------------------------------------------------------------------------
+    # --- inference -----------------------------------------------------------------------------------------------
 
     def _infer(self, request: Request) -> Response:
         """Answer the inputs of a request."""
-        model = self._model_of(request)
-        # One at a time: the values of 16 MB of JSON take 400 MB as objects of Python.
+        model = self._find_model(request)
+        # One request is parsed at a time, because the values of 16 MB of JSON take 400 MB as Python objects.
         with self._parsing:
-            parsed, tail = _parse(request)
+            parsed, binary_data = _parse(request)
             expected = model.input_of(self._predictor.pair)
-            array = _array_of(parsed, expected, tail)
+            array = _read_input(parsed, expected, binary_data)
             parsed = _without_values(parsed)
+        # The pair may have changed since: the outputs are those of the pair that has answered.
         pair, arrays = model.infer(array)
-        given = dict(zip(model.outputs_of(pair), arrays, strict=True))
-        return _response(parsed, model.name, pair, given)
+        outputs = dict(zip(model.outputs_of(pair), arrays, strict=True))
+        return _build_response(parsed, model.name, pair, outputs)
 
     def _encode(self, array: np.ndarray) -> tuple[Pair, Sequence[np.ndarray]]:
-        """Return the features of prepared inputs."""
+        """Return the pair in use, and the features (n, d) of prepared inputs (n, ...).
+
+        Raises:
+            DataError: The inputs have another shape than the encoder's, or hold NaN or infinity.
+        """
         with self._predictor.turn() as pair:
             if array.shape[1:] != pair.encoder.input_shape:
                 raise DataError(f"inputs {list(array.shape)}, expected {list(_encoder_input(pair).shape)}")
@@ -222,9 +231,9 @@ class OpenInferenceRoutes:
             return pair, [features]
 
     def _classify(self, array: np.ndarray) -> tuple[Pair, Sequence[np.ndarray]]:
-        """Return what the head says of pictures or windows."""
-        pair, answers = self._predictor.answer_rows(lambda pair: _prepare(pair, array), "v2")
-        return pair, _columns(pair, answers)
+        """Return the pair in use, and the outputs for images (n, height, width, channels) or windows (n, ...)."""
+        pair, results = self._predictor.answer_rows(lambda pair: _prepare(pair, array), "v2")
+        return pair, _output_arrays(pair, results)
 
 
 def _encoder_input(pair: Pair) -> Tensor:
@@ -243,18 +252,18 @@ def _classifier_input(pair: Pair) -> Tensor:
 
 def _classifier_outputs(pair: Pair) -> Sequence[Tensor]:
     if not isinstance(pair.head, SavedNumeric):
-        shares = Tensor("probabilities", "FP32", (-1, len(pair.class_names)))
-        return [shares, Tensor("class", "BYTES", (-1,)), Tensor("unknown", "BOOL", (-1,))]
+        probabilities = Tensor("probabilities", "FP32", (-1, len(pair.class_names)))
+        return [probabilities, Tensor("class", "BYTES", (-1,)), Tensor("unknown", "BOOL", (-1,))]
     if pair.head.head.predicts_targets:
         return [Tensor("value", "FP64", (-1,))]
     return [Tensor("score", "FP64", (-1,)), Tensor("anomaly", "BOOL", (-1,))]
 
 
 def _prepare(pair: Pair, array: np.ndarray) -> np.ndarray:
-    """Return pictures (n, height, width, channels) of any size, or windows in sensor units, as prepared inputs.
+    """Return images (n, height, width, channels) of any size, or windows in sensor units, as prepared inputs.
 
     Raises:
-        DataError: They have another number of channels or another length than the task, or values that cannot be.
+        DataError: The number of channels or the length is not that of the task, or a value is out of range.
     """
     spec = pair.input
     if isinstance(spec, ImageInput):
@@ -271,141 +280,170 @@ def _prepare(pair: Pair, array: np.ndarray) -> np.ndarray:
     return preprocess.normalise_windows(windows, spec)
 
 
-def _columns(pair: Pair, answers: Sequence[AnswerWithFeatures]) -> list[np.ndarray]:
+def _output_arrays(pair: Pair, results: Sequence[AnswerWithFeatures]) -> list[np.ndarray]:
     """Return the outputs of the classifier, each (n, ...), in the order of `_classifier_outputs`.
 
-    Where the head has no rule for unknown inputs, none is unknown; where it has no threshold, none is an anomaly.
+    If the head has no rule for unknown inputs, no input is unknown. If it has no threshold, none is an anomaly.
     """
-    said = [answered.answer for answered in answers]
-    classes = [answer for answer in said if isinstance(answer, ClassAnswer)]
-    numbers = [answer for answer in said if isinstance(answer, NumberAnswer)]
+    answers = [result.answer for result in results]
     if not isinstance(pair.head, SavedNumeric):
-        shares = np.array([list(answer.probabilities.values()) for answer in classes], np.float32)
+        classes = [answer for answer in answers if isinstance(answer, ClassAnswer)]
+        probabilities = np.array([list(answer.probabilities.values()) for answer in classes], np.float32)
         labels = np.array([answer.label for answer in classes], np.object_)
-        return [shares, labels, np.array([bool(answer.is_unknown) for answer in classes])]
+        return [probabilities, labels, np.array([bool(answer.is_unknown) for answer in classes])]
+    numbers = [answer for answer in answers if isinstance(answer, NumberAnswer)]
     values = np.array([answer.value for answer in numbers], np.float64)
     if pair.head.head.predicts_targets:
         return [values]
     return [values, np.array([bool(answer.is_anomaly) for answer in numbers])]
 
 
-# --- the protocol's form ---------------------------------------------------------------------------------------------
+# --- the protocol's format -------------------------------------------------------------------------------------------
 
 
 def _parse(request: Request) -> tuple[InferRequest, bytes]:
-    """Return the JSON of a request, and the bytes of its tensors that follow it.
+    """Return the JSON of a request, and the bytes of tensors that follow it.
 
     Raises:
-        DataError: The body is not what the protocol says; every mistake is named.
+        DataError: The body does not follow the protocol; up to five mistakes are named.
     """
-    text = request.headers.get(_HEADER_LENGTH, "")
-    end = len(request.body)
-    if text:
-        if not (text.isascii() and text.isdigit() and len(text) < 12 and int(text) <= end):
-            raise DataError(f"Inference-Header-Content-Length is {text[:20]}, expected a number of at most {end}")
-        end = int(text)
+    json_size = _json_size(request)
     try:
-        parsed = InferRequest.model_validate(parse_json(request.body[:end]))
+        parsed = InferRequest.model_validate(parse_json(request.body[:json_size]))
     except ValidationError as error:
         raise DataError(f"request: {'; '.join(mistakes_of(error, InferRequest)[:5])}") from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"the body is invalid JSON: {error}") from error
-    return parsed, request.body[end:]
+    return parsed, request.body[json_size:]
 
 
-def _array_of(request: InferRequest, expected: Tensor, tail: bytes) -> np.ndarray:
-    """Return the input of a request as an array.
+def _json_size(request: Request) -> int:
+    """Return how many bytes of a body are JSON.
 
     Raises:
-        DataError: It has another name, a type that is no number, another shape than its data, or too many rows.
+        DataError: The header field with the size is not a number, or exceeds the body.
     """
+    text = request.headers.get(_HEADER_LENGTH, "")
+    body_size = len(request.body)
+    if not text:
+        return body_size
+    if not (text.isascii() and text.isdigit() and len(text) < 12 and int(text) <= body_size):
+        raise DataError(f"Inference-Header-Content-Length is {text[:20]}, expected a number of at most {body_size}")
+    return int(text)
+
+
+def _read_input(request: InferRequest, expected: Tensor, binary_data: bytes) -> np.ndarray:
+    """Return the input of a request as an array.
+
+    Args:
+        request: The JSON of the request.
+        expected: The input of the model.
+        binary_data: The bytes that follow the JSON.
+
+    Raises:
+        DataError: The name, the type, the shape or the number of rows is wrong, or the data do not fit the shape.
+    """
+    # 1. The only input has the name that the model expects, and a numeric type.
     if len(request.inputs) != 1 or request.inputs[0].name != expected.name:
         names = ", ".join(f"'{tensor.name}'" for tensor in request.inputs)
         raise DataError(f"inputs {names}; expected one, '{expected.name}' {expected.datatype} {list(expected.shape)}")
     [tensor] = request.inputs
-    kind = _KINDS.get(tensor.datatype)
-    if kind is None:
-        raise DataError(f"'{tensor.name}' is {tensor.datatype}, expected {expected.datatype}, or another of numbers")
-    # The size is known, and small, before an array of it is made.
+    dtype = _NUMPY_TYPES.get(tensor.datatype)
+    if dtype is None:
+        raise DataError(f"'{tensor.name}' is {tensor.datatype}, expected {expected.datatype} or another numeric type")
+    # 2. The shape. It bounds the size of the array before memory is allocated.
     count = math.prod(tensor.shape)
     if len(tensor.shape) != len(expected.shape) or min(tensor.shape) < 1 or tensor.shape[0] > _MOST_ROWS:
-        wanted = f"{list(expected.shape)} with 1 to {_MOST_ROWS} rows"
-        raise DataError(f"'{tensor.name}' has shape {list(tensor.shape)}, expected {wanted}")
+        allowed = f"{list(expected.shape)} with 1 to {_MOST_ROWS} rows"
+        raise DataError(f"'{tensor.name}' has shape {list(tensor.shape)}, expected {allowed}")
+    # 3. The values: behind the JSON, or in it.
     if "binary_data_size" in tensor.parameters:
-        size = count * np.dtype(kind).itemsize
-        if tensor.parameters["binary_data_size"] != size or len(tail) != size:
-            raise DataError(f"'{tensor.name}' has {len(tail)} bytes behind the JSON, its shape and type need {size}")
-        return np.frombuffer(tail, kind).reshape(tensor.shape)
-    values = _flat(tensor.data)
+        size = count * np.dtype(dtype).itemsize
+        if tensor.parameters["binary_data_size"] != size or len(binary_data) != size:
+            raise DataError(
+                f"'{tensor.name}' has {len(binary_data)} bytes behind the JSON, its shape and type need {size}"
+            )
+        return np.frombuffer(binary_data, dtype).reshape(tensor.shape)
+    values = _flatten(tensor.data)
     if len(values) != count:
         raise DataError(f"'{tensor.name}' has {len(values)} values, its shape {list(tensor.shape)} needs {count}")
     try:
-        with np.errstate(over="ignore"):  # infinity is refused where the values are looked at
-            return np.array(values, np.float64).astype(kind).reshape(tensor.shape)
+        with np.errstate(over="ignore"):  # the models reject the infinity that results
+            return np.array(values, np.float64).astype(dtype).reshape(tensor.shape)
     except (ValueError, TypeError, OverflowError) as error:
         raise DataError(f"'{tensor.name}' holds something else than numbers of type {tensor.datatype}") from error
 
 
 def _without_values(request: InferRequest) -> InferRequest:
-    """Return a request without the values of its inputs, which an array holds by now."""
+    """Return a request without the values of its inputs, to release their memory."""
     inputs = tuple(tensor.model_copy(update={"data": None}) for tensor in request.inputs)
     return request.model_copy(update={"inputs": inputs})
 
 
-def _flat(data: Any) -> list[Any]:
-    """Return the values of nested lists, in their order; the protocol allows both forms."""
+def _flatten(data: Any) -> list[Any]:
+    """Return the values of flat or nested lists, which the protocol both allows, in order; none for other data."""
     if not isinstance(data, list):
         return []
     if not data or not isinstance(data[0], list):
         return data
     values: list[Any] = []
     for item in data:
-        values += _flat(item)
+        values += _flatten(item)
     return values
 
 
-def _response(request: InferRequest, model: str, pair: Pair, given: Mapping[Tensor, np.ndarray]) -> Response:
-    """Return the outputs that were asked for, all of them where none were named, each as JSON or as bytes.
+def _build_response(request: InferRequest, model: str, pair: Pair, arrays: Mapping[Tensor, np.ndarray]) -> Response:
+    """Return the response with the requested outputs, each as JSON or as bytes.
+
+    Args:
+        request: The JSON of the request; if it names no outputs, all are returned.
+        model: The name of the model.
+        pair: The pair that has answered.
+        arrays: All outputs of the model, (n, ...) each.
 
     Raises:
-        DataError: An output is unknown.
+        DataError: The request names an unknown output.
     """
-    wanted = {output.name: output for output in request.outputs}
-    names = [tensor.name for tensor in given]
-    unknown_names = [name for name in wanted if name not in names]
+    # 1. Which outputs are requested.
+    requested = {output.name: output for output in request.outputs}
+    names = [tensor.name for tensor in arrays]
+    unknown_names = [name for name in requested if name not in names]
     if unknown_names:
         raise DataError(f"model '{model}' has no output {', '.join(unknown_names)}; it has {', '.join(names)}")
-    all_binary = bool(request.parameters.get("binary_data_output"))
+    # 2. The outputs. The form of each one is chosen by its own parameter, or else by that of the request.
+    is_binary_by_default = bool(request.parameters.get("binary_data_output"))
     outputs = []
-    tail = b""
-    for tensor, array in given.items():
-        if wanted and tensor.name not in wanted:
+    binary_data = b""
+    for tensor, array in arrays.items():
+        if requested and tensor.name not in requested:
             continue
         output: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": list(array.shape)}
-        asked = wanted.get(tensor.name)
-        is_binary = all_binary if asked is None else bool(asked.parameters.get("binary_data", all_binary))
+        is_binary = is_binary_by_default
+        if tensor.name in requested:
+            is_binary = bool(requested[tensor.name].parameters.get("binary_data", is_binary_by_default))
         if is_binary:
-            raw = _bytes_of(array, tensor.datatype)
+            raw = _to_bytes(array, tensor.datatype)
             output["parameters"] = {"binary_data_size": len(raw)}
-            tail += raw
+            binary_data += raw
         else:
             output["data"] = array.reshape(-1).tolist()
         outputs.append(output)
+    # 3. The JSON, and behind it the bytes of the binary outputs.
     content: dict[str, Any] = {"model_name": model, "model_version": VERSION}
     if request.id:
         content["id"] = request.id
     content |= {"parameters": pair.id.as_json(), "outputs": outputs}
-    head = json.dumps(content, allow_nan=False).encode()
-    if not tail:
-        return Response(200, head)
-    length = (("Inference-Header-Content-Length", str(len(head))),)
-    return Response(200, head + tail, "application/octet-stream", length)
+    header = json.dumps(content, allow_nan=False).encode()
+    if not binary_data:
+        return Response(200, header)
+    header_length = (("Inference-Header-Content-Length", str(len(header))),)
+    return Response(200, header + binary_data, "application/octet-stream", header_length)
 
 
-def _bytes_of(array: np.ndarray, datatype: str) -> bytes:
-    """Return an array as the binary extension has it: row by row, little endian; of texts each with its length."""
+def _to_bytes(array: np.ndarray, datatype: str) -> bytes:
+    """Return an array in the form of the binary extension: row by row, little endian; before each text its length."""
     if datatype != "BYTES":
-        return array.astype(_KINDS[datatype]).tobytes()
+        return array.astype(_NUMPY_TYPES[datatype]).tobytes()
     parts = []
     for text in array.reshape(-1).tolist():
         encoded = str(text).encode()

@@ -1,4 +1,4 @@
-"""``/``: a page for people, and what it reads: the status, the last answers, and corrections."""
+"""The route ``/``, a page for people, and the routes that it uses: status, last answers, pictures and corrections."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from .messages import Access, Request, Response, Route, error_response, json_res
 _PAGE = Path(__file__).parent / "page.html"
 
 StatusPart = Callable[[], Any]
-"""Returns one part of the status, as JSON has it."""
+"""Returns a part of the status, as JSON values."""
 
 
 class Correction(Frozen):
-    """What the page sends when a person says what an input was."""
+    """The body of ``POST /correct``: the right class of an answered input."""
 
     number: int = Field(ge=1, description="of the answer")
     label: str = Field(min_length=1, max_length=200, description="the right class, which may be a new one")
 
 
 class PageRoutes:
-    """The page, and what it reads and sends."""
+    """The page, and the routes that it uses."""
 
     def __init__(
         self,
@@ -44,13 +44,13 @@ class PageRoutes:
         corrections: Corrections,
         parts: Mapping[str, StatusPart],
     ) -> None:
-        """Serve the page.
+        """Read the page from its file.
 
         Args:
-            predictor: What answers.
+            predictor: Answers inputs with the pair in use.
             history: The last answers.
-            corrections: Takes what people say of them.
-            parts: More parts of the status, by their names there.
+            corrections: Adds corrected inputs to the samples.
+            parts: Further parts of the status, by their names in its JSON.
         """
         self._predictor = predictor
         self._history = history
@@ -61,14 +61,15 @@ class PageRoutes:
         self._policy = content_security_policy(html)
 
     def routes(self) -> Iterable[Route]:
-        """Return all routes of the page."""
-        yield Route("GET", "/", Access.OPEN, self._show)
+        """Yield all routes of the page."""
+        yield Route("GET", "/", Access.OPEN, self._send_page)
         yield Route("GET", "/status", Access.ASK, self._status)
-        yield Route("GET", "/history", Access.ASK, self._list)
+        yield Route("GET", "/history", Access.ASK, self._list_answers)
         yield Route("GET", "/history/{number}/picture", Access.ASK, self._picture)
         yield Route("POST", "/correct", Access.CHANGE, self._correct)
 
-    def _show(self, _request: Request) -> Response:
+    def _send_page(self, _request: Request) -> Response:
+        """Return the page, with headers that let a browser run nothing else and show it in no other site."""
         headers = (
             ("Content-Security-Policy", self._policy),
             ("Referrer-Policy", "no-referrer"),
@@ -77,6 +78,7 @@ class PageRoutes:
         return Response(200, self._page, "text/html; charset=utf-8", headers)
 
     def _status(self, _request: Request) -> Response:
+        """Return the status: the pair in use, its classes, the last fit, and the further parts."""
         content: dict[str, Any] = {"version": __version__, "ready": self._predictor.is_ready, "pair": None}
         content |= {"classes": [], "why_not_correct": self._corrections.why_not}
         if self._predictor.is_ready:
@@ -95,21 +97,27 @@ class PageRoutes:
             content[name] = part()
         return json_response(content)
 
-    def _list(self, request: Request) -> Response:
+    def _list_answers(self, request: Request) -> Response:
+        """Return the kept answers with a larger number than ``after``, oldest first."""
         after = request.query.get("after", "0")
         if not (after.isascii() and after.isdigit() and len(after) < 16):
             raise DataError(f"after={after[:20]}, expected the number of an answer")
-        return json_response({"answers": [entry.as_json() for entry in self._history.entries(int(after))]})
+        entries = self._history.entries(int(after))
+        return json_response({"answers": [entry.as_json() for entry in entries]})
 
     def _picture(self, request: Request) -> Response:
+        """Return the picture of an answered input. Nothing in it may be run: an SVG file can hold scripts."""
         number = request.names["number"]
-        entry = self._history.find(int(number)) if number.isascii() and number.isdigit() and len(number) < 16 else None
+        entry = None
+        if number.isascii() and number.isdigit() and len(number) < 16:
+            entry = self._history.find(int(number))
         if entry is None:
             return error_response(404, "NotFound", f"answer {number[:20]} is no longer kept")
         picture, content_type = draw_input(entry, self._predictor.pair)
         return Response(200, picture, content_type, (("Content-Security-Policy", "default-src 'none'"),))
 
     def _correct(self, request: Request) -> Response:
+        """Add an answered input as a sample of its right class."""
         try:
             correction = Correction.model_validate(parse_json(request.body))
         except ValidationError as error:
@@ -121,11 +129,15 @@ class PageRoutes:
 
 
 def content_security_policy(html: str) -> str:
-    """Return the policy by which a browser runs the page's own script and style, and nothing else."""
+    """Return the value of ``Content-Security-Policy`` that allows the page's own script and style only.
+
+    Args:
+        html: The page, with exactly one ``<script>`` and one ``<style>``, which are allowed by their SHA-256.
+    """
     sources = []
-    for kind in ("script", "style"):
-        [content] = re.findall(rf"<{kind}>(.*?)</{kind}>", html, re.DOTALL)
+    for tag in ("script", "style"):
+        [content] = re.findall(rf"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
         digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
-        sources.append(f"{kind}-src 'sha256-{digest}'")
+        sources.append(f"{tag}-src 'sha256-{digest}'")
     rules = ["default-src 'none'", *sources, "img-src blob:", "connect-src 'self'", "base-uri 'none'"]
     return "; ".join([*rules, "form-action 'none'", "frame-ancestors 'none'"])

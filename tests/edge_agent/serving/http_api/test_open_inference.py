@@ -237,7 +237,7 @@ def test_a_shape_of_numbers_too_long_to_be_shown_is_refused(site):
 def test_values_of_one_request_at_a_time_are_objects_in_memory(site, monkeypatch):
     present = 0
     most = 0
-    real = open_inference._array_of
+    real = open_inference._read_input
 
     def counting(*arguments):
         nonlocal present, most
@@ -247,7 +247,7 @@ def test_values_of_one_request_at_a_time_are_objects_in_memory(site, monkeypatch
         present -= 1
         return real(*arguments)
 
-    monkeypatch.setattr(open_inference, "_array_of", counting)
+    monkeypatch.setattr(open_inference, "_read_input", counting)
     tensor = image_tensor(SQUARES[:1])
     threads = [threading.Thread(target=infer, args=(site, "classifier", {"inputs": [tensor]})) for _ in range(4)]
     for thread in threads:

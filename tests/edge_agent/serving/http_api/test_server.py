@@ -81,7 +81,7 @@ def test_unknown_paths_and_methods_are_named(echo):
     assert ask(server, "GET", "/nowhere")[0] == 404
     status, content, headers = ask(server, "GET", "/echo/x")
     assert (status, headers["Allow"]) == (405, "POST")
-    assert "takes POST, not GET" in content["error"]["message"]
+    assert "accepts POST, not GET" in content["error"]["message"]
 
 
 def test_a_bug_is_a_response_and_the_connection_goes_on(echo):
@@ -345,7 +345,7 @@ def test_the_socket_of_a_killed_server_is_taken_over_and_other_files_stay(echo, 
     echo(address=left_over)
     precious = tmp_path / "precious"
     precious.write_text("mine")
-    with pytest.raises(UsageError, match="no socket"):
+    with pytest.raises(UsageError, match="not a socket"):
         echo(address=precious)
     assert precious.read_text() == "mine"
 
