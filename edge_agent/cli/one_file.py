@@ -1,4 +1,4 @@
-"""The command ``edge-agent export``: a personal model as one ONNX file for any runtime."""
+"""The command ``edge-agent export``: writes a personal model as one ONNX file for any runtime."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
         "--head",
         type=Path,
         metavar="DIR",
-        help="saved head, or a state folder; default: that of a device whose state folder is the bundle",
+        help="saved head, or a state folder; default: the head in use, if --bundle is a state folder",
     )
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the ONNX file to write")
 
 
 def export(arguments: argparse.Namespace) -> int:
-    """Write a personal model as one ONNX file, for programs and runtimes that know nothing of Headwater.
+    """Write a personal model as one ONNX file, for programs and runtimes without Headwater.
 
-    The file takes the pixels of an image of the task's size (uint8, height, width, channels) or a window of a recording
-    (float32, channels, time), and gives probabilities, the encoder's features, and whether the input is unlike all
-    training samples. Preparation of the input, encoder, the device's own batch norm, head and calibration are in it, as
-    plain operators of ONNX. Labels and all that a program has to know are in its metadata, under 'headwater'.
+    The input of the file is an image of the task's size (uint8, height, width, channels) or a window of a recording
+    (float32, channels, time). Its outputs are the probabilities, the encoder's features, and whether the input is
+    unlike all training samples. The file contains the preparation of the input, the encoder, the device's own batch
+    norm, the head and its calibration, as standard ONNX operators. Its metadata, under 'headwater', have the labels
+    and all else that a program needs to use it.
 
-    Its answers are compared with those of 'edge-agent predict' before it is written. It has the precision of the head:
-    'edge-agent fit --precision int8' makes one for int8.
+    Before the file is written, its answers are compared with those of 'edge-agent predict'. The file has the precision
+    of the head; 'edge-agent fit --precision int8' fits a head for int8.
 
     Example:
       edge-agent export --bundle b.hwb --head my-head --out cat.onnx
@@ -55,12 +56,17 @@ def export(arguments: argparse.Namespace) -> int:
     written = write_one_file(bundle, encoder_of(arguments, bundle, head), head)
     write_atomic(out, written.content)
     shape = " x ".join(str(size) for size in written.about["input"]["shape"][1:])
-    content = {"file": str(out), "bytes": len(written.content), "largest_difference": written.worst, **written.about}
+    content = {
+        "file": str(out),
+        "bytes": len(written.content),
+        "largest_difference": written.largest_difference,
+        **written.about,
+    }
     rows = [
         ("file", f"{out}, {len(written.content) / 1e6:.2f} MB"),
         ("input", f"{written.about['input']['name']}: {shape}, {written.about['input']['dtype']}"),
         ("outputs", ", ".join(written.about["outputs"])),
         ("head", f"{head.head.name}, on {head.precision} features"),
-        ("checked", f"answers differ from those of the head by {written.worst:.1g} at most"),
+        ("checked", f"answers differ from those of the head by {written.largest_difference:.1g} at most"),
     ]
     return output.result(arguments, content, lambda: formats.pairs(rows))

@@ -1,8 +1,9 @@
-"""A computation as ONNX operators, written down before it becomes part of a file.
+"""A graph of ONNX operators in memory, before it becomes part of a file.
 
-Heads write their answers into a `Graph`; `personal.one_file` makes an ONNX file of it. Nothing here needs the package
-``onnx``. Operators are those of the domain ``ai.onnx`` whose form is the same from opset 13 on, so that any opset of an
-encoder will do: reductions go by ReduceSum and TopK, because the axes of the others moved with opset 18.
+Heads write their computation into a `Graph`, and `personal.one_file` writes the graph into an ONNX file. Nothing here
+needs the package ``onnx``. All operators belong to the domain ``ai.onnx`` and have the same signature in all opsets
+from 13 on, so that they fit the opset of any encoder. Reductions use ReduceSum and TopK only: in opset 18 the axes of
+the others became an input.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ Value = NewType("Value", str)
 FLOAT = "float32"
 DOUBLE = "float64"
 LEAST_OPSET = 13
-"""Version of the operators of ``ai.onnx`` from which on they have the form in which they are written here."""
+"""The first opset of ``ai.onnx`` in which the operators have the signatures that are used here."""
 
 
 @dataclass(frozen=True)
 class Node:
-    """One operator with the names of its inputs and outputs, and its attributes: numbers, texts or lists of these."""
+    """An operator, the names of its inputs and outputs, and its attributes: numbers, strings or lists of them."""
 
     operator: str
     inputs: tuple[Value, ...]
@@ -36,9 +37,9 @@ class Graph:
     """Operators in the order in which they run, and the constants that they use.
 
     Attributes:
-        prefix: How the names of all tensors begin, so that they differ from those of a graph that this one joins.
+        prefix: The beginning of all tensor names, so that they differ from those of other parts of the same file.
         nodes: The operators.
-        constants: Name -> array of the constants.
+        constants: The arrays of the constants, by name.
     """
 
     prefix: str = "head."
@@ -46,27 +47,27 @@ class Graph:
     constants: dict[Value, np.ndarray] = field(default_factory=dict)
 
     def constant(self, array: np.ndarray) -> Value:
-        """Add a constant, and return its name; integers become int64, which operators expect of axes and positions."""
+        """Add a constant, and return its name; integers become int64, as operators expect for axes and positions."""
         name = Value(f"{self.prefix}constant{len(self.constants)}")
         self.constants[name] = array.astype(np.int64) if array.dtype.kind == "i" else array
         return name
 
     def add(self, operator: str, *inputs: Value | np.ndarray, **attributes: Any) -> Value:
-        """Add an operator with one output, and return the name of that; arrays among its inputs become constants."""
+        """Add an operator with one output, and return the name of the output; arrays become constants."""
         (output,) = self.add_many(operator, *inputs, outputs=1, **attributes)
         return output
 
     def add_many(
         self, operator: str, *inputs: Value | np.ndarray, outputs: int, **attributes: Any
     ) -> tuple[Value, ...]:
-        """Add an operator with several outputs, and return their names."""
-        names = tuple(self.constant(value) if isinstance(value, np.ndarray) else value for value in inputs)
-        name = f"{self.prefix}{operator.lower()}{len(self.nodes)}"
-        results = tuple(Value(f"{name}.{number}") for number in range(outputs))
-        self.nodes.append(Node(operator, names, results, attributes))
-        return results
+        """Add an operator with several outputs, and return the names of the outputs; arrays become constants."""
+        input_names = tuple(self.constant(value) if isinstance(value, np.ndarray) else value for value in inputs)
+        node_name = f"{self.prefix}{operator.lower()}{len(self.nodes)}"
+        output_names = tuple(Value(f"{node_name}.{number}") for number in range(outputs))
+        self.nodes.append(Node(operator, input_names, output_names, attributes))
+        return output_names
 
-    # --- what several heads need ---
+    # --- computations that several heads need ---
 
     def cast(self, value: Value, dtype: str) -> Value:
         """Return a tensor as `FLOAT` or `DOUBLE`."""
@@ -89,23 +90,23 @@ class Graph:
         return self.sum_rows(self.add("Mul", rows, rows))
 
     def unit(self, rows: Value, dtype: str) -> Value:
-        """Return the rows of a matrix (n, d) of ``dtype``, scaled to length 1; rows of zeros stay."""
+        """Return the rows of a matrix (n, d) of ``dtype``, scaled to length 1; rows of zeros stay zero."""
         lengths = self.add("Sqrt", self.squared_lengths(rows))
         is_zero = self.add("Not", self.add("Greater", lengths, np.array(0, dtype)))
-        # A row of zeros is divided by 1.
+        # A row of zeros has length 0, and is divided by 1 instead.
         return self.add("Div", rows, self.add("Add", lengths, self.cast(is_zero, dtype)))
 
     def nearest(self, values: Value, count: int) -> tuple[Value, Value]:
-        """Return the ``count`` smallest values (n, count) of each row, ascending, and their positions (n, count)."""
+        """Return the ``count`` smallest values of each row, ascending, and their positions, (n, count) each."""
         smallest, positions = self.add_many("TopK", values, np.array([count]), outputs=2, axis=1, largest=0, sorted=1)
         return smallest, positions
 
     def columns(self, values: Value, first: int, after: int) -> Value:
-        """Return the columns from ``first`` up to ``after``, without that, of a matrix."""
+        """Return the columns of a matrix from ``first`` to ``after``, exclusive."""
         return self.add("Slice", values, np.array([first]), np.array([after]), np.array([1]))
 
     def spread(self, values: Value, positions: np.ndarray, count: int) -> Value:
-        """Return a matrix (n, ``count``) float64 with the columns of ``values`` (n, k) at ``positions``, and zeros."""
+        """Return a matrix (n, ``count``) float64 with the columns of ``values`` (n, k) at ``positions``, else zeros."""
         selection = np.zeros((len(positions), count))
         selection[np.arange(len(positions)), positions] = 1.0
         return self.add("MatMul", values, selection)

@@ -256,7 +256,7 @@ def load(folder: Path, fingerprints: Mapping[EncoderPrecision, str] | None = Non
         with contextlib.suppress(HeadwaterError):
             return load(folder, fingerprints, BEFORE)
         raise
-    confidence = Confidence.of(_take_prefixed(arrays, _CONFIDENCE), card.feature_dim)
+    confidence = Confidence.from_arrays(_take_prefixed(arrays, _CONFIDENCE), card.feature_dim)
     learned = _take_prefixed(arrays, _LOCAL)
     head = create(card.head, card.params)
     _check_classes(folder, arrays, len(card.class_names))

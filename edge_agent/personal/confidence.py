@@ -1,4 +1,4 @@
-"""How far an answer can be trusted: calibrated probabilities, beside the rule for unknown inputs."""
+"""How far the answers of a head can be trusted: calibrated probabilities, and the rule for unknown inputs."""
 
 from __future__ import annotations
 
@@ -17,70 +17,91 @@ from .local.validation import folds
 from .unknown import UnknownRule, rule_of
 
 LEAST_FOR_CALIBRATION = 50
-"""Answers from cross-validation below which probabilities are left as they are."""
+"""The least number of cross-validated answers from which probabilities are calibrated."""
 
 MOST_CLASSES = 10_000
-"""No head knows more classes."""
+"""The most classes that a head may have."""
 
 _SMALLEST = 1e-30
-"""What a probability of 0 counts as where its logarithm is taken."""
+"""Replaces a probability of 0 before its logarithm is taken."""
 
 _BINS = 10
+"""Bins of the expected calibration error."""
+
 _FOLDS = 5
+"""Folds of the cross-validation that calibrates a head."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """One temperature for all probabilities, and the expected calibration error before and after, 0..1."""
+    """A temperature by which all probabilities of a head are calibrated (Guo et al., ICML 2017).
+
+    Attributes:
+        temperature: The temperature, above 0; above 1 it makes probabilities less extreme.
+        error_before: The expected calibration error without it, 0..1.
+        error_after: The expected calibration error with it, 0..1, on samples that it was not chosen by.
+    """
 
     temperature: float
     error_before: float
     error_after: float
 
     def __call__(self, probabilities: np.ndarray) -> np.ndarray:
-        """Calibrated probabilities (n, K); the most probable class stays the same, and 0 stays 0."""
+        """Return calibrated probabilities (n, K); the most probable class stays the same, and 0 stays 0."""
         return apply_temperature(probabilities, self.temperature)
 
     def write(self, graph: Graph, probabilities: Value) -> Value:
-        """Write what a call computes as operators; ``probabilities`` (n, K) float64."""
+        """Write the calibration of ``probabilities`` (n, K) float64 as operators."""
         logs = graph.add("Log", graph.add("Max", probabilities, np.array([_SMALLEST])))
-        shares = graph.softmax(graph.add("Div", logs, np.array(self.temperature)))
-        return graph.add("Where", graph.add("Greater", probabilities, np.array(0.0)), shares, np.array(0.0))
+        calibrated = graph.softmax(graph.add("Div", logs, np.array(self.temperature)))
+        return graph.add("Where", graph.add("Greater", probabilities, np.array(0.0)), calibrated, np.array(0.0))
 
 
 def calibrate(probabilities: np.ndarray, labels: np.ndarray, folds: np.ndarray) -> Calibration | None:
-    """Return the temperature that suits out-of-fold ``probabilities`` (n, K) best.
+    """Return the temperature with the smallest log loss, from the answers of cross-validation.
 
-    None below `LEAST_FOR_CALIBRATION`, and where it would not lower the expected calibration error. ``folds`` (n,): the
-    fold of each row. The error after it is that of each fold with the temperature of the others. Guo et al., ICML 2017.
+    Args:
+        probabilities: The answers to samples that their head has not learned from, (n, K).
+        labels: The class of each sample, (n,) integers below K.
+        folds: The fold that each sample was tested in, (n,).
+
+    Returns:
+        The calibration; None with fewer than `LEAST_FOR_CALIBRATION` answers, and if it does not lower the expected
+        calibration error.
     """
     if len(labels) < LEAST_FOR_CALIBRATION:
         return None
-    # The temperature of a fold comes from the other folds, so that the error after it is that on new samples.
+    # 1. The error on new samples: each fold is calibrated by the temperature of the other folds.
     after = np.empty_like(probabilities)
     for fold in np.unique(folds):
         is_tested = folds == fold
-        learns = ~is_tested
-        if not learns.any():
-            learns = is_tested
-        temperature = best_temperature(probabilities[learns], labels[learns])
+        is_fitted = ~is_tested
+        if not is_fitted.any():  # there is only one fold
+            is_fitted = is_tested
+        temperature = best_temperature(probabilities[is_fitted], labels[is_fitted])
         after[is_tested] = apply_temperature(probabilities[is_tested], temperature)
     error_before = calibration_error(probabilities, labels)
     error_after = calibration_error(after, labels)
     if error_after >= error_before:
         return None
+    # 2. The temperature itself comes from all answers.
     return Calibration(best_temperature(probabilities, labels), error_before, error_after)
 
 
 def calibration_error(probabilities: np.ndarray, labels: np.ndarray) -> float:
-    """Return expected calibration error, 0..1: mean difference of confidence and accuracy in ten bins of equal counts.
+    """Return the expected calibration error, 0..1.
 
-    ``probabilities`` (n, K), ``labels`` (n,) integers below K; n is at least 1.
+    It is the mean difference between confidence and accuracy in ten bins with equal numbers of samples.
+
+    Args:
+        probabilities: The probabilities of the classes, (n, K); n is at least 1.
+        labels: The right classes, (n,) integers below K.
     """
     confidence = probabilities.max(axis=1)
-    right = probabilities.argmax(axis=1) == labels
+    is_correct = probabilities.argmax(axis=1) == labels
+    # Samples are sorted by confidence and divided into bins; each bin counts by its number of samples.
     bins = np.array_split(np.argsort(confidence, kind="stable"), _BINS)
-    weighted = [abs(confidence[rows].mean() - right[rows].mean()) * len(rows) for rows in bins if len(rows)]
+    weighted = [abs(confidence[rows].mean() - is_correct[rows].mean()) * len(rows) for rows in bins if len(rows)]
     return float(sum(weighted) / len(labels))
 
 
@@ -91,36 +112,51 @@ def apply_temperature(probabilities: np.ndarray, temperature: float) -> np.ndarr
 
 
 def log_losses(probabilities: np.ndarray, labels: np.ndarray, temperature: float) -> np.ndarray:
-    """Log loss (n,) >= 0 of ``probabilities`` (n, K) over the temperature; none of them counts as less than 1e-12."""
-    shares = softmax(np.log(np.maximum(probabilities, 1e-12)) / temperature)[np.arange(len(labels)), labels]
-    return np.asarray(-np.log(np.maximum(shares, 1e-12)))
+    """Return the log loss (n,), 0 or more, of probabilities (n, K) after calibration; each counts as at least 1e-12."""
+    calibrated = softmax(np.log(np.maximum(probabilities, 1e-12)) / temperature)
+    of_right_class = calibrated[np.arange(len(labels)), labels]
+    return np.asarray(-np.log(np.maximum(of_right_class, 1e-12)))
 
 
 def best_temperature(probabilities: np.ndarray, labels: np.ndarray) -> float:
-    """Return temperature of 0.1 ... 10 with the smallest mean log loss, by golden-section search over its logarithm.
+    """Return the temperature from 0.1 to 10 with the smallest mean log loss.
 
-    ``probabilities`` (n, K), ``labels`` (n,) integers below K.
+    Args:
+        probabilities: The probabilities of the classes, (n, K).
+        labels: The right classes, (n,) integers below K.
     """
+
+    def mean_loss(exponent: float) -> float:
+        return float(log_losses(probabilities, labels, 10.0**exponent).mean())
+
+    # Golden-section search over the logarithm of the temperature. 30 steps narrow the interval to 0.000001 of a decade.
     low = -1.0
     high = 1.0
     ratio = (math.sqrt(5) - 1) / 2
     for _ in range(30):
-        first = high - ratio * (high - low)
-        second = low + ratio * (high - low)
-        losses = [float(log_losses(probabilities, labels, 10.0**exponent).mean()) for exponent in (first, second)]
-        low, high = (low, second) if losses[0] <= losses[1] else (first, high)
+        lower = high - ratio * (high - low)
+        upper = low + ratio * (high - low)
+        if mean_loss(lower) <= mean_loss(upper):
+            high = upper
+        else:
+            low = lower
     return float(10.0 ** ((low + high) / 2))
 
 
 @dataclass(frozen=True)
 class Confidence:
-    """What is known of a head's reliability; None for what could not be estimated from its samples."""
+    """How reliable a head is.
+
+    Attributes:
+        calibration: How its probabilities are calibrated; None: they are not.
+        unknown: The rule for unknown inputs; None: there is none, and no input is unknown.
+    """
 
     calibration: Calibration | None = None
     unknown: UnknownRule | None = None
 
     def arrays(self) -> Tensors:
-        """Return everything as named arrays, for `of`."""
+        """Return everything as named arrays, for `from_arrays`."""
         result: Tensors = {}
         calibration = self.calibration
         if calibration is not None:
@@ -131,11 +167,11 @@ class Confidence:
         return result
 
     @classmethod
-    def of(cls, arrays: Mapping[str, np.ndarray], feature_dim: int) -> Confidence:
-        """Return the confidence that `arrays` gave.
+    def from_arrays(cls, arrays: Mapping[str, np.ndarray], feature_dim: int) -> Confidence:
+        """Return the confidence whose `arrays` these are; ``feature_dim``: the number of features of the encoder.
 
         Raises:
-            StateError: they are not such arrays, or for other features than those of ``feature_dim`` values.
+            StateError: The arrays are incomplete, out of range, or belong to another number of features.
         """
         calibration = None
         try:
@@ -151,10 +187,11 @@ class Confidence:
         return cls(calibration, unknown)
 
     def metrics(self) -> dict[str, float | int | str | None]:
-        """Return the figures of the confidence that are reported.
+        """Return the metrics that are reported.
 
-        They are the temperature, ``ece_before`` and ``ece_after`` (0..1), and of the unknown rule its false-alarm rate
-        ``unknown_rate`` and the share of unknown inputs that it would miss, ``unknown_misses`` (0..1).
+        They are the temperature, the expected calibration error ``ece_before`` and ``ece_after`` (0..1), the
+        false-alarm rate ``unknown_rate`` (0..1) of the rule for unknown inputs, and the share ``unknown_misses`` (0..1)
+        of unknown inputs that it would miss.
         """
         calibration = self.calibration
         rule = self.unknown
@@ -168,7 +205,7 @@ class Confidence:
         }
 
     def __call__(self, probabilities: np.ndarray) -> np.ndarray:
-        """Calibrated probabilities (n, K), where the head is calibrated."""
+        """Return probabilities (n, K), calibrated if the head is calibrated."""
         return probabilities if self.calibration is None else self.calibration(probabilities)
 
     def is_unknown(self, features: np.ndarray) -> np.ndarray | None:
@@ -177,10 +214,10 @@ class Confidence:
 
 
 def _check_rule(rule: UnknownRule, feature_dim: int) -> None:
-    """Check that the arrays of a rule have the sizes and values that belong together.
+    """Check the sizes and values in a rule for unknown inputs.
 
     Raises:
-        StateError: they have not, or they are for other features than those of ``feature_dim`` values.
+        StateError: They do not belong together, are out of range, or belong to another number of features.
     """
     count = len(rule.rows)
     if rule.rows.ndim != 2 or rule.rows.shape[1] != feature_dim:
@@ -200,10 +237,12 @@ def _check_rule(rule: UnknownRule, feature_dim: int) -> None:
 
 @dataclass(frozen=True)
 class OutOfFold:
-    """Answers to training samples by heads that were fitted on the other folds.
+    """The answers of cross-validation: each sample is answered by a head that was fitted on the other folds.
 
-    ``rows`` (m,): positions of the samples, each at most once. ``probabilities`` (m, K). ``folds`` (m,): number of the
-    fold that each was tested in.
+    Attributes:
+        rows: The positions of the samples, (m,), each at most once.
+        probabilities: The answers, (m, K).
+        folds: The number of the fold that each sample was tested in, (m,).
     """
 
     rows: np.ndarray
@@ -217,14 +256,14 @@ def out_of_fold(
     fit: Callable[[np.ndarray], Callable[[np.ndarray], np.ndarray]],
     seed: int = 0,
 ) -> OutOfFold | None:
-    """Return the answers of cross-validation to training samples; None where they cannot be divided.
+    """Return the answers of cross-validation to training samples; None if they cannot be divided into folds.
 
     Args:
         samples: The training samples.
         features: Their features, (n, d).
-        fit: Takes the rows to learn from, and gives a function from features to probabilities (m, K). It is called
-            once for each of five folds.
-        seed: That of the folds.
+        fit: Takes the positions of the samples to learn from. Returns a function from features (m, d) to
+            probabilities (m, K). It is called once for each of five folds.
+        seed: The seed by which samples are divided.
     """
     parts = folds(samples, _FOLDS, np.random.default_rng(seed))
     if not parts:
@@ -239,10 +278,13 @@ def out_of_fold(
 
 
 def estimate_confidence(samples: Samples, features: np.ndarray, answers: OutOfFold | None, rate: float) -> Confidence:
-    """Return the confidence of a head that learns from ``samples`` with their ``features`` (n, d).
+    """Return the confidence of a head.
 
-    ``answers``: those of cross-validation of that head, None where there are none; from `LEAST_FOR_CALIBRATION` on they
-    calibrate it. ``rate``: false alarms of the unknown rule, 0..1; 0: no rule.
+    Args:
+        samples: The training samples of the head.
+        features: Their features, (n, d).
+        answers: The answers of cross-validation, by which the head is calibrated; None: there are none.
+        rate: The false-alarm rate of the rule for unknown inputs, 0..1; 0: no rule.
     """
     calibration = None
     if answers is not None:

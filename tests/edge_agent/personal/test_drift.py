@@ -126,7 +126,7 @@ def test_the_quantile_of_a_weighted_sum_is_that_of_a_simulation():
     rng = np.random.default_rng(0)
     first = rng.normal(size=(4000, 5)) * [3.0, 1.0, 0.5, 0.5, 0.1]
     second = rng.normal(size=(4000, 5)) @ rng.normal(size=(5, 5))
-    moments = drift._Moments.of(first, second)
+    moments = drift._Moments.from_rows(first, second)
     covariance = 0.3 * first.T @ first / 4000 + 0.1 * second.T @ second / 4000
     drawn = (rng.multivariate_normal(np.zeros(5), covariance, 200_000) ** 2).sum(axis=1)
     for share in (0.9, 0.99, 0.999):
@@ -170,7 +170,7 @@ def test_what_is_too_little_to_compare_with_is_said():
 def test_rows_keep_their_recordings_and_classes_when_they_are_saved():
     rows, labels = features(90, seed=4)
     rule = UnknownRule.fit(rows, 0.05, np.repeat(np.arange(30), 3), labels)
-    again = Confidence.of(Confidence(None, rule).arrays(), SIZE).unknown
+    again = Confidence.from_arrays(Confidence(None, rule).arrays(), SIZE).unknown
     np.testing.assert_array_equal(again.groups, rule.groups)
     np.testing.assert_array_equal(again.labels, labels)
     assert again.threshold == rule.threshold

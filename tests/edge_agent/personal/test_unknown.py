@@ -45,10 +45,10 @@ def test_inputs_from_elsewhere_are_unknown():
     rng = np.random.default_rng(0)
     known = rng.normal(size=(100, 16)).astype(np.float32) + np.eye(16, dtype=np.float32)[0] * 5
     rule = UnknownRule.fit(known, 0.05)
-    restored = Confidence.of(Confidence(unknown=rule).arrays(), 16).unknown
+    restored = Confidence.from_arrays(Confidence(unknown=rule).arrays(), 16).unknown
     assert rule.is_unknown(-known).mean() > 0.95
     np.testing.assert_array_equal(restored.scores(known[:9]), rule.scores(known[:9]))
-    assert Confidence.of({}, 16) == Confidence()
+    assert Confidence.from_arrays({}, 16) == Confidence()
 
 
 def test_a_rate_needs_as_many_samples_as_can_show_it():
@@ -199,7 +199,7 @@ def test_recordings_stay_together_when_class_means_score_their_own_samples():
 def test_a_rule_by_class_means_is_kept_and_written_as_operators():
     rows, labels = clouds(240, scales=STRETCHED)
     rule = UnknownRule.fit(rows, 0.05, labels=labels)
-    restored = Confidence.of(Confidence(unknown=rule).arrays(), 12).unknown
+    restored = Confidence.from_arrays(Confidence(unknown=rule).arrays(), 12).unknown
     queries = clouds(50, seed=4, spread=1, scales=STRETCHED)[0]
     np.testing.assert_array_equal(restored.scores(queries), rule.scores(queries))
     assert restored.misses == rule.misses
@@ -242,7 +242,7 @@ def test_damaged_class_means_are_refused(change):
     rows, labels = clouds(240, scales=STRETCHED)
     arrays = {**Confidence(unknown=UnknownRule.fit(rows, 0.05, labels=labels)).arrays(), **change}
     with pytest.raises(StateError, match="confidence"):
-        Confidence.of({name: array for name, array in arrays.items() if array is not None}, 12)
+        Confidence.from_arrays({name: array for name, array in arrays.items() if array is not None}, 12)
 
 
 def test_an_earlier_version_finds_no_rule_of_a_kind_that_it_does_not_know():

@@ -29,7 +29,7 @@ def test_damaged_arrays_are_refused(change):
     rule = UnknownRule(np.eye(4, dtype=np.float32), 0.5, 0.05)
     arrays = {**Confidence(Calibration(1.5, 0.2, 0.1), rule).arrays(), **change}
     with pytest.raises(StateError, match="confidence"):
-        Confidence.of({name: array for name, array in arrays.items() if array is not None}, 4)
+        Confidence.from_arrays({name: array for name, array in arrays.items() if array is not None}, 4)
 
 
 def test_a_temperature_finds_the_factor_by_which_probabilities_are_too_sharp():
