@@ -1,4 +1,4 @@
-"""The command ``edge-agent serve``: a personal model that answers over HTTP until it is stopped."""
+"""The command ``edge-agent serve``: answers inputs with a personal model until it is stopped."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from ..serving.service import Device, HttpSettings, Service
 
 _FORGET_S = 30.0
-"""Seconds that a broker is waited for from which the device is removed."""
+"""Seconds to wait for the broker from which the device is removed."""
 
 
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``edge-agent serve``."""
-    model = parser.add_argument_group("what answers")
+    model = parser.add_argument_group("the model")
     which = model.add_mutually_exclusive_group()
     which.add_argument("--bundle", type=Path, metavar="PATH", help="bundle file (*.hwb), together with --head")
     which.add_argument(
-        "--state", type=Path, metavar="DIR", help="state folder of a device: its pair in use, also after the next fit"
+        "--state", type=Path, metavar="DIR", help="state folder of a device; a new head or bundle there is taken over"
     )
     which.add_argument(
         "--config", type=Path, default=Path("agent.toml"), help="the agent's TOML file (default: agent.toml)"
@@ -43,7 +43,10 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         help="saved head for --bundle; default: the shared classifier that came with the bundle",
     )
     model.add_argument(
-        "--precision", choices=("auto", "fp32", "int8"), default="auto", help="of the encoder (default: the head's)"
+        "--precision",
+        choices=("auto", "fp32", "int8"),
+        default="auto",
+        help="precision of the encoder (default: the head's)",
     )
     model.add_argument(
         "--threads", type=int, metavar="N", help="threads of the encoder, 0 = as many as cores (default: 1)"
@@ -51,20 +54,20 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--sound",
         metavar="OPTIONS",
-        help="how sounds become inputs: the options of the data that the encoder was trained on, such as "
-        "'rate=16000&form=image'; without it sounds are refused",
+        help="how sounds are converted to inputs: the options of the data that the encoder was trained on, such as "
+        "'rate=16000&form=image'; without it sounds are rejected",
     )
     model.add_argument(
         "--cache", type=Path, metavar="DIR", help="folder of unpacked bundles (default: headwater in ~/.cache)"
     )
-    inputs = parser.add_argument_group("what is answered besides requests")
+    inputs = parser.add_argument_group("inputs besides HTTP requests")
     inputs.add_argument(
         "--camera",
         action="append",
         default=[],
         metavar="CAMERA",
-        help="auto, rpicam (ribbon cable of a Raspberry Pi), the number of a USB camera, /dev/videoN, an address of "
-        "pictures (http://host/picture.jpg) or of a stream (rtsp://host/stream); again for another one",
+        help="answer a camera: auto, rpicam (ribbon cable of a Raspberry Pi), the number of a USB camera, /dev/videoN, "
+        "an address of pictures (http://host/picture.jpg) or of a stream (rtsp://host/stream); may be repeated",
     )
     inputs.add_argument(
         "--watch",
@@ -72,7 +75,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         type=Path,
         metavar="DIR",
-        help="new files in this folder, which stay there",
+        help="answer new files in this folder, which stay there; may be repeated",
     )
     inputs.add_argument(
         "--every", dest="every_s", type=float, metavar="S", help="seconds between two pictures of a camera (default: 1)"
@@ -82,27 +85,27 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="TOPIC",
-        help="each message of this topic of the broker of --mqtt: the bytes of a picture or a recording",
+        help="answer each message of this topic on the broker of --mqtt: the bytes of a picture or a recording",
     )
     inputs.add_argument(
         "--sensor",
         action="append",
         default=[],
         metavar="SOURCE",
-        help="a stream of samples, a line of numbers each: - (standard input), a pipe, a serial device, a CSV file, or "
-        "mqtt:TOPIC; its windows are answered",
-    )
-    inputs.add_argument("--hop", type=int, metavar="N", help="samples between two windows (default: the task's stride)")
-    inputs.add_argument(
-        "--rate", type=float, metavar="HZ", help="samples in a second, where the stream has no column 'time'"
+        help="answer the windows of a stream of samples, one a line: - (standard input), a pipe, a serial device, a "
+        "CSV file, or mqtt:TOPIC; may be repeated",
     )
     inputs.add_argument(
-        "--speed", type=float, metavar="X", help="play a file X times as fast as it was made (default: at once)"
+        "--hop", type=int, metavar="N", help="samples between the starts of two windows (default: the task's stride)"
     )
-    where = parser.add_argument_group("where and for whom")
-    where.add_argument(
-        "--host", metavar="ADDRESS", help="address to listen on (default: 127.0.0.1, this machine alone)"
+    inputs.add_argument(
+        "--rate", type=float, metavar="HZ", help="samples per second, if the stream has no column 'time'"
     )
+    inputs.add_argument(
+        "--speed", type=float, metavar="X", help="replay a file at X times real time (default: at once)"
+    )
+    where = parser.add_argument_group("the HTTP server")
+    where.add_argument("--host", metavar="ADDRESS", help="address to listen on (default: 127.0.0.1, this machine only)")
     where.add_argument("--port", type=int, metavar="N", help="port, 0 = any free one (default: 8480)")
     where.add_argument("--unix", type=Path, metavar="PATH", help="listen on this Unix socket instead")
     where.add_argument(
@@ -111,54 +114,65 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="a name by which browsers call this server",
+        help="a name by which browsers may address this server; may be repeated",
     )
     where.add_argument(
         "--token-file",
         type=Path,
         metavar="FILE",
-        help="file of the token, made where there is none (default: serve/token in the state folder)",
+        help="file of the token, created if it is missing (default: serve/token in the state folder)",
     )
     where.add_argument(
-        "--cert", type=Path, metavar="FILE", help="certificate of this server (PEM): connections are encrypted"
+        "--cert", type=Path, metavar="FILE", help="certificate of this server (PEM): encrypts connections"
     )
     where.add_argument(
         "--key", type=Path, metavar="FILE", help="private key of the certificate (PEM; default: in the same file)"
     )
-    mqtt = parser.add_argument_group("whom answers are told (MQTT, found by Home Assistant)")
+    mqtt = parser.add_argument_group("publishing answers (MQTT, found by Home Assistant)")
     mqtt.add_argument("--mqtt", metavar="URL", help="broker, such as mqtt://homeassistant.local or mqtts://host:8883")
     mqtt.add_argument("--mqtt-user", metavar="NAME", help="user at the broker")
     mqtt.add_argument("--mqtt-password-file", type=Path, metavar="FILE", help="file whose first line is the password")
-    mqtt.add_argument("--mqtt-ca", type=Path, metavar="FILE", help="certificates that an mqtts broker may show")
-    mqtt.add_argument("--name", metavar="NAME", help="what the device is called there (default: this machine's name)")
-    mqtt.add_argument("--discovery-prefix", metavar="TOPIC", help="Home Assistant's (default: homeassistant)")
+    mqtt.add_argument(
+        "--mqtt-ca",
+        type=Path,
+        metavar="FILE",
+        help="certificates of the authorities that an mqtts broker is verified by",
+    )
+    mqtt.add_argument("--name", metavar="NAME", help="name of the device there (default: this machine's name)")
+    mqtt.add_argument(
+        "--discovery-prefix", metavar="TOPIC", help="discovery prefix of Home Assistant (default: homeassistant)"
+    )
     mqtt.add_argument(
         "--expire",
         dest="expire_s",
         type=int,
         metavar="S",
-        help="without answers for so long: unavailable (default: 300)",
+        help="seconds without an answer after which the device is unavailable (default: 300)",
     )
-    mqtt.add_argument("--share-image", action="store_true", help="publish the last image, too; it leaves the device")
     mqtt.add_argument(
-        "--mqtt-forget", action="store_true", help="remove this device from the broker and Home Assistant, and end"
+        "--share-image", action="store_true", help="publish the last image, too; it leaves the device then"
     )
-    mqtt.add_argument("--vote", type=int, metavar="N", help="equal answers in a row that change the state (default: 1)")
+    mqtt.add_argument(
+        "--mqtt-forget", action="store_true", help="remove this device from the broker and Home Assistant, and exit"
+    )
+    mqtt.add_argument(
+        "--vote", type=int, metavar="N", help="number of equal answers in a row that change the state (default: 1)"
+    )
 
 
 def serve(arguments: argparse.Namespace) -> int:
     """Answer inputs over HTTP with a personal model, until stopped: for programs, and for people on a page.
 
-    POST /classify takes the raw bytes of an image, a .npy array, a CSV table or a sound, and answers with the class,
-    its probability, and whether the input is unlike all training samples. GET / is a page, /v2 speaks the Open
-    Inference Protocol, /metrics is for Prometheus, /live and /ready are for supervisors.
+    POST /classify takes the raw bytes of an image, a .npy array, a CSV table or a sound. The answer has the class, its
+    probability, and whether the input is unlike all training samples. GET / is a page, /v2 follows the Open Inference
+    Protocol, /metrics is for Prometheus, /live and /ready are for supervisors.
 
-    With --camera and --watch it answers pictures by itself, which the page shows, too. A camera that is unplugged, or
-    that gives the same picture again and again, is told on the page and asked again.
+    With --camera, --watch, --mqtt-in or --sensor it also answers inputs that nobody sends, and shows them on the page.
+    A camera that is unplugged, or that delivers the same picture again and again, is reported there and opened again.
 
-    By default this machine alone may ask. With another --host every request needs the token that is printed at the
-    start; what changes the device's samples always needs it. With --state or --config, another head or bundle takes
-    over as soon as a fit, a release or a rollback has put it in use; no request fails meanwhile.
+    By default only this machine can connect. With another --host every request needs the token that is printed at the
+    start. Requests that change the device's samples always need it. With --state or --config, a head or bundle that a
+    fit, a release or a rollback puts in use is taken over; no request fails meanwhile.
 
     Example:
       edge-agent serve --bundle b.hwb --head my-head
@@ -168,48 +182,48 @@ def serve(arguments: argparse.Namespace) -> int:
     from ..serving.service import serving
     from ..serving.settings import http_settings, io_settings
 
+    # 1. The settings. Every mistake in them is found here, before anything is started.
     source = _pair_source(arguments)
     device = _device(arguments, source)
-    wanted = _settings_of(arguments, device.config)
+    serve_config = _merge_options(arguments, device.config)
     if arguments.mqtt_forget:
-        return _forget(arguments, wanted)
-    settings = http_settings(wanted, _token_file(arguments, wanted))
-    ways = io_settings(wanted)
-
+        return _remove_device(arguments, serve_config)
+    settings = http_settings(serve_config, _token_file(arguments, serve_config))
+    io = io_settings(serve_config)
+    # 2. Serve. The address is announced and printed once the service answers, because the port is known only then.
     state = None if device.config is None else device.config.state
     announcement = contextlib.ExitStack()
 
-    def show(service: Service) -> None:
+    def announce(service: Service) -> None:
         announcement.enter_context(announced(state, settings.url(service.http.port)))
-        _show(arguments, settings, service)
+        _print_start(arguments, settings, service)
 
-    with stop_on_signals() as stop, announcement, serving(source, settings, device, ways, show):
+    with stop_on_signals() as stop, announcement, serving(source, settings, device, io, announce):
         stop.wait()
     if stop.signal == signal.SIGINT:
         raise KeyboardInterrupt
     return 0
 
 
-def _forget(arguments: argparse.Namespace, wanted: ServeConfig) -> int:
-    """Remove the device from the broker and from Home Assistant, which happens to entities that are described no more.
+def _remove_device(arguments: argparse.Namespace, serve_config: ServeConfig) -> int:
+    """Remove the device from the broker, and so from Home Assistant.
 
     Raises:
         UsageError: No broker is named.
-        BrokerAway: The broker does not answer.
+        BrokerAway: The broker does not answer in time.
     """
     from ..serving.mqtt.publisher import remove_device
     from ..serving.settings import mqtt_settings
     from ..wire.mqtt import MqttTransport
 
-    settings = mqtt_settings(wanted)
+    settings = mqtt_settings(serve_config)
     if settings is None:
         raise UsageError(
             "--mqtt-forget removes a device from a broker; name it with --mqtt, and the device with --name"
         )
     device = settings.topics.device
-    remove_device(
-        MqttTransport(settings.broker, f"headwater-forget-{device}"), settings.topics, _FORGET_S, time.monotonic
-    )
+    transport = MqttTransport(settings.broker, f"headwater-forget-{device}")
+    remove_device(transport, settings.topics, _FORGET_S, time.monotonic)
     result = {"forgotten": device, "broker": settings.broker.url}
     return output.result(arguments, result, lambda: [f"{device} is removed from {settings.broker.url}"])
 
@@ -218,7 +232,7 @@ def _pair_source(arguments: argparse.Namespace) -> PairSource:
     """Return where the pair comes from.
 
     Raises:
-        UsageError: What was named is not there, or does not go together.
+        UsageError: A named file or folder is missing, or the options exclude each other.
     """
     from ..serving.pair_source import NamedPair, StatePair
 
@@ -229,7 +243,7 @@ def _pair_source(arguments: argparse.Namespace) -> PairSource:
         state = state_of(arguments)
         check_exists(state, "a device's state folder")
         return StatePair(state, arguments.precision, threads)
-    # A state folder given as the bundle is a device, as for 'edge-agent predict'.
+    # A state folder that is named as the bundle stands for its device, as for 'edge-agent predict'.
     if arguments.head is None and own_head(arguments.bundle) is not None:
         return StatePair(arguments.bundle, arguments.precision, threads)
     bundle = bundle_of(arguments)
@@ -237,7 +251,7 @@ def _pair_source(arguments: argparse.Namespace) -> PairSource:
 
 
 def _device(arguments: argparse.Namespace, source: PairSource) -> Device:
-    """Return the device whose samples may be corrected; without a state folder, why there is none."""
+    """Return the device whose samples may be corrected, or the reason why corrections are rejected."""
     from ..agent.head_tier import why_not_from_added
     from ..core.config import AgentConfig, load
     from ..serving.pair_source import StatePair
@@ -256,31 +270,35 @@ def _device(arguments: argparse.Namespace, source: PairSource) -> Device:
     return Device(config)
 
 
-def _settings_of(arguments: argparse.Namespace, config: AgentConfig | None) -> ServeConfig:
-    """Return what the file says in ``[serve]``, where there is a file, with what was given on the command line.
+def _merge_options(arguments: argparse.Namespace, config: AgentConfig | None) -> ServeConfig:
+    """Return ``[serve]`` of the configuration, if there is one, with the options of the command line on top.
 
     Raises:
-        ConfigError: An option is impossible; all of them are listed.
+        ConfigError: An option is invalid; all mistakes are listed.
     """
     from ..core.config import ServeConfig, parse
 
-    of_file = {} if config is None or config.serve is None else config.serve.model_dump()
-    given = {name: getattr(arguments, name, None) for name in ServeConfig.model_fields}
-    # An option that was not given is None, an empty list, or a switch that is off; the number 0 was given.
-    options = {name: value for name, value in given.items() if value is not None and value is not False and value != []}
-    return parse(ServeConfig, {**of_file, **options}, where="options of edge-agent serve")
+    from_file = {} if config is None or config.serve is None else config.serve.model_dump()
+    options = {}
+    for name in ServeConfig.model_fields:
+        value = getattr(arguments, name, None)
+        # An option that is not on the command line is None, an empty list, or a switch that is off. 0 is a value.
+        is_given = value is not None and value is not False and value != []
+        if is_given:
+            options[name] = value
+    return parse(ServeConfig, {**from_file, **options}, where="options of edge-agent serve")
 
 
 def _token_file(arguments: argparse.Namespace, serve: ServeConfig) -> Path:
-    """Return the file of the token: the one that was named, or one beside what the token protects."""
+    """Return the file of the token: the one that is named, or one in the state folder or the folder of bundles."""
     if serve.token_file is not None:
         return serve.token_file
     folder = cache_of(arguments) if arguments.bundle is not None else state_of(arguments)
     return folder / "serve" / "token"
 
 
-def _show(arguments: argparse.Namespace, settings: HttpSettings, service: Service) -> None:
-    """Print what answers, and where."""
+def _print_start(arguments: argparse.Namespace, settings: HttpSettings, service: Service) -> None:
+    """Print the pair in use, the address of the page and how to send an input, as text or JSON."""
     url = settings.url(service.http.port)
     page = url if isinstance(settings.address, Path) else f"{url}#token={settings.token}"
     content: dict[str, Any] = {"url": url, "page": page, "token": settings.token, "pair": None}
@@ -297,10 +315,12 @@ def _show(arguments: argparse.Namespace, settings: HttpSettings, service: Servic
         answers = (
             f"{pair.id.head}{classes}; bundle '{pair.bundle.manifest.name}' {pair.id.bundle}, {pair.encoder.precision}"
         )
-    how = f"curl --data-binary @FILE {url}classify"
+    command = f"curl --data-binary @FILE {url}classify"
     if isinstance(settings.address, Path):
-        how = f"curl --unix-socket {settings.address} --data-binary @FILE http://localhost/classify"
-    rows: list[tuple[str, object]] = [("answers", answers), ("page", page), ("try", how)]
+        command = f"curl --unix-socket {settings.address} --data-binary @FILE http://localhost/classify"
+    rows: list[tuple[str, object]] = [("answers", answers), ("page", page), ("try", command)]
     if not settings.is_local and settings.tls is None:
-        rows.append(("note", "the connection is not encrypted: on this network others can read answers and the token"))
+        rows.append(
+            ("note", "the connection is not encrypted: others on this network can read the answers and the token")
+        )
     print("\n".join(formats.pairs(rows)), flush=True)
