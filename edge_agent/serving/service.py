@@ -50,7 +50,7 @@ class HttpSettings:
     Attributes:
         address: Host and port (0: any free one), or the path of a Unix socket.
         token: The secret that clients send; see `edge_agent.serving.http_api.access`.
-        host_names: Names by which clients may address the server, besides IP addresses and ``localhost``.
+        host_names: Names by which clients may address the server, besides loopback addresses and ``localhost``.
         limits: The resources that clients may use.
         tls: The certificate and key of the server; None: without TLS.
         sound: How sounds are converted to inputs; None: sounds are rejected.

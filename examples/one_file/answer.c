@@ -1,9 +1,9 @@
-/* Answer an image with a model of 'edge-agent export', by the C interface of ONNX Runtime.
+/* Classify an image with a model of 'edge-agent export', by the C interface of ONNX Runtime.
  *
  *   cc answer.c -I/usr/include/onnxruntime/core/session -lonnxruntime -o answer
  *   ./answer cat.onnx HEIGHT WIDTH CHANNELS < pixels.raw
  *
- * Standard input: one image of the model's size, a byte for each value, in the order height, width, channels.
+ * Standard input: one image of the model's size, one byte a value, in the order height, width, channels.
  * Standard output: the probabilities of the labels, in their order. The labels are in the file's metadata.
  */
 #include <onnxruntime_c_api.h>
@@ -12,7 +12,7 @@
 
 static const OrtApi *ort;
 
-/* End the program where a call failed. */
+/* End the program if a call has failed. */
 static void check(OrtStatus *status) {
     if (status == NULL) return;
     fprintf(stderr, "%s\n", ort->GetErrorMessage(status));
@@ -30,7 +30,7 @@ int main(int count, char **arguments) {
         return 1;
     }
 
-    /* 1. The model. */
+    /* 1. Load the model. */
     OrtEnv *environment;
     OrtSessionOptions *options;
     OrtSession *session;
@@ -38,7 +38,7 @@ int main(int count, char **arguments) {
     check(ort->CreateSessionOptions(&options));
     check(ort->CreateSession(environment, arguments[1], options, &session));
 
-    /* 2. The image, as it comes from a camera: the model normalises it. */
+    /* 2. Read the pixels as they are; the model normalises them. */
     int64_t shape[4] = {1, atoll(arguments[2]), atoll(arguments[3]), atoll(arguments[4])};
     size_t size = (size_t)(shape[1] * shape[2] * shape[3]);
     unsigned char *pixels = malloc(size);
@@ -52,7 +52,7 @@ int main(int count, char **arguments) {
     check(ort->CreateTensorWithDataAsOrtValue(memory, pixels, size, shape, 4, ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8,
                                               &input));
 
-    /* 3. The answer. */
+    /* 3. Run the model, and print the probability of each label. */
     const char *input_names[] = {"image"}, *output_names[] = {"probabilities"};
     check(ort->Run(session, NULL, input_names, (const OrtValue *const *)&input, 1, output_names, 1, &output));
     OrtTensorTypeAndShapeInfo *info;

@@ -1,4 +1,4 @@
-"""Answers to what a source gives, for a program that asks for one after the other."""
+"""Yields the answers to the inputs of one source, for a Python program."""
 
 from __future__ import annotations
 
@@ -20,24 +20,22 @@ from .loop import SourceLoop
 from .sensor_feed import SensorFeed
 
 _WAIT_S = 0.1
-"""Seconds between two looks whether the source or its reader has ended."""
+"""The longest wait, in seconds, before it is checked again whether the source or its reader has ended."""
 
 
 def answers_of(pair: Pair, text: str, every_s: float = 1.0, rate: float | None = None) -> Iterator[Answer]:
-    """Yield the answers to what a source gives, until it ends or the caller stops.
+    """Yield the answers to the inputs of a source, until it ends or the caller stops.
 
-    A source that is lost is opened again, as by ``edge-agent serve``. Nothing is answered ahead: the next input is
-    taken when the caller asks for it.
+    A lost source is opened again, as by ``edge-agent serve``. The source waits until the caller has taken an answer.
 
     Args:
-        pair: What answers.
-        text: ``camera:auto`` and the other cameras of ``--camera``, ``watch:FOLDER``, or ``sensor:-``,
-            ``sensor:FILE``.
-        every_s: Seconds between two answers to a camera, at least.
-        rate: Samples of a sensor in a second, where its stream has no column for the time.
+        pair: The encoder and the head that answer.
+        text: ``camera:`` and a value of ``--camera``, ``watch:FOLDER``, ``sensor:-`` or ``sensor:FILE``.
+        every_s: The least number of seconds between two answers to a camera.
+        rate: Samples per second, for sensors whose stream has no time column; None: not known.
 
     Raises:
-        UsageError: The text names no source.
+        UsageError: The text does not name a source.
     """
     predictor = Predictor()
     handover = _Handover()
@@ -58,7 +56,11 @@ def answers_of(pair: Pair, text: str, every_s: float = 1.0, rate: float | None =
 
 
 def _create_loop(text: str, predictor: Predictor, every_s: float, rate: float | None) -> SourceLoop[Any]:
-    """Return the loop around the source that a text names."""
+    """Return the loop around the source that a text names.
+
+    Raises:
+        UsageError: The text does not name a source.
+    """
     kind, _, rest = text.partition(":")
     if kind == "sensor":
         return SensorFeed(create_sensor_source(rest, rate, None, Subscriptions(None)), predictor, rate=rate)
@@ -72,28 +74,28 @@ def _create_loop(text: str, predictor: Predictor, every_s: float, rate: float | 
 
 
 class _Handover:
-    """Passes one answer at a time from the thread of a source to the caller; the source waits until it is taken."""
+    """Passes answers one at a time from the thread of a source to the caller; the thread waits until one is taken."""
 
     def __init__(self) -> None:
         self._answers: queue.Queue[Answer] = queue.Queue(maxsize=1)
         self._closed = threading.Event()
 
     def on_answer(self, observation: Observation) -> None:
-        """Hand over an answer; see `Observer`."""
+        """Wait until the answer before was taken, and hand over this one; see `Observer`."""
         while not self._closed.is_set():
             with contextlib.suppress(queue.Full):
                 self._answers.put(observation.answer, timeout=_WAIT_S)
                 return
 
     def on_switch(self, pair: Pair) -> None:
-        """Do nothing: one pair answers all; see `Observer`."""
+        """Do nothing: the pair never changes here; see `Observer`."""
 
     def take(self) -> Answer | None:
-        """Return the next answer; None where there is none for a moment."""
+        """Return the next answer; None if there is none for `_WAIT_S` seconds."""
         with contextlib.suppress(queue.Empty):
             return self._answers.get(timeout=_WAIT_S)
         return None
 
     def close(self) -> None:
-        """Let the source end, also while it waits."""
+        """Let the thread of the source end, also while it waits in `on_answer`."""
         self._closed.set()
