@@ -64,14 +64,14 @@ def read_record(file: Path) -> InputsRecord | None:
 
 
 def inputs_since(state: Path) -> float | None:
-    """Return what a device may tell of the inputs of its server, as one number.
+    """Return since when the inputs of a device's server have changed, for the report to the coordinator.
 
     Args:
         state: The state folder of the device.
 
     Returns:
-        Seconds since 1970 at which the inputs changed; 0: they are as fitted; None: no server runs, or it has had too
-        few answers.
+        When the inputs changed, in seconds since 1970; 0: they are as fitted; None: no server is running, or it has
+        given too few answers.
     """
     if find_server(state) is None:
         return None

@@ -101,7 +101,7 @@ class Feed(SourceLoop[FeedState]):
         source = f"{self.name} {frame.name}".rstrip()
         try:
             self._predictor.answer(decode, source, frame.raw)
-        except Busy:  # too many inputs are waiting; the frame is dropped, the next one is newer
+        except Busy:  # too many inputs are waiting: the frame is dropped
             return
         except SourceLost:
             raise
