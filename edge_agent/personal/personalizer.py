@@ -474,9 +474,9 @@ class Personalizer:
         """
         pair = self._pair()
         if isinstance(inputs, str):
-            from ..serving.sources.stream import answers_of
+            from ..serving.sources.stream import stream_answers
 
-            yield from answers_of(pair, inputs, every, rate)
+            yield from stream_answers(pair, inputs, every, rate)
             return
         for one_input in inputs:
             samples = self._samples(one_input, None, self.classes, is_labelled=False)

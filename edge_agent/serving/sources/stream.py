@@ -23,7 +23,7 @@ _WAIT_S = 0.1
 """The longest wait, in seconds, before it is checked again whether the source or its reader has ended."""
 
 
-def answers_of(pair: Pair, text: str, every_s: float = 1.0, rate: float | None = None) -> Iterator[Answer]:
+def stream_answers(pair: Pair, text: str, every_s: float = 1.0, rate: float | None = None) -> Iterator[Answer]:
     """Yield the answers to the inputs of a source, until it ends or the caller stops.
 
     A lost source is opened again, as by ``edge-agent serve``. The source waits until the caller has taken an answer.
@@ -66,7 +66,7 @@ def _create_loop(text: str, predictor: Predictor, every_s: float, rate: float | 
         return SensorFeed(create_sensor_source(rest, rate, None, Subscriptions(None)), predictor, rate=rate)
     if kind not in {"camera", "watch"}:
         raise UsageError(
-            f"'{text}' is no source: expected camera:auto, camera:rtsp://host/stream, watch:FOLDER, sensor:- or "
+            f"'{text}' is not a source: expected camera:auto, camera:rtsp://host/stream, watch:FOLDER, sensor:- or "
             "sensor:FILE; files are given as a list"
         )
     source = create_camera_source(rest or "auto") if kind == "camera" else create_folder_source(Path(rest))
