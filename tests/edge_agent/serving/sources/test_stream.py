@@ -89,5 +89,7 @@ def test_the_next_window_is_answered_only_when_it_is_asked_for(motions, tmp_path
 @pytest.mark.parametrize("text", ["cat.jpg", "camera:somewhere", "sensor:not-there.csv", "watch:not-there", ""])
 def test_what_is_no_source_is_refused_by_name(colours, text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError, match=r"is not a source: expected camera:auto|expected auto|expected -|is not a folder"):
+    with pytest.raises(
+        UsageError, match=r"is not a source: expected camera:auto|expected auto|expected -|is not a folder"
+    ):
         next(colours.stream(text))
