@@ -122,9 +122,9 @@ def status(arguments: argparse.Namespace) -> int:
     agent runs. It also shows samples that were added on this device, whether the head has learned from them, files that
     wait in the watch folder, how many images or recordings of the data source cannot be used, and what the agent has on
     its disk beside the bounds of its configuration. ``serves`` says where 'edge-agent serve' answers for this device
-    now, and ``inputs`` whether what it answers has changed since the head was fitted. With --state, in place of
-    --config, what only the configuration says is left out: the bounds, the watch folder, and whether unsigned bundles
-    are installed.
+    now, with its cameras and other sources, and ``inputs`` whether what it answers has changed since the head was
+    fitted. With --state, in place of --config, what only the configuration says is left out: the bounds, the watch
+    folder, and whether unsigned bundles are installed.
 
     Example:
       edge-agent status --config agent.toml --json
@@ -395,6 +395,9 @@ def _metric_rows(metrics: dict[str, Any]) -> Iterator[tuple[str, object]]:
 
 def _server_rows(server: dict[str, Any]) -> Iterator[tuple[str, object]]:
     yield "serves", f"answers at {server['url']} since {show_utc(server['since'])}"
+    for source in server["sources"]:
+        reason = f": {source['reason']}" if source["reason"] else ""
+        yield "", f"{source['name']} {source['condition']} since {show_utc(source['since'])}{reason}"
 
 
 def _inputs_rows(inputs: dict[str, Any]) -> Iterator[tuple[str, object]]:

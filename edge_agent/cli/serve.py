@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import signal
 import time
@@ -178,7 +177,6 @@ def serve(arguments: argparse.Namespace) -> int:
       edge-agent serve --bundle b.hwb --head my-head
     """
     from ..core.children import stop_on_signals
-    from ..serving.announcement import announced
     from ..serving.service import serving
     from ..serving.settings import http_settings, io_settings
 
@@ -190,15 +188,12 @@ def serve(arguments: argparse.Namespace) -> int:
         return _remove_device(arguments, serve_config)
     settings = http_settings(serve_config, _token_file(arguments, serve_config))
     io = io_settings(serve_config)
-    # 2. Serve. The address is announced and printed once the service answers, because the port is known only then.
-    state = None if device.config is None else device.config.state
-    announcement = contextlib.ExitStack()
 
-    def announce(service: Service) -> None:
-        announcement.enter_context(announced(state, settings.url(service.http.port)))
+    # 2. Serve. The address is printed once the service answers, because the port is known only then.
+    def print_start(service: Service) -> None:
         _print_start(arguments, settings, service)
 
-    with stop_on_signals() as stop, announcement, serving(source, settings, device, io, announce):
+    with stop_on_signals() as stop, serving(source, settings, device, io, print_start):
         stop.wait()
     if stop.signal == signal.SIGINT:
         raise KeyboardInterrupt
@@ -212,6 +207,7 @@ def _remove_device(arguments: argparse.Namespace, serve_config: ServeConfig) -> 
         UsageError: No broker is named.
         BrokerAway: The broker does not answer in time.
     """
+    from ..serving.mqtt.login import ANSWERS_ADVICE
     from ..serving.mqtt.publisher import remove_device
     from ..serving.settings import mqtt_settings
     from ..wire.mqtt import MqttTransport
@@ -222,7 +218,7 @@ def _remove_device(arguments: argparse.Namespace, serve_config: ServeConfig) -> 
             "--mqtt-forget removes a device from a broker; name it with --mqtt, and the device with --name"
         )
     device = settings.topics.device
-    transport = MqttTransport(settings.broker, f"headwater-forget-{device}")
+    transport = MqttTransport(settings.broker, f"headwater-forget-{device}", advice=ANSWERS_ADVICE)
     remove_device(transport, settings.topics, _FORGET_S, time.monotonic)
     result = {"forgotten": device, "broker": settings.broker.url}
     return output.result(arguments, result, lambda: [f"{device} is removed from {settings.broker.url}"])

@@ -13,6 +13,7 @@ from typing import Any
 from ..core.config import AgentConfig, BrokerConfig, is_loopback
 from ..data.wav import WavOptions
 from ..wire.mqtt import MqttTransport
+from .announcement import Announcement, announced
 from .corrections import Corrections
 from .history import History
 from .http_api.access import Guard
@@ -28,6 +29,7 @@ from .inputs import Decoder
 from .inputs_state import record_file
 from .inputs_watch import InputsWatch
 from .mqtt.discovery import DeviceDescription
+from .mqtt.login import ANSWERS_ADVICE
 from .mqtt.publisher import Publisher, offline_will
 from .mqtt.topics import AnswerTopics
 from .pair import Pair
@@ -207,10 +209,21 @@ class Service:
         for feed in self.feeds:
             feed.start()
 
+    def announce_sources(self, announcement: Announcement) -> None:
+        """Write the states of the sources into the record of the server, now and whenever one changes."""
+
+        def write() -> None:
+            announcement.show_sources(feed.record() for feed in self.feeds)
+
+        if self.feeds:
+            for feed in self.feeds:
+                feed.on_change(write)
+            write()
+
     def _create_publisher(self, settings: MqttSettings) -> Publisher:
         """Return a publisher that observes every answer and the state."""
         client_id = f"headwater-{settings.topics.device}"
-        transport = MqttTransport(settings.broker, client_id, will=offline_will(settings.topics))
+        transport = MqttTransport(settings.broker, client_id, will=offline_will(settings.topics), advice=ANSWERS_ADVICE)
         publisher = Publisher(transport, settings.topics, settings.description, time.monotonic)
         self.predictor.observe(publisher)
         self.vote.observe(publisher)
@@ -233,9 +246,13 @@ def serving(
 ) -> Iterator[Service]:
     """Serve while the context lasts; ``on_started`` is called once the service answers."""
     service = Service(source, http, device, io)
+    state = None if device.config is None else device.config.state
     try:
         service.start()
-        on_started(service)
-        yield service
+        # The server is announced once it answers, because its port is known only then.
+        with announced(state, http.url(service.http.port)) as announcement:
+            service.announce_sources(announcement)
+            on_started(service)
+            yield service
     finally:
         service.close()

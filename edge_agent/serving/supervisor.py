@@ -33,6 +33,11 @@ LONGEST_PAUSE_S = 60.0
 _STEADY_S = 60.0
 """Seconds after which a process counts as healthy: if it ends later, the pauses start from the first one again."""
 
+_END_TOGETHER_S = 1.0
+"""Seconds within which the agent ends, too, if both were told to."""
+
+_ENDED_WELL = "code 0"
+
 _EXIT_LIMIT_S = 5.0
 """Seconds that the process has to exit before it is killed."""
 
@@ -69,7 +74,8 @@ class ServingSupervisor:
             timer.start()
             reason = self._run_once()
             timer.cancel()
-            if self._stop.is_set():
+            # A signal to the whole group, such as Ctrl+C, ends the process a moment before it ends the agent.
+            if self._stop.wait(_END_TOGETHER_S if reason == _ENDED_WELL else 0.0):
                 return
             pause_s = FIRST_PAUSE_S if has_been_steady.is_set() else min(2 * pause_s, LONGEST_PAUSE_S)
             log.warning("answers_ended reason=%s again_in_s=%.0f", reason, pause_s)

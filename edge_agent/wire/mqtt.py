@@ -17,6 +17,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import paho.mqtt.client as paho
 from paho.mqtt.enums import CallbackAPIVersion, MQTTProtocolVersion
@@ -58,6 +59,26 @@ LEAVE_TIMEOUT_S = 2.0
 """Seconds by which a broker that has stopped reading may delay a disconnect."""
 
 
+@dataclass(frozen=True)
+class LoginAdvice:
+    """What to do when the broker refuses a login.
+
+    Attributes:
+        without_user: Where no user is configured.
+        refused: Where it does not know the user, or the password; ``{user}`` stands for the user.
+    """
+
+    without_user: str
+    refused: str
+
+
+FEDERATION_ADVICE = LoginAdvice(
+    "set broker.user and broker.password_file",
+    "'headwater password {user}' makes a new one, which a running Mosquitto has to reload",
+)
+"""For the broker of a federation, whose users the coordinator makes."""
+
+
 class MqttTransport:
     """A `wire.transport.Transport` over one broker."""
 
@@ -70,6 +91,7 @@ class MqttTransport:
         rng: random.Random | None = None,
         admits: Callable[[str, bytes], bool] = lambda *_: True,
         rank_of: RankOf = lambda _: ORDINARY,
+        advice: LoginAdvice = FEDERATION_ADVICE,
     ) -> None:
         """Make a transport that does not connect yet.
 
@@ -80,6 +102,7 @@ class MqttTransport:
             rng: The source of random pauses.
             admits: Returns whether a message (topic, payload) is received at all; called in the network thread.
             rank_of: Returns the treatment of a message while it waits; called in the network thread.
+            advice: What to do when the broker refuses the login.
         """
         self.config = config
         self.client_id = client_id
@@ -88,6 +111,7 @@ class MqttTransport:
         self.traffic = Traffic()
         self._rng = rng or random.Random()  # noqa: S311 - spreads reconnects, guards nothing
         self._admits = admits
+        self._advice = advice
         self._inbox = Inbox(rank_of)
         self._filters: list[str] = []
         self._pending_filters: dict[int, tuple[str, ...]] = {}
@@ -100,6 +124,9 @@ class MqttTransport:
         self._first_failure = ""
         self._rejection = ""
         self._remedy = ""
+        self._was_away = False
+        """Whether the log says that the broker is away."""
+
         self._clocks_differ = False
         self._thread: threading.Thread | None = None
         self._connection = 0
@@ -202,6 +229,7 @@ class MqttTransport:
             if self._stopping.is_set():
                 return
             pause_s = self._rng.uniform(0.05, longest_pause_s(failures))
+            self._was_away = True
             log.warning("broker_away url=%s reason=%s retry_in_s=%.1f", self.config.url, reason, pause_s)
             self._inbox.put(Disconnected(reason, pause_s, self._remedy, self._clocks_differ))
             self._stopping.wait(pause_s)
@@ -265,12 +293,15 @@ class MqttTransport:
 
     def _on_connect(self, client: paho.Client, _data: object, _flags: object, code: ReasonCode, _props: object) -> None:
         if code.is_failure:
-            reason, self._remedy = _refused_login(self.config, self.client_id, code)
+            reason, self._remedy = _refused_login(self.config, self.client_id, code, self._advice)
             self._rejection = f"{reason}; {self._remedy}" if self._remedy else reason
             return
         sock = client.socket()
         if isinstance(sock, socket.socket):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if self._was_away:
+            log.info("broker_back url=%s", self.config.url)
+            self._was_away = False
         self._up.set()
         self._tried.set()
         self._inbox.put(Connected(self._connection))
@@ -392,15 +423,15 @@ def _client(config: BrokerConfig, client_id: str, session: str, protocol: MQTTPr
     return client
 
 
-def _refused_login(config: BrokerConfig, client_id: str, code: ReasonCode) -> tuple[str, str]:
+def _refused_login(config: BrokerConfig, client_id: str, code: ReasonCode, advice: LoginAdvice) -> tuple[str, str]:
     """Return the reason of a refused login, and its remedy, which is empty where waiting may help."""
     user = user_of(config, client_id)
     if code.value not in _SHUT_OUT:
         return f"broker refuses: {code}", ""
     if user is None:
-        return f"broker refuses a login without a user ({code})", "set broker.user and broker.password_file"
-    password = config.password_file or "the empty one"
+        return f"broker refuses a login without a user ({code})", advice.without_user
+    password = f"the one in '{config.password_file}'" if config.password_file else "the empty one"
     reason = (
         f"broker refuses user '{user}' ({code}): it does not know the user, or has another password than {password}"
     )
-    return reason, f"'headwater password {user}' makes a new one, which a running Mosquitto has to reload"
+    return reason, advice.refused.format(user=user)

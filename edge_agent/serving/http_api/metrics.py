@@ -27,6 +27,15 @@ _MOST_LABELS = 200
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
+_SOURCE_COUNTS = {
+    "answered": "Inputs of a source that were answered.",
+    "refused": "Inputs of a source that could not be answered.",
+    "dropped": "Inputs of a source that came faster than they could be answered.",
+    "lost": "Times that a source was lost.",
+}
+"""The counts of `FeedState` that are shown, and what they mean."""
+
+
 class Histogram:
     """A cumulative histogram: how many values are at most each bucket's upper bound, their count and their sum."""
 
@@ -133,14 +142,11 @@ class Metrics:
         lines = _header_lines("headwater_source_up", "gauge", "1 while a source gives new inputs.")
         for feed in self._feeds:
             lines.append(_sample("headwater_source_up", {"source": feed.name}, feed.state.condition == "ok"))
-        lines += _header_lines("headwater_source_answered_total", "counter", "Inputs of a source that were answered.")
-        for feed in self._feeds:
-            lines.append(_sample("headwater_source_answered_total", {"source": feed.name}, feed.state.answered))
-        lines += _header_lines(
-            "headwater_source_refused_total", "counter", "Inputs of a source that could not be answered."
-        )
-        for feed in self._feeds:
-            lines.append(_sample("headwater_source_refused_total", {"source": feed.name}, feed.state.refused))
+        for count, about in _SOURCE_COUNTS.items():
+            name = f"headwater_source_{count}_total"
+            lines += _header_lines(name, "counter", about)
+            for feed in self._feeds:
+                lines.append(_sample(name, {"source": feed.name}, getattr(feed.state, count)))
         return lines
 
     def _show(self, _request: Request) -> Response:

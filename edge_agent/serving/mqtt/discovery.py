@@ -87,7 +87,8 @@ def _answer_entities(topics: AnswerTopics, description: DeviceDescription) -> di
         answer = _sensor(topics, "answer", "Answer", "{{ value_json['class'] }}")
         answer |= {
             "device_class": "enum",
-            "options": [*description.classes, UNKNOWN],
+            # A class may have the name of the option; Home Assistant refuses an option that is there twice.
+            "options": list(dict.fromkeys([*description.classes, UNKNOWN])),
             "json_attributes_topic": topics.state,
         }
         probability = _sensor(topics, "probability", "Probability", "{{ value_json['probability'] }}")

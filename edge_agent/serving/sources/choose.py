@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
 from ...core.config import BrokerConfig
-from ...core.errors import UsageError
+from ...core.errors import MissingCapability, UsageError
 from ...wire.mqtt import MqttTransport
 from ...wire.topics import matches
+from ..mqtt.login import ANSWERS_ADVICE
 from .capture import CaptureSource
 from .folder import FolderSource
 from .mqtt_in import MqttLineSource, MqttSource
@@ -24,16 +26,16 @@ def create_camera_source(text: str) -> Source:
 
     Args:
         text: ``rpicam`` or ``rpicam:1`` is a camera on the ribbon cable of a Raspberry Pi. A number or a device is a
-        USB
-            camera. An HTTP address is fetched for single pictures, any other address is a stream. ``auto`` is the
+            USB camera. An HTTP address is fetched for single pictures, any other address is a stream. ``auto`` is the
             ribbon cable if ``rpicam-vid`` is installed, else the first USB camera.
 
     Raises:
         UsageError: The text names none of these.
+        MissingCapability: OpenCV is not installed, which USB cameras and streams need.
     """
     kind, _, rest = text.partition(":")
     if text == "auto":
-        return RpicamSource() if RpicamSource.is_installed() else CaptureSource("0")
+        return RpicamSource() if RpicamSource.is_installed() else _create_capture_source("0")
     if kind == "rpicam":
         if rest and not rest.isdecimal():
             raise UsageError(f"--camera {text}: expected rpicam, or rpicam:N with the number of a camera")
@@ -42,11 +44,18 @@ def create_camera_source(text: str) -> Source:
         return SnapshotSource(text)
     is_stream = "://" in text
     if text.isdecimal() or text.startswith("/dev/") or is_stream:
-        return CaptureSource(text)
+        return _create_capture_source(text)
     raise UsageError(
         f"--camera {text}: expected auto, rpicam, the number of a USB camera, /dev/videoN, http://host/picture.jpg or "
         "rtsp://host/stream"
     )
+
+
+def _create_capture_source(where: str) -> Source:
+    """Return a USB camera or a stream, after a check that OpenCV is installed: the import itself takes a second."""
+    if importlib.util.find_spec("cv2") is None:
+        raise MissingCapability.package("cv2", "camera", "reading videos and cameras")
+    return CaptureSource(where)
 
 
 def create_folder_source(path: Path) -> Source:
@@ -88,7 +97,7 @@ class Subscriptions:
                     f"{option} {topic}: this device publishes on {published} itself, and would answer its own answers; "
                     "name another topic"
                 )
-        return MqttTransport(self.broker, f"headwater-in-{zlib.crc32(topic.encode()):08x}")
+        return MqttTransport(self.broker, f"headwater-in-{zlib.crc32(topic.encode()):08x}", advice=ANSWERS_ADVICE)
 
 
 def create_topic_source(topic: str, subscriptions: Subscriptions) -> Source:
@@ -122,7 +131,8 @@ def create_sensor_source(
         return StreamLineSource(None, schedule)
     path = Path(text)
     if path.is_dir() or not path.exists():
+        what_it_is = "is a folder" if path.is_dir() else "is not there"
         raise UsageError(
-            f"--sensor {text}: expected -, mqtt:TOPIC, or a file, a pipe or a device with a sample in each line"
+            f"--sensor {text}: {what_it_is}; expected -, mqtt:TOPIC, or a file, pipe or device with one sample a line"
         )
     return StreamLineSource(path, schedule)

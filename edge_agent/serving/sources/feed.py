@@ -19,7 +19,7 @@ from ...wire.messages.fields import printable
 from ..inputs import Decoder
 from ..pair import Pair
 from ..predictor import Predictor
-from .loop import FeedState, SourceLoop
+from .loop import BUSY_S, FeedState, SourceLoop
 from .source import Frame, Source
 
 log = logging.getLogger(__name__)
@@ -73,7 +73,11 @@ class Feed(SourceLoop[FeedState]):
                 if not self._source.needs_every_frame:
                     self._stop.wait(max(0.0, due_at - self._clock()))
                 frame = self._source.read(_WAIT_S)
-                if frame is not None and not self._is_frozen(frame):
+                if frame is None:
+                    continue
+                if frame.dropped:
+                    self._note_dropped(frame.dropped, "inputs came faster than they could be answered")
+                if not self._is_frozen(frame):
                     self._answer(frame)
                     due_at = self._clock() + self._every_s
         finally:
@@ -99,15 +103,20 @@ class Feed(SourceLoop[FeedState]):
             return self._decoder_of(pair).decode(frame.raw)
 
         source = f"{self.name} {frame.name}".rstrip()
-        try:
-            self._predictor.answer(decode, source, frame.raw)
-        except Busy:  # too many inputs are waiting: the frame is dropped
-            return
-        except SourceLost:
-            raise
-        except HeadwaterError as error:
-            reason = printable(str(error))  # it may quote what somebody has sent
-            log.warning("frame_not_answered source=%s reason=%s", source, reason)
-            self._note_refused(reason)
-            return
-        self._note_answered()
+        while not self._stop.is_set():
+            try:
+                self._predictor.answer(decode, source, frame.raw)
+            except Busy:  # too many inputs of others are waiting
+                if not self._source.needs_every_frame:
+                    return  # a newer frame will come
+                self._stop.wait(BUSY_S)
+            except SourceLost:
+                raise
+            except HeadwaterError as error:
+                reason = printable(str(error))  # it may quote what somebody has sent
+                log.warning("frame_not_answered source=%s reason=%s", source, reason)
+                self._note_refused(reason)
+                return
+            else:
+                self._note_answered()
+                return

@@ -23,10 +23,6 @@ _MOST_BYTES = 64 << 20
 _SETTLED_S = 0.5
 """Seconds without a change after which a file is read; before that it may still be being written."""
 
-_MOST_KNOWN = 100_000
-"""How many files are remembered as answered. The files that were remembered first are forgotten beyond that, and
-answered again if they are still there."""
-
 
 class _FileVersion(NamedTuple):
     """A file at a certain time. A file that is written again has another version, and is a new input.
@@ -52,8 +48,8 @@ class FolderSource:
         self.name = f"folder {printable(folder.name)}"
         self._folder = folder
         self._now = now
-        self._known: dict[_FileVersion, None] | None = None
-        """The files that are not answered any more, in the order in which they were seen; None before `open`."""
+        self._known: set[_FileVersion] | None = None
+        """The files in the folder that are not answered any more; None before `open`."""
 
         self._pause = threading.Event()
 
@@ -65,22 +61,22 @@ class FolderSource:
         """
         present = self._list_files()
         if self._known is None:
-            self._known = dict.fromkeys(present)
+            self._known = set(present)
 
     def read(self, wait_s: float) -> Frame | None:
         """Return the oldest file that was not returned before; see `Source.read`."""
-        known = self._known
-        if known is None:
+        if self._known is None:
             raise SourceLost("it is not open")
-        for file in self._list_files():
+        files = self._list_files()
+        # Files that are gone are forgotten, so that as many are remembered as there are in the folder.
+        known = self._known.intersection(files)
+        self._known = known
+        for file in files:
             # The absolute value: the clock of the file's writer may be ahead.
             is_settled = abs(self._now() - file.modified_ns / 1e9) >= _SETTLED_S
             if file in known or not is_settled:
                 continue
-            known[file] = None
-            while len(known) > _MOST_KNOWN:
-                first_remembered = next(iter(known))
-                del known[first_remembered]
+            known.add(file)
             # Others choose the names of files, so they are made printable: a name must not break a line of the log.
             name = printable(file.name)
             try:

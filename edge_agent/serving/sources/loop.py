@@ -11,6 +11,7 @@ from datetime import datetime
 from typing import Any, Generic, TypeVar
 
 from ...core.errors import HeadwaterError, SourceEnded
+from ..announcement import SourceRecord
 
 log = logging.getLogger(__name__)
 
@@ -22,6 +23,9 @@ LONGEST_PAUSE_S = 60.0
 
 END_S = 5.0
 """The longest wait for the thread to end, in seconds: a camera that sends a byte now and then could block it."""
+
+BUSY_S = 0.02
+"""Seconds until an input is tried again if too many others are waiting."""
 
 _HEALTHY_CONDITIONS = {"ok", "ended"}
 
@@ -36,6 +40,8 @@ class FeedState:
         reason: The cause of the condition, or the last problem, for people; empty if there is none.
         answered: Number of inputs that were answered since the start.
         refused: Number of inputs that could not be answered since the start.
+        dropped: Number of inputs that were dropped since the start, because they came too fast.
+        lost: How often the source was lost since the start.
     """
 
     condition: str
@@ -43,13 +49,33 @@ class FeedState:
     reason: str = ""
     answered: int = 0
     refused: int = 0
+    dropped: int = 0
+    lost: int = 0
 
     def as_json(self, name: str) -> dict[str, Any]:
         """Return the state as JSON for the page; ``name``: that of the source."""
-        text = self.condition
+        return {
+            "name": name,
+            "condition": self.condition,
+            "text": self._describe(),
+            "answered": self.answered,
+            "refused": self.refused,
+            "dropped": self.dropped,
+            "lost": self.lost,
+        }
+
+    def _describe(self) -> str:
+        """Return the state for people, with what went wrong since the start."""
         if self.condition in {"lost", "frozen"}:
-            text = f"{self.condition} since {_clock_text(self.since)}: {self.reason}"
-        return {"name": name, "condition": self.condition, "text": text, "answered": self.answered}
+            return f"{self.condition} since {_clock_text(self.since)}: {self.reason}"
+        parts = [self.condition]
+        if self.refused:
+            parts.append(f"{self.refused} of {self.answered + self.refused} could not be answered")
+        if self.dropped:
+            parts.append(f"{self.dropped} dropped")
+        if self.reason:
+            parts.append(self.reason)
+        return "; ".join(parts)
 
 
 def _clock_text(at: float) -> str:
@@ -74,6 +100,7 @@ class SourceLoop(ABC, Generic[State]):
         self.name = name
         self._state = state
         self._now = now
+        self._tell_change: Callable[[], None] | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"source {name}", daemon=True)
 
@@ -85,6 +112,15 @@ class SourceLoop(ABC, Generic[State]):
     def as_json(self) -> dict[str, Any]:
         """Return the state as JSON for the page, with the name of the source."""
         return self._state.as_json(self.name)
+
+    def record(self) -> SourceRecord:
+        """Return the state as it is recorded for `edge-agent status`."""
+        state = self._state
+        return SourceRecord(name=self.name, condition=state.condition, since=state.since, reason=state.reason[:1000])
+
+    def on_change(self, tell: Callable[[], None]) -> None:
+        """Have ``tell`` called, in the thread of the source, whenever the condition changes."""
+        self._tell_change = tell
 
     def start(self) -> None:
         """Start to answer."""
@@ -134,10 +170,21 @@ class SourceLoop(ABC, Generic[State]):
         self._set_condition("ok", reason)
         self._state = replace(self._state, refused=self._state.refused + 1)
 
+    def _note_dropped(self, count: int, reason: str) -> None:
+        """Count inputs that were dropped, and log the first time."""
+        if not self._state.dropped:
+            log.warning("inputs_dropped source=%s reason=%s", self.name, reason)
+        self._state = replace(self._state, dropped=self._state.dropped + count)
+
     def _set_condition(self, condition: str, reason: str = "") -> None:
         """Set the condition and its reason, and log the condition if it has changed."""
-        if condition != self._state.condition:
+        is_change = condition != self._state.condition
+        if is_change:
             level = logging.INFO if condition in _HEALTHY_CONDITIONS else logging.WARNING
             log.log(level, "source_%s source=%s reason=%s", condition, self.name, reason)
             self._state = replace(self._state, condition=condition, since=self._now())
+            if condition == "lost":
+                self._state = replace(self._state, lost=self._state.lost + 1)
         self._state = replace(self._state, reason=reason)
+        if is_change and self._tell_change is not None:
+            self._tell_change()

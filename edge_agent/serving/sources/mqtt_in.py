@@ -13,6 +13,10 @@ _MOST_LINES = 20_000
 """The most lines in one message. A message with more is dropped, and the source counts as lost for a while."""
 
 
+_MOST_WAITING = 16
+"""Messages of a topic that wait to be answered; each may have some megabytes."""
+
+
 class _Subscription:
     """A subscription to one topic; messages arrive as soon as the transport is connected."""
 
@@ -50,32 +54,45 @@ class _Subscription:
 
 
 class MqttSource:
-    """A source whose frames are the newest messages of a topic. Retained messages are old, and are not answered."""
+    """A source whose frames are the messages of a topic. Retained messages are old, and are not answered.
 
-    needs_every_frame = False
+    Each message is answered, in the order of arrival. Where they come faster than that, at most `_MOST_WAITING` wait;
+    the oldest ones beyond that are dropped, and counted.
+    """
+
+    needs_every_frame = True
 
     def __init__(self, transport: Transport, topic: str) -> None:
         """Create a source that is not open, for a topic on the broker of ``transport``; it may have wildcards."""
         self.name = f"mqtt {topic}"
         self._subscription = _Subscription(transport, topic)
+        self._waiting: deque[Message] = deque()
 
     def open(self) -> None:
         """Subscribe; see `Source.open`."""
         self._subscription.open()
 
     def read(self, wait_s: float) -> Frame | None:
-        """Return the newest message; see `Source.read`."""
-        newest = self._subscription.next_message(wait_s)
-        if newest is None:
+        """Return the oldest message that waits; see `Source.read`."""
+        dropped = self._take_arrived(0.0 if self._waiting else wait_s)
+        if not self._waiting:
             return None
-        while True:
-            newer = self._subscription.next_message(0.0)
-            if newer is None:
-                break
-            newest = newer
+        message = self._waiting.popleft()
         # With wildcards, each frame is named by its topic. Other clients choose that text, so it is made printable.
-        name = "" if newest.topic == self._subscription.topic else printable(newest.topic)
-        return Frame(newest.payload, name)
+        name = "" if message.topic == self._subscription.topic else printable(message.topic)
+        return Frame(message.payload, name, dropped)
+
+    def _take_arrived(self, wait_s: float) -> int:
+        """Let the messages that have arrived wait here; return how many were dropped because too many wait."""
+        dropped = 0
+        message = self._subscription.next_message(wait_s)
+        while message is not None:
+            self._waiting.append(message)
+            if len(self._waiting) > _MOST_WAITING:
+                self._waiting.popleft()
+                dropped += 1
+            message = self._subscription.next_message(0.0)
+        return dropped
 
     def close(self) -> None:
         """Do nothing: the transport reconnects in the background, and ends with the program."""

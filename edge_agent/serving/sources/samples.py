@@ -12,6 +12,7 @@ import math
 import os
 import queue
 import re
+import stat
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -146,10 +147,16 @@ class StreamLineSource:
         self._queue: queue.Queue[bytes | SourceLost] = queue.Queue(_WAITING_LINES)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        self._is_device = False
+        """Whether the lines come from a device, such as a serial port, which may be plugged in again."""
 
     def open(self) -> None:
-        """Start a thread that reads: opening a pipe blocks until it has a writer."""
-        if self._thread is not None:
+        """Start a thread that reads: opening a pipe blocks until it has a writer.
+
+        Raises:
+            SourceEnded: Standard input or a file has been read to its end.
+        """
+        if self._thread is not None and not self._is_device:
             raise SourceEnded("its lines were read")
         self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
         self._thread.start()
@@ -174,11 +181,14 @@ class StreamLineSource:
             # The descriptor is duplicated, so that closing the file leaves standard input open.
             file = os.fdopen(os.dup(0), "rb") if self._path is None else self._path.open("rb")
             with file:
+                is_character_device = stat.S_ISCHR(os.fstat(file.fileno()).st_mode)
+                self._is_device = self._path is not None and is_character_device
                 self._enqueue_lines(file)
         except OSError as error:
             self._queue.put(SourceLost(f"it cannot be read: {cause(error)}"))
             return
-        self._queue.put(SourceEnded("its lines were read"))
+        # A device has no end: it was unplugged.
+        self._queue.put(SourceLost("it was disconnected") if self._is_device else SourceEnded("its lines were read"))
 
     def _enqueue_lines(self, file: BinaryIO) -> None:
         """Put the lines into the queue, each when it is due."""

@@ -20,7 +20,7 @@ from ...core.task import WindowInput
 from ...data.preprocess import normalise_windows
 from ..pair import Pair
 from ..predictor import Predictor
-from .loop import FeedState, SourceLoop
+from .loop import BUSY_S, FeedState, SourceLoop
 from .samples import LineReader, LineSource, Sample
 
 log = logging.getLogger(__name__)
@@ -30,9 +30,6 @@ GAP_FACTOR = 2.5
 
 _WAIT_S = 0.5
 """The longest wait for a line, in seconds; after it the loop checks whether it has been closed."""
-
-_BUSY_S = 0.02
-"""Seconds until a window is tried again if too many inputs are waiting."""
 
 _LEAST_STEPS = 8
 """The number of time steps from which on their median counts as the usual step."""
@@ -58,8 +55,6 @@ class SensorState(FeedState):
         content = super().as_json(name)
         if self.condition == "ended":
             content["text"] = f"ended after {self.samples} samples"
-        elif self.condition == "ok" and self.reason:
-            content["text"] = f"ok; {self.reason}"
         return {**content, "samples": self.samples, "gaps": self.gaps}
 
 
@@ -129,21 +124,33 @@ class SensorFeed(SourceLoop[SensorState]):
         try:
             sample = self._reader.read(line)
         except DataError as error:
-            # Only the first of several unreadable lines is reported: a stream of them would fill the log.
-            if not self._was_unreadable:
-                log.warning("sample_not_read source=%s reason=%s", self.name, error)
-                self._interrupt(str(error))
-            self._was_unreadable = True
+            self._report_unreadable(str(error))
             return
         if sample is not None:
             self._process_sample(sample)
 
+    def _report_unreadable(self, reason: str) -> None:
+        """Count a line that is no sample of this encoder, and interrupt the window.
+
+        Only the first of several such lines is logged: a stream of them would fill the log.
+        """
+        if not self._was_unreadable:
+            log.warning("sample_not_read source=%s reason=%s", self.name, reason)
+            self._interrupt(reason)
+        self._was_unreadable = True
+        self._state = replace(self._state, refused=self._state.refused + 1)
+
     def _process_sample(self, sample: Sample) -> None:
         """Add a sample to the window, and answer the window if it is complete."""
+        spec = self._window_spec()
+        if spec is not None and len(sample.values) != spec.channels:
+            self._report_unreadable(
+                f"line {sample.line}: {len(sample.values)} numbers, the encoder takes {spec.channels}"
+            )
+            return
         self._was_unreadable = False
         self._state = replace(self._state, samples=self._state.samples + 1)
         self._detect_gap(sample)
-        spec = self._window_spec()
         if spec is None:
             return
         if self._to_skip:
@@ -190,7 +197,7 @@ class SensorFeed(SourceLoop[SensorState]):
             try:
                 self._predictor.answer(decode, source)
             except Busy:
-                self._stop.wait(_BUSY_S)
+                self._stop.wait(BUSY_S)
             except HeadwaterError as error:
                 log.warning("window_not_answered source=%s reason=%s", source, error)
                 self._note_refused(str(error))

@@ -16,10 +16,12 @@ class Frame:
     Attributes:
         raw: The encoded bytes of an image or a recording.
         name: Its name, such as that of a file; empty if frames of this source have no names.
+        dropped: How many inputs were dropped between this frame and the one before, because too many were waiting.
     """
 
     raw: bytes
     name: str = ""
+    dropped: int = 0
 
 
 class Source(Protocol):
@@ -29,7 +31,7 @@ class Source(Protocol):
     """Its name on the page, in metrics and in answers; without passwords."""
 
     needs_every_frame: bool
-    """Whether every frame has to be answered, as for a folder. Otherwise only the newest one counts."""
+    """Whether every frame has to be answered, as for a folder or a topic. Otherwise only the newest one counts."""
 
     def open(self) -> None:
         """Start to receive frames.

@@ -16,6 +16,7 @@ from edge_agent.agent.app import _start_serving
 from edge_agent.cli.where import config_of_folder
 from edge_agent.core.config import AgentConfig, ServeConfig, load
 from edge_agent.serving import supervisor
+from edge_agent.serving.announcement import find_server
 from edge_agent.serving.supervisor import ServingSupervisor
 
 RED = png(square("red"))
@@ -41,6 +42,23 @@ def answers(config, monkeypatch):
     running.start()
     yield running
     running.close()
+
+
+def test_the_status_of_the_device_says_where_it_answers(answers, config):
+    classify(config.serve.port)
+    assert find_server(config.state).url == f"http://127.0.0.1:{config.serve.port}/"
+
+
+def test_a_process_that_ends_together_with_the_agent_is_no_failure(config, caplog):
+    """Ctrl+C reaches the whole group, and the process ends a moment before the agent closes it."""
+    running = ServingSupervisor(config)
+    running.start()
+    classify(config.serve.port)
+    child = running._child
+    child.terminate()
+    child.wait()
+    running.close()
+    assert "answers_ended" not in caplog.text
 
 
 def classify(port):

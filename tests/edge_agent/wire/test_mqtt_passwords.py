@@ -9,6 +9,7 @@ from coordinator.broker import EmbeddedBroker, MosquittoBroker
 from coordinator.broker.access import set_password
 from edge_agent.core.config import BrokerConfig
 from edge_agent.core.errors import ConfigError, UsageError
+from edge_agent.wire.mqtt import LoginAdvice, MqttTransport
 from edge_agent.wire.transport import Connected, Disconnected
 
 REAL = [
@@ -50,6 +51,29 @@ def test_who_waits_with_a_wrong_password_is_told_what_the_broker_says(open_trans
         transport = open_transport(config)
         transport.start()
         assert "refuses" in wait_for(transport, Disconnected).reason
+
+
+@pytest.mark.parametrize(
+    "login, said",
+    [
+        ({}, "broker refuses a login without a user (Bad user name or password); name a user"),
+        ({"user": "porch"}, "another password than the empty one; ask porch"),
+        ({"user": "porch", "password_file": "secret"}, "another password than the one in 'secret'; ask porch"),
+    ],
+)
+def test_what_to_do_about_a_refused_login_is_what_the_caller_says(listener, login, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "secret").write_text("right", encoding="utf-8")
+    advice = LoginAdvice("name a user", "ask {user}")
+    transport = MqttTransport(BrokerConfig(url=url_of(listener), **login), "a", advice=advice)
+    transport.start()
+    try:
+        with listener.accept()[0] as peer:
+            packet(peer)
+            peer.sendall(b"\x20\x02\x00\x04")
+            assert said in wait_for(transport, Disconnected).reason
+    finally:
+        transport.close()
 
 
 def test_a_password_file_that_is_not_there_is_told_at_once(open_transport, tmp_path):

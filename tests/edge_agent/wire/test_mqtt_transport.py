@@ -103,6 +103,23 @@ def test_no_broken_packet_ends_the_transport(open_transport, listener, broken):
         assert wait_for(transport, Message) == Message("t", b"xy")
 
 
+def test_the_log_says_once_that_the_broker_is_back(open_transport, listener, caplog):
+    caplog.set_level("INFO")
+    transport = open_transport(BrokerConfig(url=url_of(listener)))
+    transport.start()
+    with listener.accept()[0] as peer:
+        packet(peer)
+        peer.sendall(CONNACK)
+        wait_for(transport, Connected)
+    wait_for(transport, Disconnected)
+    with listener.accept()[0] as peer:
+        packet(peer)
+        peer.sendall(CONNACK)
+        wait_for(transport, Connected)
+        lines = [record.message.split()[0] for record in caplog.records if "broker_" in record.message]
+        assert lines == ["broker_away", "broker_back"]
+
+
 def test_each_connection_is_a_clean_session_of_a_client_of_its_own(open_transport, listener):
     """A broker that holds an old queue for the old client id must not be able to keep us out (RabbitMQ does)."""
     transport = open_transport(BrokerConfig(url=url_of(listener)), "porch")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -280,6 +281,11 @@ def test_the_classes_and_unknown_are_the_options():
     assert (component["device_class"], component["options"]) == ("enum", ["cat", "dog", UNKNOWN])
     assert "unit_of_measurement" not in component
     assert "state_class" not in component
+
+
+def test_a_class_with_the_name_of_the_option_for_unknown_inputs_is_one_option():
+    message = discovery_message(TOPICS, replace(DESCRIBED[0], classes=("cat", UNKNOWN)))
+    assert message["components"]["answer"]["options"] == ["cat", UNKNOWN]
 
 
 def test_a_state_is_always_one_of_the_options():

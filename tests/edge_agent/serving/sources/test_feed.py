@@ -8,7 +8,7 @@ import threading
 import pytest
 from serving_site import png, square
 
-from edge_agent.core.errors import DataError, SourceEnded, SourceLost
+from edge_agent.core.errors import Busy, DataError, SourceEnded, SourceLost
 from edge_agent.serving.inputs import Decoder
 from edge_agent.serving.pair import Pair
 from edge_agent.serving.predictor import Predictor
@@ -133,6 +133,29 @@ def test_equal_files_of_a_folder_are_not_frozen(run):
     for _ in range(FROZEN_AFTER + 2):
         answers.get(timeout=WAIT_S)
     wait_for(lambda: feed.state.answered == FROZEN_AFTER + 2)
+
+
+def test_a_file_waits_while_the_inputs_of_others_come_first(run, predictor, monkeypatch):
+    answer = predictor.answer
+    refusals = iter([True, True, True])
+
+    def answer_when_free(*arguments):
+        if next(refusals, False):
+            raise Busy(8, 1)
+        return answer(*arguments)
+
+    monkeypatch.setattr(predictor, "answer", answer_when_free)
+    feed, answers = run(Scripted(Frame(png(square("blue")), "b.png")))
+    assert answers.get(timeout=WAIT_S) == ("script b.png", "blue")
+    wait_for(lambda: feed.state.answered == 1)
+
+
+def test_what_was_dropped_or_not_answered_is_counted_for_page_and_metrics(run):
+    frames = [Frame(b"broken", "a.png"), Frame(png(square("green")), "b.png", dropped=3)]
+    feed, _ = run(Scripted(*frames, SourceLost("unplugged"), SourceLost("again"), picture("red")))
+    wait_for(lambda: feed.state.answered == 2)
+    assert feed.as_json()["text"] == "ok; 1 of 3 could not be answered; 3 dropped"
+    assert (feed.state.refused, feed.state.dropped, feed.state.lost) == (1, 3, 1)
 
 
 def test_a_frame_that_is_no_input_is_counted_and_the_next_is_answered(run):

@@ -23,6 +23,7 @@ from edge_agent.serving.sources.choose import Subscriptions, create_sensor_sourc
 from edge_agent.serving.sources.mqtt_in import MqttLineSource, MqttSource
 from edge_agent.serving.sources.samples import MOST_LINE_BYTES, LineReader, PlaybackSchedule, StreamLineSource
 from edge_agent.serving.sources.sensor_feed import SensorFeed
+from edge_agent.serving.sources.source import Frame
 from edge_agent.wire.transport import Connected, Disconnected, Message
 
 WAIT_S = 30
@@ -188,7 +189,15 @@ def test_windows_wait_while_others_are_answered_and_none_is_lost(pair, monkeypat
 def test_an_encoder_of_other_channels_is_said(pair):
     feed, watcher = answer_all(pair, lines_of(np.zeros((12, 3))))
     assert watcher.inputs == []
-    assert (feed.state.answered, feed.state.refused) == (0, 1)
+    assert (feed.state.answered, feed.state.refused, feed.state.gaps) == (0, 12, 1)
+    assert feed.as_json()["text"] == "ended after 0 samples"
+
+
+def test_lines_that_are_no_samples_are_reported_once_and_counted(pair, caplog):
+    lines = [b"time,x,y\n", *[b"0.1,high,low\n"] * 40, *[b"0.2,1,2\n"] * 3]
+    feed, _ = answer_all(pair, lines)
+    assert len([record for record in caplog.records if record.message.startswith("sample_not_read")]) == 1
+    assert (feed.state.refused, feed.state.samples) == (40, 3)
 
 
 @pytest.mark.parametrize(
@@ -274,7 +283,7 @@ class Transport:
         pass
 
 
-def test_the_newest_message_of_a_topic_is_answered_and_retained_ones_are_not():
+def test_each_message_of_a_topic_is_answered_and_retained_ones_are_not():
     transport = Transport(
         Connected(1), Message("cam", b"old", retained=True), Message("cam", b"first"), Message("cam", b"second")
     )
@@ -282,9 +291,7 @@ def test_the_newest_message_of_a_topic_is_answered_and_retained_ones_are_not():
     source.open()
     source.open()
     assert (transport.filters, transport.started) == (["cam"], 1)
-    frame = source.read(0.1)
-    assert (frame.raw, frame.name) == (b"second", "")
-    assert source.read(0.1) is None
+    assert [source.read(0.1) for _ in range(3)] == [Frame(b"first"), Frame(b"second"), None]
     transport.events = [Message("cam/porch", b"x")]
     assert MqttSource(transport, "cam/+").read(0.1).name == "cam/porch"
     transport.events = [Message("cam/\x1b[31mred", b"x")]
@@ -292,6 +299,16 @@ def test_the_newest_message_of_a_topic_is_answered_and_retained_ones_are_not():
     transport.events = [Disconnected("unplugged", 1.0)]
     with pytest.raises(SourceLost, match="the broker is away: unplugged"):
         source.read(0.1)
+
+
+def test_of_a_flood_of_messages_the_oldest_are_dropped_and_counted():
+    transport = Transport(*[Message("cam", str(number).encode()) for number in range(40)])
+    source = MqttSource(transport, "cam")
+    source.open()
+    first = source.read(0.1)
+    assert (first.raw, first.dropped) == (b"24", 24)
+    assert [source.read(0.1).raw for _ in range(15)] == [str(number).encode() for number in range(25, 40)]
+    assert source.read(0.1) is None
 
 
 def test_lines_of_messages_are_samples():
@@ -308,7 +325,7 @@ def test_what_cannot_be_is_said_at_the_start(tmp_path):
     nowhere = Subscriptions(None)
     with pytest.raises(UsageError, match="name the broker with --mqtt"):
         create_topic_source("cam", nowhere)
-    with pytest.raises(UsageError, match="expected -, mqtt:TOPIC"):
+    with pytest.raises(UsageError, match="is not there; expected -, mqtt:TOPIC"):
         create_sensor_source(str(tmp_path / "none"), None, None, nowhere)
     here = Subscriptions(BrokerConfig(url="mqtt://127.0.0.1:1"), AnswerTopics("porch").published)
     with pytest.raises(UsageError, match="the topic is empty"):
@@ -368,6 +385,27 @@ def test_a_serial_device_is_read_line_by_line():
     lines.close()
     os.close(controller)
     os.close(device)
+
+
+def test_a_serial_device_that_is_unplugged_is_opened_again():
+    controller, device = os.openpty()
+    tty.setraw(device)
+    path = Path(os.ttyname(device))
+    lines = StreamLineSource(path)
+    lines.open()
+    os.write(controller, b"1,2\n")
+    assert lines.read(WAIT_S) == b"1,2\n"
+    os.close(device)
+    os.close(controller)
+    with pytest.raises(SourceLost, match=r"it cannot be read|it was disconnected") as lost:
+        lines.read(WAIT_S)
+    assert not isinstance(lost.value, SourceEnded)
+    # The device that is plugged in again has the same name here, if the system gives it the same number.
+    lines._path = Path("/dev/null")
+    lines.open()
+    with pytest.raises(SourceLost, match="it was disconnected"):
+        lines.read(WAIT_S)
+    lines.close()
 
 
 def test_a_stream_that_is_slow_is_no_stream_that_is_lost(pair):

@@ -391,6 +391,18 @@ def test_a_folder_that_goes_is_lost_and_keeps_what_was_given(tmp_path):
 # --- what the command line names ---
 
 
+@pytest.fixture
+def with_opencv(monkeypatch):
+    """OpenCV counts as installed; nothing here imports it."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+
+
+def test_without_opencv_a_usb_camera_says_at_once_what_to_install(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    with pytest.raises(MissingCapability, match=r"needs 'cv2', which is not installed; .*\[camera\]"):
+        create_camera_source("0")
+
+
 @pytest.mark.parametrize(
     "text, name",
     [
@@ -402,11 +414,11 @@ def test_a_folder_that_goes_is_lost_and_keeps_what_was_given(tmp_path):
         ("http://host/a.jpg", "http://host/a.jpg"),
     ],
 )
-def test_cameras_by_their_text(text, name):
+def test_cameras_by_their_text(text, name, with_opencv):
     assert create_camera_source(text).name == name
 
 
-def test_auto_is_the_ribbon_cable_where_its_program_is(rpicam, monkeypatch, tmp_path):
+def test_auto_is_the_ribbon_cable_where_its_program_is(rpicam, monkeypatch, tmp_path, with_opencv):
     rpicam("pass")
     assert create_camera_source("auto").name == "rpicam:0"
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
