@@ -321,7 +321,7 @@ class Collector:
         return any(fact.purpose == purpose for fact in facts_of(same_bytes, UpdateAccepted))
 
     def _check_manifest(self, agent: str, message: UpdateManifest) -> None:
-        """Return quietly where the open round takes the update, as far as its announcement tells.
+        """Check that the open round takes an announced update: that it is not late, was asked for, and fits in size.
 
         Raises:
             UpdateRejected: The round does not, or the update cannot be one of the method.

@@ -6,5 +6,6 @@ knows what a run, a fleet or a release currently looks like: that is derived fro
 
 Read in this order: `kinds` (the names), `entries` (the facts and their fields), `store` (what an entry is, and what
 every store promises about order and durability), `sqlite` (the store of a state folder), `memory` (for tests, and the
-shortest example of a store). Which store a coordinator uses is decided in `coordinator.state.store`.
+shortest example of a store). Another store derives from ``Journal`` in `store` and writes the members of
+``JournalStore``; ``StateFolder`` in `coordinator.state.store` makes the one that is used.
 """

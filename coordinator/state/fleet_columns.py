@@ -1,7 +1,9 @@
 """The columns of the fleet's table: declared once, shown by ``headwater agents``, its ``--json`` and the web view.
 
-A new column is one more `Column` in `COLUMNS`; how a value of its shape looks is known to each of the three already.
-The pages of a single agent, ``headwater agents NAME`` and ``agent.html``, list what they show by themselves.
+A new column is one more `Column` in `COLUMNS`. What no agent has yet begins in `service.status.AgentStatus`,
+`fleet_rows.HeardAgent.from_body` and `fleet_rows.AgentRow`. How values look is known of the shapes that each of the
+three already shows. The pages of a single agent, ``headwater agents NAME`` and ``agent.html``, and ``/metrics`` list
+what they show by themselves.
 """
 
 from __future__ import annotations
@@ -60,7 +62,10 @@ class Column:
     value: Callable[[AgentRow], Value]
     shape: Shape = Shape.TEXT
     json: tuple[str, ...] = ()
-    """The keys to it in an agent of ``headwater agents --json``; empty: it is not there."""
+    """The keys to it in an agent of ``headwater agents --json``; empty: it is not there.
+
+    The terminal reads its values there, so a column with `terminal` or `option` needs them.
+    """
 
     terminal: str = ""
     """Its title in ``headwater agents``, where columns of text come before those of numbers; empty: it is not there."""
@@ -76,6 +81,15 @@ class Column:
 
     page_order: Callable[[AgentRow], Any] | None = None
     """What the page sorts by; None: the value."""
+
+    def __post_init__(self) -> None:
+        """Check that the terminal finds the values that it shows or sorts by.
+
+        Raises:
+            ValueError: It does not.
+        """
+        if (self.terminal or self.option) and not self.json:
+            raise ValueError(f"column '{self.name}' is on the terminal, which reads its values by the keys of json")
 
     @property
     def is_numeric(self) -> bool:

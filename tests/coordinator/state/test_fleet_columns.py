@@ -71,6 +71,12 @@ def test_a_column_that_is_declared_once_is_on_the_page(site):
     assert '<td class="n">123456</td>' in text
 
 
+@pytest.mark.parametrize("shown", [{"terminal": "sent"}, {"option": "sent"}])
+def test_a_column_of_the_terminal_without_its_keys_is_refused(shown):
+    with pytest.raises(ValueError, match="column 'sent' is on the terminal"):
+        Column("sent", lambda row: row.bytes_up, **shown)
+
+
 def test_every_column_of_the_page_can_be_sorted_by():
     assert set(SORTS) == {column.name for column in fleet_columns.page_columns()}
 
