@@ -618,7 +618,7 @@ class Book:
         return is_there and (release.promoted or agent in release.canary)
 
     def verdict(self, release: Release, now: datetime) -> Verdict:
-        """Return what the reports so far say of a release, and why; ``Rollout._decide`` in `fleet.rollout` acts on it."""
+        """Return what the reports so far say of a release, and why; ``Rollout._decide`` of `fleet` acts on it."""
         if not release.is_open:
             return Verdict()
         asked = self.sizes[release.plan.channel] if release.promoted else self.canary_size(release)
