@@ -6,14 +6,20 @@ Emulation says nothing about speed, memory or heat.
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 import os
 import shutil
 import subprocess
 import sys
+import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from edge_agent import data, heads, methods
 from edge_agent.bundle import installed
@@ -22,6 +28,8 @@ from edge_agent.heads import FitData
 from edge_agent.personal.encoder import Encoder
 from edge_agent.personal.personalize import personalize
 from edge_agent.personal.precision import estimate_norm, with_norm
+from edge_agent.serving.inputs import Decoder
+from edge_agent.serving.pair import Pair
 
 pytestmark = pytest.mark.slow
 
@@ -170,3 +178,50 @@ def test_bundle_of_the_host_says_the_same_in_the_guest(guest, made):
         head = heads.create("lr")
         head.fit(FitData(here["fp32"], labels, TASK.num_classes), np.random.default_rng(0))
         np.testing.assert_array_equal(there["labels_by_own_head"], head.predict_proba(here["fp32"]).argmax(axis=1))
+
+
+def test_server_of_the_guest_answers_as_that_of_the_host(guest, made):
+    """Images as PNG files by HTTP: the same classes, and probabilities within 1e-3, in both precisions."""
+    path, samples, folder = made
+    bundle = installed.install(path, folder / "bundles")
+    images = [png(normalised) for normalised in samples.inputs[:5]]
+    for precision in ("fp32", "int8"):
+        head = folder / f"served-{precision}"
+        personalize(bundle, samples, Encoder.open(bundle, precision)).save(head)
+        pair = Pair.open(bundle, head)
+        here = [pair.answer(Decoder(pair.input).decode(image)).answer for image in images]
+        with served(guest, path, head) as url:
+            there = [ask(url, image) for image in images]
+        assert [answer["class"] for answer in there] == [answer.label for answer in here]
+        assert [answer["unknown"] for answer in there] == [answer.is_unknown for answer in here]
+        for answered, expected in zip(there, here, strict=True):
+            assert answered["probabilities"] == pytest.approx(dict(expected.probabilities), abs=1e-3)
+
+
+def png(normalised: np.ndarray) -> bytes:
+    """An image as a file, from an input (3, height, width) of the task."""
+    pixels = normalised * np.reshape(TASK.input.std, (-1, 1, 1)) + np.reshape(TASK.input.mean, (-1, 1, 1))
+    content = io.BytesIO()
+    whole = np.clip(np.round(255 * pixels), 0, 255).astype(np.uint8)
+    Image.fromarray(whole.transpose(1, 2, 0)).save(content, "PNG")
+    return content.getvalue()
+
+
+@contextlib.contextmanager
+def served(guest: Path, bundle: Path, head: Path) -> Iterator[str]:
+    """The address of ``edge-agent serve`` in the guest; its sockets are those of this machine."""
+    environment = {"PATH": os.environ["PATH"], "HOME": str(guest.parent), "GUEST_PATH": str(ROOT)}
+    words = ["-m", "edge_agent", "serve", "--bundle", bundle, "--head", head, "--port", "0", "--json"]
+    command = [str(guest), *map(str, words)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as server:
+        try:
+            yield json.loads(server.stdout.readline())["url"]
+        finally:
+            server.terminate()
+
+
+def ask(url: str, image: bytes) -> dict[str, object]:
+    """The answer of a server to an image."""
+    request = urllib.request.Request(f"{url.rstrip('/')}/classify", data=image)
+    with urllib.request.urlopen(request, timeout=300) as response:
+        return json.load(response)
