@@ -21,7 +21,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -35,7 +35,7 @@ from ..core.capabilities import processor
 from ..core.child_process import Child, function_command
 from ..core.children import answer_of_child
 from ..core.errors import BundleDamaged, DataError, HeadwaterError, MissingCapability, StateError
-from ..core.limits import end_with, give_freed_memory_back, limit_resources
+from ..core.limits import FreedMemory, end_with, give_freed_memory_back, limit_resources
 from ..core.locks import private_files
 from ..core.storage import (
     mapped,
@@ -92,7 +92,8 @@ class Encoder:
 
     ``fingerprint`` is that of the bundle's variant, or of the device's batch norm ``norm``: features and heads are
     bound to it. ``providers`` are those in effect, which may be fewer than those requested. ``why_norm``: why its
-    batch norm is the device's own, or the shipped one, where there was a choice.
+    batch norm is the device's own, or the shipped one, where there was a choice. ``freed`` gives back the memory that
+    single inputs took.
     """
 
     session: Any
@@ -105,6 +106,7 @@ class Encoder:
     format: Literal["ort", "onnx"]
     norm: OwnNorm | None = None
     why_norm: str = ""
+    freed: FreedMemory = field(default_factory=FreedMemory)
 
     @classmethod
     def open(
@@ -189,7 +191,11 @@ class Encoder:
             result[start : start + len(batch)] = self._run(batch)
             if progress is not None:
                 progress(start + len(batch), len(inputs))
-        give_freed_memory_back()  # 9 MB for ResNet18, unused between two requests
+        # What a batch took, 9 MB for ResNet18, is unused from now on. Single inputs may come one after the other.
+        if len(inputs) > 1:
+            give_freed_memory_back()
+        else:
+            self.freed.give_back()
         return result
 
     def _run(self, batch: np.ndarray) -> np.ndarray:

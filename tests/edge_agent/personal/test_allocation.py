@@ -65,3 +65,13 @@ def test_an_allocator_that_cannot_be_told_is_left_alone(monkeypatch):
     assert limits.keep_freed_memory() is False
     limits.give_freed_memory_back()
     limits.keep_freed_memory.cache_clear()
+
+
+def test_freed_memory_is_given_back_at_most_once_a_second(monkeypatch):
+    given = []
+    now = [10.0]
+    monkeypatch.setattr(limits, "give_freed_memory_back", lambda: given.append(now[0]))
+    freed = limits.FreedMemory(clock=lambda: now[0])
+    for now[0] in (10.0, 10.02, 10.98, 11.0, 11.5, 50.0):
+        freed.give_back()
+    assert given == [10.0, 11.0, 50.0]
