@@ -19,9 +19,6 @@ from .unknown import UnknownRule, rule_of
 LEAST_FOR_CALIBRATION = 50
 """The least number of cross-validated answers from which probabilities are calibrated."""
 
-MOST_CLASSES = 10_000
-"""The most classes that a head may have."""
-
 _SMALLEST = 1e-30
 """Replaces a probability of 0 before its logarithm is taken."""
 
@@ -183,7 +180,7 @@ class Confidence:
         if calibration is not None and not 0 < calibration.temperature < math.inf:
             raise StateError(f"confidence: temperature {calibration.temperature}, expected a number above 0")
         if unknown is not None:
-            _check_rule(unknown, feature_dim)
+            unknown.check(feature_dim)
         return cls(calibration, unknown)
 
     def metrics(self) -> dict[str, float | int | str | None]:
@@ -211,28 +208,6 @@ class Confidence:
     def is_unknown(self, features: np.ndarray) -> np.ndarray | None:
         """Return which rows of ``features`` (n, d) are unlike the training samples, (n,) bool; None without a rule."""
         return None if self.unknown is None else self.unknown.is_unknown(features)
-
-
-def _check_rule(rule: UnknownRule, feature_dim: int) -> None:
-    """Check the sizes and values in a rule for unknown inputs.
-
-    Raises:
-        StateError: They do not belong together, are out of range, or belong to another number of features.
-    """
-    count = len(rule.rows)
-    if rule.rows.ndim != 2 or rule.rows.shape[1] != feature_dim:
-        raise StateError(f"confidence: rows {rule.rows.shape}, expected (n, {feature_dim})")
-    for name, positions in (("groups", rule.groups), ("labels", rule.labels)):
-        if positions is not None and (positions.shape != (count,) or positions.dtype.kind != "i"):
-            raise StateError(f"confidence: {name} {positions.dtype} {positions.shape}, expected {count} integers")
-    if rule.labels is not None and not 0 <= rule.labels.min() <= rule.labels.max() < MOST_CLASSES:
-        raise StateError(f"confidence: labels up to {rule.labels.max()}, expected 0 to {MOST_CLASSES - 1}")
-    if rule.misses is not None and not (
-        rule.misses.shares and 0 <= min(rule.misses.shares) <= max(rule.misses.shares) <= 1
-    ):
-        raise StateError(f"confidence: misses {rule.misses.shares}, expected one or more shares of 0 to 1")
-    if rule.detector is not None:
-        rule.detector.check(feature_dim)
 
 
 @dataclass(frozen=True)

@@ -161,7 +161,7 @@ class ClassMeans(Detector):
 
     def write(self, graph: Graph, rows: Value) -> Value:
         """Write the distances as operators; see `Detector`."""
-        # With M = (S + v I)^-1, the square is z' M z - 2 m' M z + m' M m for each mean m.
+        # With M the inverse of C, the square is z' M z - 2 m' M z + m' M m for each mean m.
         lengths = graph.squared_lengths(rows)
         along = graph.add("MatMul", rows, self.directions * np.sqrt(self.weights))
         own = graph.add("Sub", lengths, graph.squared_lengths(along))

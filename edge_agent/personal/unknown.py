@@ -13,12 +13,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..core import formats
+from ..core.errors import StateError
 from ..core.graph import DOUBLE, FLOAT, Graph, Value
 from ..core.task import Tensors
 from .detectors import DETECTORS, NEIGHBOURS, ClassMeans, Detector, NearestRows, part_of, unit
 
 MOST_ROWS = 4096
 """Training samples that an unknown rule holds, or what its rate needs; of more, a random part."""
+
+MOST_CLASSES = 10_000
+"""No head knows more classes."""
 
 MOST_LEFT_OUT = 6
 """Classes that are left out in turn to estimate misses; of more, a random part."""
@@ -36,6 +40,15 @@ class Misses:
     """
 
     shares: tuple[float, ...]
+
+    def check(self) -> None:
+        """Check what was read from a file.
+
+        Raises:
+            StateError: There are no shares, or one is none.
+        """
+        if not self.shares or not all(0 <= share <= 1 for share in self.shares):
+            raise StateError(f"confidence: misses {self.shares}, expected one or more shares of 0 to 1")
 
     @property
     def share(self) -> float:
@@ -112,6 +125,26 @@ class UnknownRule:
             kind.fit(rows, row_labels),
             misses,
         )
+
+    def check(self, feature_dim: int) -> None:
+        """Check what was read from a file, for features of ``feature_dim`` values.
+
+        Raises:
+            StateError: The arrays do not belong together, or have values out of range.
+        """
+        if self.rows.ndim != 2 or self.rows.shape[1] != feature_dim:
+            raise StateError(f"confidence: rows {self.rows.shape}, expected (n, {feature_dim})")
+        count = len(self.rows)
+        if self.groups is not None:
+            _check_integers("groups", self.groups, count)
+        if self.labels is not None:
+            _check_integers("labels", self.labels, count)
+            if not 0 <= self.labels.min() <= self.labels.max() < MOST_CLASSES:
+                raise StateError(f"confidence: labels up to {self.labels.max()}, expected 0 to {MOST_CLASSES - 1}")
+        if self.misses is not None:
+            self.misses.check()
+        if self.detector is not None:
+            self.detector.check(feature_dim)
 
     @property
     def scorer(self) -> Detector:
@@ -198,6 +231,16 @@ def rule_of(arrays: Mapping[str, np.ndarray]) -> UnknownRule | None:
         misses = Misses(tuple(arrays["unknown_misses"].tolist()))
     groups = arrays.get("unknown_groups")
     return UnknownRule(arrays["unknown_rows"], threshold, rate, groups, arrays.get("unknown_labels"), detector, misses)
+
+
+def _check_integers(name: str, values: np.ndarray, count: int) -> None:
+    """Require ``count`` integers.
+
+    Raises:
+        StateError: They are something else.
+    """
+    if values.shape != (count,) or values.dtype.kind != "i":
+        raise StateError(f"confidence: {name} {values.dtype} {values.shape}, expected {count} integers")
 
 
 def least_for(rate: float) -> int:

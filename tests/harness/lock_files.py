@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 LOCKS = ROOT / "configs" / "locks"
 EXTRAS = ("agent", "heads", "train", "export", "coordinator")
-"""Those that people install. What 'research' adds is in the lock of the coordinator already, and 'all' is their union."""
+"""Those that people install. What 'research' adds is in the coordinator's lock already, and 'all' is their union."""
 
 HEAD = """\
 # What pip resolves for '.[{extra}]' on Linux, x86-64, Python {version}; made by tests/harness/lock_files.py.
