@@ -389,7 +389,7 @@ def export_run(
         ExportRejected: the bundle does not pass its checks.
     """
     check_export()
-    from export import bundle, domains_of, synthetic_inputs
+    from export import BundleOptions, Calibration, TrainedEncoder, build_bundle, domains_of, synthetic_inputs
 
     from .runs.calibration import own_domains
     from .runs.lineage import lineage_of
@@ -397,9 +397,9 @@ def export_run(
     from .simulation.results import training_samples
     from .simulation.setup import read_plan
 
-    trained = TrainedModel.of(folder, run)
-    task = trained.request.task
-    method = trained.method
+    latest = TrainedModel.of(folder, run)
+    task = latest.request.task
+    method = latest.method
     domains: Mapping[str, Samples] = {}
     if settings.int8 and calibration:
         domains = domains_of(calibration, task)  # as typed; those of the configuration count from its folder
@@ -407,24 +407,18 @@ def export_run(
         plan = read_plan(folder)
         domains = own_domains(task, settings, hosted) or ({} if plan is None else training_samples(plan, folder))
     with StateFolder(folder).look() as state:
-        sha256 = sha256_of_encoder({**trained.state, **trained.pooled})
-        lineage = lineage_of(state, trained.record.run, trained.request, sha256)
-    report = bundle(
-        trained.model,
-        method,
-        task,
-        domains or synthetic_inputs(task, seed=trained.request.seed),
-        out,
-        name=trained.record.run,
-        global_head=method.global_head(trained.state),
-        exporter=settings.exporter,
-        norm_note=NORM_NOTES[method.norm] if trained.pooled else "",
-        int8=settings.int8,
-        client_ranges=trained.client_ranges,
-        lineage=lineage,
-    )
+        sha256 = sha256_of_encoder({**latest.state, **latest.pooled})
+        lineage = lineage_of(state, latest.record.run, latest.request, sha256)
+    norm_note = NORM_NOTES[method.norm] if latest.pooled else ""
+    trained = TrainedEncoder(latest.model, method, task, method.global_head(latest.state), norm_note, lineage)
+    if domains:
+        inputs = Calibration.from_domains(domains, latest.client_ranges)
+    else:
+        inputs = Calibration.from_inputs(synthetic_inputs(task, seed=latest.request.seed), latest.client_ranges)
+    options = BundleOptions(latest.record.run, exporter=settings.exporter, int8=settings.int8)
+    report = build_bundle(trained, inputs, out, options)
     sign(out, folder)
-    return report, trained.record
+    return report, latest.record
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """From a trained encoder to a bundle for devices: ONNX, int8, parity gates, manifest.
 
-``bundle`` writes one. All names are imported when they are first used.
+``build_bundle`` writes one. All names are imported when they are first used.
 
 Here lives all that needs ``onnx``, and nothing that a device imports. Read in this order: `build` (the way from a model
 to a bundle), `encoder` and `batch_norm` (its graphs), `quantize` (the int8 variant), `parity` (what has to agree before
@@ -13,17 +13,31 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .build import Report, bundle, model_from_state, synthetic_inputs
+    from .build import BundleOptions, Report, TrainedEncoder, build_bundle, model_from_state, synthetic_inputs
+    from .calibration import Calibration
     from .domains import domains_of
     from .parity import Gate
 
-__all__ = ["Gate", "Report", "bundle", "domains_of", "model_from_state", "synthetic_inputs"]
+__all__ = [
+    "BundleOptions",
+    "Calibration",
+    "Gate",
+    "Report",
+    "TrainedEncoder",
+    "build_bundle",
+    "domains_of",
+    "model_from_state",
+    "synthetic_inputs",
+]
+
+_MODULES = {"Calibration": ".calibration", "Gate": ".parity", "domains_of": ".domains"}
+"""The modules of the names that are not in `build`."""
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'export' has no attribute '{name}'")
-    return getattr(import_module(".domains" if name == "domains_of" else ".build", __name__), name)
+    return getattr(import_module(_MODULES.get(name, ".build"), __name__), name)
 
 
 def __dir__() -> list[str]:

@@ -16,7 +16,9 @@ from edge_agent.core.errors import ConfigError, HeadwaterError
 from edge_agent.core.storage import read_regular_text, read_tensors
 from edge_agent.core.task import Task
 
-from . import Report, bundle, domains_of, model_from_state, synthetic_inputs
+from .build import BundleOptions, Report, TrainedEncoder, build_bundle, model_from_state, synthetic_inputs
+from .calibration import Calibration
+from .domains import domains_of
 
 _EXAMPLE = """example:
   python -m export --state state.safetensors --task task.json --method repper \\
@@ -99,18 +101,14 @@ def _export(options: argparse.Namespace) -> Report:
     state = read_tensors(options.state)
     if options.samples < 1:
         raise ConfigError("--samples", [f"{options.samples}, expected at least 1"])
-    sources = options.calibration
-    return bundle(
-        model_from_state(method, task, state),
-        method,
-        task,
-        domains_of(sources, task) if sources else synthetic_inputs(task, options.samples),
-        options.out,
-        name=options.name or options.state.stem,
-        global_head=method.global_head(state),
-        exporter=options.exporter,
-        int8=not options.no_int8,
-    )
+    trained = TrainedEncoder(model_from_state(method, task, state), method, task, method.global_head(state))
+    if options.calibration:
+        calibration = Calibration.from_domains(domains_of(options.calibration, task))
+    else:
+        calibration = Calibration.from_inputs(synthetic_inputs(task, options.samples))
+    name = options.name or options.state.stem
+    choices = BundleOptions(name, exporter=options.exporter, int8=not options.no_int8)
+    return build_bundle(trained, calibration, options.out, choices)
 
 
 def _object(text: str, where: str) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from edge_agent.bundle.archive import pack
 from edge_agent.bundle.manifest import EncoderPrecision, HeadCard, Lineage, Manifest, Parity, Quantization
 from edge_agent.core.errors import ExportRejected
 from edge_agent.core.task import State, Task, Tensors
-from edge_agent.data import Samples
 from edge_agent.methods.base import Method
 from edge_agent.personal import self_test
 from edge_agent.personal.encoder import Encoder
@@ -94,73 +93,29 @@ class BundleOptions:
     """The time of the export as ISO 8601 UTC; empty: now."""
 
     exporter: Exporter | Literal["auto"] = "auto"
-    """The exporter of torch."""
+    """The exporter of torch; ``auto`` is ``legacy`` where batch norm is not folded, see ``own_norm``."""
 
     int8: bool = True
     """Whether to make an int8 variant."""
 
     own_norm: bool = True
-    """Whether devices may estimate batch norm statistics on their own inputs, if the method allows it."""
+    """Whether devices may estimate batch norm statistics on their own inputs, if the method allows it.
+
+    Batch norm is then not folded.
+    """
 
 
-def bundle(
-    model: Parts,
-    method: Method,
-    task: Task,
-    calibration: np.ndarray | Mapping[str, Samples],
-    out: Path,
-    *,
-    name: str,
-    created: str = "",
-    global_head: Tensors | None = None,
-    exporter: Exporter | Literal["auto"] = "auto",
-    int8: bool = True,
-    norm_note: str = "",
-    own_norm: bool = True,
-    client_ranges: Mapping[str, np.ndarray] | None = None,
-    lineage: Lineage | None = None,
-) -> Report:
-    """Export the encoder of a model, write its bundle to ``out``, and report what was made.
+def build_bundle(trained: TrainedEncoder, calibration: Calibration, out: Path, options: BundleOptions) -> Report:
+    """Export an encoder, write its bundle to ``out``, and report what was made.
 
     The encoder runs in eval mode: its running statistics are those that devices get. An int8 variant whose features
     differ too much, or whose heads lose more than half a point beyond noise, is left out; the report has the reason.
 
     Args:
-        model: The model.
-        method: The method that has trained it.
-        task: The learning task.
-        calibration: Labelled samples by domain, from which the int8 ranges are taken in equal parts, and on which heads
-            compare int8 with fp32, each domain by ranges of the others. Or preprocessed inputs (n, ...) float32 without
-            labels, by which nothing is compared.
+        trained: The model, the method that has trained it, and its task.
+        calibration: The inputs that int8 takes its ranges from, and the samples on which it is compared with fp32.
         out: The file to write.
-        name: The name of the bundle for people.
-        created: The time of the export as ISO 8601 UTC; default: now.
-        global_head: The shared linear classifier: ``weight`` (K, d) and ``bias`` (K,).
-        exporter: The exporter of torch.
-        int8: Whether to make an int8 variant.
-        norm_note: How batch norm was settled for one common encoder.
-        own_norm: Let devices estimate batch norm statistics on their own inputs, if the method allows it; then batch
-            norm is not folded and exporter ``auto`` is ``legacy``.
-        client_ranges: The (steps, 2) of `training.ranges` for this encoder by client, whose samples are not here. They
-            count as domains do, and more than inputs without labels; those of fewer than three clients are left out,
-            and ``quantization.ranges`` says so.
-        lineage: Where the model comes from.
-
-    Raises:
-        ExportRejected: A gate failed; all failures are listed and a bundle already at ``out`` stays as it is.
-        MissingCapability: The package onnx or onnxruntime is not installed.
-    """
-    if isinstance(calibration, np.ndarray):
-        inputs = Calibration.from_inputs(calibration, client_ranges)
-    else:
-        inputs = Calibration.from_domains(calibration, client_ranges)
-    trained = TrainedEncoder(model, method, task, global_head, norm_note, lineage)
-    options = BundleOptions(name, created, exporter, int8, own_norm)
-    return build_bundle(trained, inputs, out, options)
-
-
-def build_bundle(trained: TrainedEncoder, calibration: Calibration, out: Path, options: BundleOptions) -> Report:
-    """Export an encoder as `bundle` does, and write its bundle to ``out``.
+        options: The name of the bundle, and which graphs it has.
 
     Raises:
         ExportRejected: A gate failed; all failures are listed and a bundle already at ``out`` stays as it is.

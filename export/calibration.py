@@ -32,14 +32,27 @@ class Calibration:
 
     @classmethod
     def from_inputs(cls, inputs: np.ndarray, client_ranges: Mapping[str, np.ndarray] | None = None) -> Calibration:
-        """Return the calibration by inputs (n, ...) float32 without labels."""
+        """Return the calibration by inputs without labels, by which nothing is compared.
+
+        Args:
+            inputs: Preprocessed inputs (n, ...) float32.
+            client_ranges: Ranges of clients, see `from_domains`. They count more than these inputs.
+        """
         return cls({UNLABELLED: inputs}, client_ranges=client_ranges or {})
 
     @classmethod
     def from_domains(
         cls, samples: Mapping[str, Samples], client_ranges: Mapping[str, np.ndarray] | None = None
     ) -> Calibration:
-        """Return the calibration by evenly spread samples of at most 64 of these domains."""
+        """Return the calibration by evenly spread samples of at most 64 of these domains.
+
+        Args:
+            samples: Labelled samples by domain, from which ranges are taken in equal parts; heads compare int8 with
+                fp32 on each domain by ranges of the others.
+            client_ranges: The (steps, 2) of `training.ranges` for this encoder by client, whose samples are not here.
+                They count as domains do; those of fewer than three clients are left out, and the manifest's
+                ``quantization.ranges`` says so.
+        """
         domains = chosen(samples)
         return cls(range_inputs(domains), domains, client_ranges or {})
 

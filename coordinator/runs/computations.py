@@ -102,7 +102,7 @@ def export_bundle(request: Request) -> dict[str, Any]:
     Raises:
         ExportRejected: A gate failed; an earlier bundle at ``path`` stays.
     """
-    from export import bundle, synthetic_inputs
+    from export import BundleOptions, Calibration, TrainedEncoder, build_bundle, synthetic_inputs
 
     config = ExportConfig.model_validate(request["export"])
     task = Task.model_validate(request["task"])
@@ -119,21 +119,14 @@ def export_bundle(request: Request) -> dict[str, Any]:
     norm_note = NORM_NOTES[method.norm] if request["pooled"] else ""
     client_ranges = _tensors(request, "client_ranges") if is_release else {}
     lineage = None if request["lineage"] is None else Lineage.model_validate(request["lineage"])
-    report = bundle(
-        _model(request, method, task, state),
-        method,
-        task,
-        domains or synthetic_inputs(task, seed=request["seed"]),
-        Path(request["path"]),
-        name=request["run"],
-        global_head=method.global_head(state),
-        exporter=exporter,
-        norm_note=norm_note,
-        int8=has_int8,
-        own_norm=is_release,
-        client_ranges=client_ranges,
-        lineage=lineage,
-    )
+    model = _model(request, method, task, state)
+    trained = TrainedEncoder(model, method, task, method.global_head(state), norm_note, lineage)
+    if domains:
+        calibration = Calibration.from_domains(domains, client_ranges)
+    else:
+        calibration = Calibration.from_inputs(synthetic_inputs(task, seed=request["seed"]), client_ranges)
+    options = BundleOptions(request["run"], exporter=exporter, int8=has_int8, own_norm=is_release)
+    report = build_bundle(trained, calibration, Path(request["path"]), options)
     parity = report.manifest.parity
     variants = variant_figures(report.manifest)["variants"]
     return {

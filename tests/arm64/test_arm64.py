@@ -119,7 +119,7 @@ def made(tmp_path_factory):
 
     from edge_agent.client import Arrays, ClientState, Session
     from edge_agent.training.parts import to_arrays
-    from export import bundle, model_from_state
+    from export import BundleOptions, Calibration, TrainedEncoder, build_bundle, model_from_state
 
     folder = tmp_path_factory.mktemp("host")
     method = methods.create("fedavg", {"lr": 0.05, "momentum": 0.9, "local_epochs": 2})
@@ -131,10 +131,9 @@ def made(tmp_path_factory):
     state = method.start(to_arrays(model, method.shared_names(model)))
     state = session.train(state, ClientState(), round_number=1, rounds=1, evaluate=False).update
     path = folder / "b.hwb"
-    bundle(
-        model_from_state(method, TASK, state), method, TASK, samples.inputs[:64], path,
-        name="host", created="2026-01-01T00:00:00+00:00", global_head=method.global_head(state), exporter="legacy",
-    )  # fmt: skip
+    trained = TrainedEncoder(model_from_state(method, TASK, state), method, TASK, method.global_head(state))
+    options = BundleOptions("host", created="2026-01-01T00:00:00+00:00", exporter="legacy")
+    build_bundle(trained, Calibration.from_inputs(samples.inputs[:64]), path, options)
     return path, samples, folder
 
 

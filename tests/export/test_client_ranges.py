@@ -13,7 +13,7 @@ from edge_agent.core.task import ImageInput, Task, WindowInput
 from edge_agent.data import Samples
 from edge_agent.training.parts import encoder_and_head
 from edge_agent.training.ranges import activation_ranges
-from export import bundle, synthetic_inputs
+from export import BundleOptions, Calibration, TrainedEncoder, build_bundle, synthetic_inputs
 from export.encoder import to_onnx
 from export.parity import mean_cosine, run
 from export.quantize import Quantizer, common, ranges_of_clients
@@ -121,10 +121,12 @@ def test_a_bundle_without_data_takes_the_ranges_of_clients(small, tmp_path):
     each = {str(n): activation_ranges(model.encoder, torch.from_numpy(samples[n::3])) for n in range(3)}
     features = []
     for name, given in (("with", each), ("without", None)):
-        report = bundle(
-            model, methods.create("fedavg"), task, synthetic_inputs(task), tmp_path / f"{name}.hwb",
-            name=name, exporter="legacy", client_ranges=given,
-        )  # fmt: skip
+        report = build_bundle(
+            TrainedEncoder(model, methods.create("fedavg"), task),
+            Calibration.from_inputs(synthetic_inputs(task), given),
+            tmp_path / f"{name}.hwb",
+            BundleOptions(name, exporter="legacy"),
+        )
         opened = open_bundle(report.path)
         features.append([run(opened.read(file), samples) for file in ("encoder.onnx", "encoder.int8.onnx")])
         origin = "activation ranges of 3 client(s)" if given else "128 inputs without labels"
@@ -146,10 +148,12 @@ def test_what_is_stated_of_int8_is_of_the_variant_in_the_bundle(small, tmp_path)
         np.array([-1e9, 1e9], np.float32), (len(activation_ranges(model.encoder, torch.zeros(1, 3, 32, 32))), 1)
     )
     domains = {"hall": Samples(inputs, labels, task.class_names, task.input)}
-    report = bundle(
-        model, methods.create("fedavg"), task, domains, tmp_path / "x.hwb",
-        name="x", exporter="legacy", client_ranges=dict.fromkeys("abc", liar),
-    )  # fmt: skip
+    report = build_bundle(
+        TrainedEncoder(model, methods.create("fedavg"), task),
+        Calibration.from_domains(domains, dict.fromkeys("abc", liar)),
+        tmp_path / "x.hwb",
+        BundleOptions("x", exporter="legacy"),
+    )
     assert "int8" not in report.manifest.variants
     assert report.int8_note.startswith("left out: mean cosine")
 
@@ -165,14 +169,17 @@ def test_ranges_of_fewer_than_three_clients_are_left_out(small, tmp_path, count,
     given = {"liar": liar} | (
         {"other": activation_ranges(model.encoder, torch.from_numpy(inputs))} if count > 1 else {}
     )
-    calibration = {"hall": Samples(inputs, np.arange(40) % 2, task.class_names, task.input)} if with_domain else inputs
+    if with_domain:
+        hall = Samples(inputs, np.arange(40) % 2, task.class_names, task.input)
+        calibrations = [Calibration.from_domains({"hall": hall}, ranges) for ranges in (given, {})]
+    else:
+        calibrations = [Calibration.from_inputs(inputs, ranges) for ranges in (given, {})]
+    trained = TrainedEncoder(model, methods.create("fedavg"), task)
+    options = BundleOptions("x", exporter="legacy")
     made = [
-        bundle(
-            model, methods.create("fedavg"), task, calibration, tmp_path / f"{len(ranges)}.hwb",
-            name="x", exporter="legacy", client_ranges=ranges,
-        ).manifest
-        for ranges in (given, {})
-    ]  # fmt: skip
+        build_bundle(trained, calibration, tmp_path / f"{number}.hwb", options).manifest
+        for number, calibration in enumerate(calibrations)
+    ]
     assert made[0].variants["int8"] == made[1].variants["int8"]
     assert made[0].parity == made[1].parity
     reason = f"; ranges of {count} client(s) left out: one in 3 can be outvoted"

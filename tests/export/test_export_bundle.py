@@ -19,7 +19,16 @@ from edge_agent.core.task import ImageInput, Task, WindowInput
 from edge_agent.personal.encoder import Encoder
 from edge_agent.training.parts import encoder_and_head, to_arrays
 from edge_agent.wire.tensors import decode
-from export import build, bundle, int8, model_from_state, synthetic_inputs
+from export import (
+    BundleOptions,
+    Calibration,
+    TrainedEncoder,
+    build,
+    build_bundle,
+    int8,
+    model_from_state,
+    synthetic_inputs,
+)
 
 MOMENT = "2026-01-02T03:04:05+00:00"
 
@@ -42,25 +51,15 @@ def state(model):
 def report(model, state, task, images, tmp_path_factory):
     method = methods.create("fedavg", {"lr": 0.2})
     out = tmp_path_factory.mktemp("bundles") / "first.hwb"
-    head = method.global_head(state)
-    return bundle(
-        model,
-        method,
-        task,
-        images,
-        out,
-        name="run-7",
-        created=MOMENT,
-        global_head=head,
-        exporter="legacy",
-        own_norm=False,
-    )
+    trained = TrainedEncoder(model, method, task, method.global_head(state))
+    options = BundleOptions("run-7", created=MOMENT, exporter="legacy", own_norm=False)
+    return build_bundle(trained, Calibration.from_inputs(images), out, options)
 
 
-def export(model, task, images, out, method="fedavg", **changes):
-    made = methods.create(method) if isinstance(method, str) else method
+def export(model, task, images, out, method=None, global_head=None, **changes):
+    trained = TrainedEncoder(model, method or methods.create("fedavg"), task, global_head)
     settings = {"name": "n", "created": MOMENT, "exporter": "legacy", "int8": False, "own_norm": False, **changes}
-    return bundle(model, made, task, images, out, **settings)
+    return build_bundle(trained, Calibration.from_inputs(images), out, BundleOptions(**settings))
 
 
 def test_the_bundle_opens_and_says_what_it_is(report, task):
@@ -206,8 +205,8 @@ def test_without_int8_nothing_of_it_is_promised(model, task, images, tmp_path):
 
 
 def test_a_bundle_is_dated_now_unless_a_time_is_given(model, task, images, tmp_path):
-    made = bundle(model, methods.create("fedavg"), task, images, tmp_path / "b.hwb", name="n", exporter="legacy")
-    age = datetime.now(timezone.utc) - datetime.fromisoformat(made.manifest.created)
+    report = export(model, task, images, tmp_path / "b.hwb", created="")
+    age = datetime.now(timezone.utc) - datetime.fromisoformat(report.manifest.created)
     assert timedelta(seconds=-1) < age < timedelta(minutes=5)
 
 

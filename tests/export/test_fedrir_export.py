@@ -16,7 +16,7 @@ from edge_agent.core.task import ImageInput, Task
 from edge_agent.heads import FitData, create
 from edge_agent.personal.encoder import Encoder
 from edge_agent.training.parts import norm_names, to_arrays
-from export import bundle, model_from_state, synthetic_inputs
+from export import BundleOptions, Calibration, TrainedEncoder, build_bundle, model_from_state, synthetic_inputs
 
 TASK = Task(
     input=ImageInput(channels=1, height=8, width=8),
@@ -36,16 +36,11 @@ def exported(tmp_path_factory):
     shared = method.shared_names(trained)
     state = to_arrays(trained, (*shared, *norm_names(trained, shared)))  # as after pooling
     model = model_from_state(method, TASK, state)
-    report = bundle(
-        model,
-        method,
-        TASK,
-        synthetic_inputs(TASK, 16),
+    report = build_bundle(
+        TrainedEncoder(model, method, TASK),
+        Calibration.from_inputs(synthetic_inputs(TASK, 16)),
         folder / "run.hwb",
-        name="run",
-        created="2026-01-02T03:04:05+00:00",
-        exporter="legacy",
-        int8=False,
+        BundleOptions("run", created="2026-01-02T03:04:05+00:00", exporter="legacy", int8=False),
     )
     return SimpleNamespace(trained=trained, state=state, report=report, bundle=install(report.path, folder / "device"))
 

@@ -18,7 +18,7 @@ from edge_agent.core.errors import BundleDamaged, ExportRejected
 from edge_agent.core.task import ImageInput, Task
 from edge_agent.personal.variants import refitted_answers
 from edge_agent.training.parts import encoder_and_head
-from export import bundle, domains_of
+from export import BundleOptions, Calibration, TrainedEncoder, build_bundle, domains_of
 from export.domains import chosen, objection, range_inputs
 from export.parity import mean_cosine, run
 from export.quantize import Quantizer, common
@@ -50,9 +50,10 @@ def lights(digits):
     return {name: dimmed(part, shares[name]) for name, part in parts.items()}
 
 
-def export(model, calibration, out, **changes):
+def export(model, domains, out, **changes):
+    trained = TrainedEncoder(model, methods.create("fedavg"), TASK)
     settings = {"name": "n", "created": "2026-01-02T03:04:05+00:00", "exporter": "legacy", **changes}
-    return bundle(model, methods.create("fedavg"), TASK, calibration, out, **settings)
+    return build_bundle(trained, Calibration.from_domains(domains), out, BundleOptions(**settings))
 
 
 def test_ranges_of_one_dim_place_pass_by_cosine_and_ruin_the_others(model, lights, tmp_path):

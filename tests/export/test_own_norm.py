@@ -30,7 +30,7 @@ from edge_agent.personal.precision import estimate_norm, open_encoder, with_norm
 from edge_agent.training.parts import encoder_and_head
 from edge_agent.wire.messages.down import Install
 from edge_agent.wire.messages.fields import BlobRef
-from export import bundle
+from export import BundleOptions, Calibration, TrainedEncoder, build_bundle
 from export.batch_norm import adaptable
 
 TASK = Task(
@@ -62,9 +62,11 @@ def model_of(*, spoilt: bool):
     return model.eval()
 
 
-def export(path: Path, model, method="dualfed", **options) -> manifest_module.Manifest:
+def export(path: Path, model, method="dualfed", norm_note="", **options) -> manifest_module.Manifest:
     inputs = load(SOURCE, TASK.input, TASK.class_names).inputs[:32]
-    return bundle(model, methods.create(method), TASK, inputs, path, name="n", int8=False, **options).manifest
+    trained = TrainedEncoder(model, methods.create(method), TASK, norm_note=norm_note)
+    choices = BundleOptions("n", int8=False, **options)
+    return build_bundle(trained, Calibration.from_inputs(inputs), path, choices).manifest
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["good", "spoilt"])

@@ -13,7 +13,7 @@ from edge_agent.data import load
 from edge_agent.personal.encoder import Encoder
 from edge_agent.personal.personalize import FitOptions, load_head, personalize
 from edge_agent.training.parts import encoder_and_head
-from export import bundle
+from export import BundleOptions, Calibration, TrainedEncoder, build_bundle
 
 
 @pytest.fixture(scope="module")
@@ -25,11 +25,13 @@ def pair(task, tmp_path_factory):
     noise = np.random.default_rng(3).normal(size=(40, *task.input_shape)).astype(np.float32)
     opened = []
     for name, scale in (("narrow", 0.2), ("wide", 1.0)):
-        made = bundle(
-            model, methods.create("fedavg"), task, scale * noise, folder / f"{name}.hwb",
-            name=name, created="2026-01-02T03:04:05+00:00", exporter="legacy",
-        )  # fmt: skip
-        opened.append(installed.install(made.path, folder / "installed", keep=2))
+        report = build_bundle(
+            TrainedEncoder(model, methods.create("fedavg"), task),
+            Calibration.from_inputs(scale * noise),
+            folder / f"{name}.hwb",
+            BundleOptions(name, created="2026-01-02T03:04:05+00:00", exporter="legacy"),
+        )
+        opened.append(installed.install(report.path, folder / "installed", keep=2))
     return opened
 
 

@@ -273,7 +273,7 @@ def resnet18(cache: Path) -> Bundle:
         import torch
 
         from edge_agent import methods
-        from export import bundle
+        from export import BundleOptions, Calibration, TrainedEncoder, build_bundle
 
         file.parent.mkdir(parents=True, exist_ok=True)
         size = ImageInput(channels=3, height=SIDE, width=SIDE)
@@ -284,5 +284,6 @@ def resnet18(cache: Path) -> Bundle:
             model = method.build(task)
         images = np.random.default_rng(0).standard_normal((CALIBRATION, *task.input_shape), np.float32)
         # The older exporter takes seconds where the newer one takes a quarter of a minute.
-        bundle(model, method, task, images, file, name="bench", exporter="legacy")
+        options = BundleOptions("bench", exporter="legacy")
+        build_bundle(TrainedEncoder(model, method, task), Calibration.from_inputs(images), file, options)
     return installed.install(file, cache / "bundles", keep=2)

@@ -53,13 +53,14 @@ def fleet(tmp_path, capsys):
 def bundle(tmp_path):
     """A function that exports a bundle of a fresh model."""
     from edge_agent import methods
-    from export import bundle, synthetic_inputs
+    from export import BundleOptions, Calibration, TrainedEncoder, build_bundle, synthetic_inputs
 
     def make(name):
         method = methods.create("fedavg", {})
         path = tmp_path / f"{name}.hwb"
-        options = {"name": name, "int8": False, "exporter": "legacy"}
-        bundle(method.build(TASK), method, TASK, synthetic_inputs(TASK, 8), path, **options)
+        trained = TrainedEncoder(method.build(TASK), method, TASK)
+        calibration = Calibration.from_inputs(synthetic_inputs(TASK, 8))
+        build_bundle(trained, calibration, path, BundleOptions(name, exporter="legacy", int8=False))
         return path
 
     return make

@@ -21,7 +21,7 @@ from edge_agent.wire.tensors import decode
 @pytest.fixture(scope="module")
 def bundle(coordinator, folder):
     from coordinator.rounds.request import Request
-    from export import bundle, model_from_state, synthetic_inputs
+    from export import BundleOptions, Calibration, TrainedEncoder, build_bundle, model_from_state, synthetic_inputs
 
     state = StateFolder(coordinator)
     with state.look():
@@ -30,18 +30,9 @@ def bundle(coordinator, folder):
     request = Request.from_fact(record.request)
     method = methods.create(request.method, request.params)
     task = request.task
-    bundle(
-        model_from_state(method, task, weights),
-        method,
-        task,
-        synthetic_inputs(task),
-        folder / "b.hwb",
-        name="run-0001",
-        created="2025-01-01T00:00:00+00:00",
-        global_head=method.global_head(weights),
-        exporter="legacy",
-        int8=False,
-    )
+    trained = TrainedEncoder(model_from_state(method, task, weights), method, task, method.global_head(weights))
+    options = BundleOptions("run-0001", created="2025-01-01T00:00:00+00:00", exporter="legacy", int8=False)
+    build_bundle(trained, Calibration.from_inputs(synthetic_inputs(task)), folder / "b.hwb", options)
     return folder / "b.hwb"
 
 
