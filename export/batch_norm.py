@@ -10,6 +10,7 @@ batch blended into those of the file, layer by layer in one pass, and returns th
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,8 +25,14 @@ from edge_agent.core.task import Task
 from .encoder import Exported, to_onnx
 
 PROBE_FILE = "norm_probe.onnx"
+"""The name of the probe's file in a bundle."""
+
 PREFIX = "estimate/"
+"""The beginning of the names that a probe adds to the graph, which no name of the encoder has."""
+
 _FLAT = f"{PREFIX}flat"
+"""The constant that is the form of a flat tensor: [-1]."""
+
 _NAME_TAG = b"\x42"
 """The byte before the name of a tensor in an ONNX file."""
 
@@ -42,7 +49,7 @@ class Adaptable:
     free_norm: FreeNorm
 
 
-def adaptable(encoder: nn.Module, task: Task) -> Adaptable | None:
+def free_batch_norm(encoder: nn.Module, task: Task) -> Adaptable | None:
     """Return the encoder in eval mode with free batch norm; None where it has none. The given module is left as it is.
 
     Raises:
@@ -63,14 +70,13 @@ def adaptable(encoder: nn.Module, task: Task) -> Adaptable | None:
             "used twice cannot be estimated again"
         )
     model = graph.SerializeToString(deterministic=True)
-    layers = tuple(
-        NormLayer(
-            mean_at=_place(model, layer, "mean", size), variance_at=_place(model, layer, "var", size), channels=size
-        )
-        for layer, size in enumerate(channels)
-    )
+    layers: list[NormLayer] = []
+    for layer, size in enumerate(channels):
+        mean_at = _place(model, layer, "mean", size)
+        variance_at = _place(model, layer, "var", size)
+        layers.append(NormLayer(mean_at=mean_at, variance_at=variance_at, channels=size))
     probe = _probe(graph, task.input.kind)
-    return Adaptable(replace(exported, model=model), probe, FreeNorm(probe=PROBE_FILE, layers=layers))
+    return Adaptable(replace(exported, model=model), probe, FreeNorm(probe=PROBE_FILE, layers=tuple(layers)))
 
 
 def _constant(layer: int, statistic: str) -> str:
@@ -93,14 +99,7 @@ def _own_constants(model: Any) -> list[int]:
     graph = model.graph
     constants = {constant.name: constant for constant in graph.initializer}
     # 1. Identity nodes of constants go, and whoever reads one reads the constant itself.
-    source_of: dict[str, str] = {}
-    for node in graph.node:
-        if node.op_type == "Identity" and node.input[0] in constants:
-            source_of[node.output[0]] = node.input[0]
-    nodes = [copy.deepcopy(node) for node in graph.node if node.output[0] not in source_of]
-    for node in nodes:
-        for position, name in enumerate(node.input):
-            node.input[position] = source_of.get(name, name)
+    nodes = _without_identities(graph, constants)
     # 2. Each batch norm gets copies of its statistics, under names that say which layer they belong to.
     channels: list[int] = []
     for node in nodes:
@@ -113,11 +112,24 @@ def _own_constants(model: Any) -> list[int]:
             graph.initializer.append(numpy_helper.from_array(array.copy(), node.input[position]))
         channels.append(len(array))
     # 3. Constants that nobody reads any more go, too.
-    used = {name for node in nodes for name in node.input}
-    used_constants = [constant for constant in graph.initializer if constant.name in used]
+    names_read = {name for node in nodes for name in node.input}
+    used_constants = [constant for constant in graph.initializer if constant.name in names_read]
     _replace_all(graph.node, nodes)
     _replace_all(graph.initializer, used_constants)
     return channels
+
+
+def _without_identities(graph: Any, constants: Collection[str]) -> list[Any]:
+    """Return copies of the nodes without Identity nodes of constants; their readers read the constants themselves."""
+    source_of: dict[str, str] = {}
+    for node in graph.node:
+        if node.op_type == "Identity" and node.input[0] in constants:
+            source_of[node.output[0]] = node.input[0]
+    nodes = [copy.deepcopy(node) for node in graph.node if node.output[0] not in source_of]
+    for node in nodes:
+        for position, name in enumerate(node.input):
+            node.input[position] = source_of.get(name, name)
+    return nodes
 
 
 def _replace_all(repeated: Any, messages: list[Any]) -> None:

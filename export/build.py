@@ -28,7 +28,7 @@ from edge_agent.personal.variants import timed
 from edge_agent.training.parts import Parts, feature_dim, load_arrays
 from edge_agent.wire.tensors import encode
 
-from .batch_norm import PROBE_FILE, Adaptable, adaptable
+from .batch_norm import PROBE_FILE, Adaptable, free_batch_norm
 from .calibration import Calibration
 from .encoder import Exported, Exporter, to_onnx
 from .int8 import Int8Variant, make_int8_variant
@@ -266,7 +266,7 @@ def _pack(trained: TrainedEncoder, graphs: _Graphs, measured: _Measured, out: Pa
 def _free_norm(encoder: nn.Module, task: Task) -> Adaptable | None:
     """Return the encoder with batch norm that devices may estimate again; None if it has none that allows it."""
     try:
-        return adaptable(encoder, task)
+        return free_batch_norm(encoder, task)
     except ExportRejected as error:
         _log.warning("batch_norm_folded reason=%s", error)
         return None

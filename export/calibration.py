@@ -11,7 +11,7 @@ from edge_agent.core.errors import ExportRejected
 from edge_agent.core.task import Task
 from edge_agent.data import Samples
 
-from .domains import chosen, range_inputs
+from .domains import choose_samples, range_inputs
 
 UNLABELLED = ""
 """The name of inputs that belong to no domain and have no labels."""
@@ -53,7 +53,7 @@ class Calibration:
                 They count as domains do; those of fewer than three clients are left out, and the manifest's
                 ``quantization.ranges`` says so.
         """
-        domains = chosen(samples)
+        domains = choose_samples(samples)
         return cls(range_inputs(domains), domains, client_ranges or {})
 
     def joined_inputs(self, task: Task) -> np.ndarray:

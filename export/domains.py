@@ -14,7 +14,7 @@ from edge_agent.data import Samples
 from edge_agent.personal.variants import MOST_LOSS, refitted_answers
 
 from .parity import run
-from .quantize import Quantizer, Ranges, common
+from .quantize import Quantizer, Ranges, merge_ranges
 
 RANGE_INPUTS = 128
 """The number of inputs of all domains together from which ranges are taken."""
@@ -67,7 +67,7 @@ def _parts_of(source: str, folder: Path | None) -> list[tuple[str, str]]:
     return [(Path(where).name or kind, source)]
 
 
-def chosen(domains: Mapping[str, Samples]) -> dict[str, Samples]:
+def choose_samples(domains: Mapping[str, Samples]) -> dict[str, Samples]:
     """Return the domains that are used, with evenly spread samples of each: sources list class after class."""
     names = spread_over([*domains])
     most = max(_ANSWERS // max(len(names), 1), RANGE_INPUTS)
@@ -85,7 +85,7 @@ def range_inputs(domains: Mapping[str, Samples]) -> dict[str, np.ndarray]:
     return {name: samples.inputs[_spread(len(samples), most)] for name, samples in domains.items()}
 
 
-def compared(
+def compare_answers(
     quantizer: Quantizer, model: bytes, domains: Mapping[str, Samples], ranges: Mapping[str, Ranges]
 ) -> dict[str, DomainAnswers]:
     """Compare the answers of heads on ``domains``, each with an int8 variant whose ranges are those of the others.
@@ -98,7 +98,7 @@ def compared(
         other_ranges = [ends for name, ends in ranges.items() if name not in turn]
         if not other_ranges:
             continue
-        int8 = quantizer.int8(common(other_ranges))
+        int8 = quantizer.int8(merge_ranges(other_ranges))
         for name in turn:
             answers = _compare_on(domains[name], model, int8)
             if answers is not None:
@@ -123,7 +123,7 @@ def _compare_on(samples: Samples, model: bytes, int8: bytes) -> DomainAnswers | 
     )
 
 
-def objection(answers: Mapping[str, DomainAnswers]) -> str:
+def describe_loss(answers: Mapping[str, DomainAnswers]) -> str:
     """Return why int8 is not used: it loses more than noise explains on one domain or on all; empty: it is used."""
     judged = dict(answers)
     if len(answers) > 1:

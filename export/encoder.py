@@ -19,7 +19,10 @@ from edge_agent.core.errors import ExportRejected, MissingCapability
 from edge_agent.core.task import Task
 
 Exporter = Literal["dynamo", "legacy"]
+"""Torch's exporters: ``dynamo`` traces with torch.export, ``legacy`` with TorchScript."""
+
 _OPSET: dict[Exporter, int] = {"dynamo": 18, "legacy": 17}
+"""The version of ONNX's operators that each exporter writes."""
 
 
 @dataclass(frozen=True)
@@ -125,10 +128,11 @@ def strip_opsets(model: bytes) -> bytes:
     import onnx
 
     graph = onnx.load_from_string(model)
-    used = {node.domain for node in graph.graph.node} | {""}
-    kept = [entry for entry in graph.opset_import if entry.domain in used or entry.domain == "ai.onnx"]
+    # The domain "" and "ai.onnx" both mean ONNX's own operators.
+    domains = {node.domain for node in graph.graph.node} | {"", "ai.onnx"}
+    imports = [entry for entry in graph.opset_import if entry.domain in domains]
     del graph.opset_import[:]
-    graph.opset_import.extend(kept)
+    graph.opset_import.extend(imports)
     # Traces hold source paths of the machine that exported: they tell devices nothing and differ between machines.
     for node in graph.graph.node:
         node.doc_string = ""

@@ -16,7 +16,7 @@ from edge_agent.bundle.manifest import DomainAnswers
 from edge_agent.core.task import Task
 
 from .calibration import UNLABELLED, Calibration
-from .domains import compared, objection
+from .domains import compare_answers, describe_loss
 from .parity import Gate, graph_gates, mean_cosine, run
 from .quantize import (
     LEAST_CLIENTS,
@@ -24,8 +24,8 @@ from .quantize import (
     MIN_COSINE,
     Quantizer,
     Ranges,
-    common,
     largest_weight,
+    merge_ranges,
     ranges_of_clients,
 )
 
@@ -101,10 +101,10 @@ def make_int8_variant(
         note = f"left out: {gate.detail}"
         return Int8Variant(None, (gate,), candidate.cosine, note=note, origin=candidate.origin)
     # The cosine finds a broken variant; only heads that answer on domains without part in the ranges find a poor one.
-    answers = compared(candidate.quantizer, model, calibration.domains, candidate.ranges)
+    answers = compare_answers(candidate.quantizer, model, calibration.domains, candidate.ranges)
     if not answers:
         return Int8Variant(candidate.graph, (gate,), candidate.cosine, origin=candidate.origin)
-    loss = objection(answers)
+    loss = describe_loss(answers)
     if loss:
         gates = (gate, Gate("int8 accuracy", passed=False, detail=loss))
         return Int8Variant(None, gates, candidate.cosine, answers, f"left out: {loss}", candidate.origin)
@@ -117,7 +117,7 @@ def _quantize(model: bytes, encoder: nn.Module, task: Task, inputs: np.ndarray, 
     """Quantize the graph by the ranges of the inputs, and by those of clients where there are enough of them."""
     quantizer = Quantizer(model)
     ranges = {name: quantizer.ranges(array) for name, array in calibration.range_inputs.items()}
-    graph = quantizer.int8(common([*ranges.values()]))
+    graph = quantizer.int8(merge_ranges([*ranges.values()]))
     gate, cosine = _check_int8(graph, model, task, inputs)
     origin = calibration.describe_inputs()
     clients = ranges_of_clients(quantizer, encoder, inputs, calibration.client_ranges)
@@ -128,7 +128,7 @@ def _quantize(model: bytes, encoder: nn.Module, task: Task, inputs: np.ndarray, 
         return _Candidate(quantizer, ranges, graph, gate, cosine, origin)
     # Random inputs lie elsewhere than clients' samples: they have tried the quantizer out, and set no range.
     ranges = {**clients, **{name: ends for name, ends in ranges.items() if name != UNLABELLED}}
-    graph = quantizer.int8(common([*ranges.values()]))
+    graph = quantizer.int8(merge_ranges([*ranges.values()]))
     origin_of_clients = f"activation ranges of {len(clients)} client(s)"
     if not calibration.domains:
         return _Candidate(quantizer, ranges, graph, gate, None, origin_of_clients)

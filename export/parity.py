@@ -31,10 +31,13 @@ def run(model: bytes, inputs: np.ndarray, batch: int = 64) -> np.ndarray:
     """Return features (n, d) float32 that ONNX Runtime computes on one thread, ``batch`` inputs at a time."""
     opened = session(model)
     name = opened.get_inputs()[0].name
-    return np.concatenate([opened.run(None, {name: inputs[i : i + batch]})[0] for i in range(0, len(inputs), batch)])
+    batches = [inputs[begin : begin + batch] for begin in range(0, len(inputs), batch)]
+    return np.concatenate([opened.run(None, {name: part})[0] for part in batches])
 
 
 BATCHES = (1, 2, 7)
+"""The batch sizes that are compared with torch."""
+
 TOLERANCE = 1e-4
 """The largest difference to torch, over the largest feature (at least 1); correct exports stay below 2e-5."""
 
@@ -62,11 +65,7 @@ def graph_gates(model: bytes, task: Task) -> list[Gate]:
         return [Gate("valid", passed=False, detail=f"{type(error).__name__}: {error}")]
     checks = {
         "interface": _interface(graph.graph, task),
-        "operators": (
-            f"operator '{node.domain or 'ai.onnx'}.{node.op_type}' is not one that every device has"
-            for node in graph.graph.node
-            if node.domain not in {"", "ai.onnx"} or node.op_type not in OPERATORS
-        ),
+        "operators": _foreign_operators(graph.graph),
         "frozen": _training_remains(graph.graph),
         "self-contained": _outside_references(graph),
         "budget": _beyond_budget(model, task),
@@ -98,10 +97,13 @@ def parity_gate(model: bytes, encoder: nn.Module, inputs: np.ndarray) -> tuple[G
 
 def mean_cosine(first: np.ndarray, second: np.ndarray) -> float:
     """Return the mean cosine of the rows of two sets of features (n, d); a zero row agrees only with a zero row."""
-    lengths = np.linalg.norm(first, axis=1) * np.linalg.norm(second, axis=1)
-    both_zero = (np.linalg.norm(first, axis=1) == 0) & (np.linalg.norm(second, axis=1) == 0)
+    first_lengths = np.linalg.norm(first, axis=1)
+    second_lengths = np.linalg.norm(second, axis=1)
+    lengths = first_lengths * second_lengths
+    both_zero = (first_lengths == 0) & (second_lengths == 0)
     products = np.einsum("nd,nd->n", first.astype(np.float64), second.astype(np.float64))
-    return float(np.where(both_zero, 1.0, products / np.where(lengths > 0, lengths, 1.0)).mean())
+    cosines = products / np.where(lengths > 0, lengths, 1.0)
+    return float(np.where(both_zero, 1.0, cosines).mean())
 
 
 def _interface(graph: Any, task: Task) -> Iterator[str]:
@@ -134,6 +136,13 @@ def _form_of(role: str, value: Any) -> Iterator[str]:
     sides = _sides_of(value)
     if not sides or sides[0] is not None:
         yield f"{role} '{value.name}' is {sides}, expected any batch size"
+
+
+def _foreign_operators(graph: Any) -> Iterator[str]:
+    """Yield the operators that some device does not have."""
+    for node in graph.node:
+        if node.domain not in {"", "ai.onnx"} or node.op_type not in OPERATORS:
+            yield f"operator '{node.domain or 'ai.onnx'}.{node.op_type}' is not one that every device has"
 
 
 def _training_remains(graph: Any) -> Iterator[str]:

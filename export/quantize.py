@@ -15,7 +15,7 @@ import copy
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -40,6 +40,12 @@ _POOLING = {"Flatten", "GlobalAveragePool", "ReduceMean", "Reshape", "Squeeze"}
 _SHARES = {"HardSigmoid", "Sigmoid", "Softmax"}
 _LINEAR = {"Gemm", "MatMul"}
 _WITH_WEIGHTS = {"Conv", *_LINEAR}
+_FLOAT = 1
+"""ONNX's number of the element type float32."""
+
+_INT8 = 3
+"""ONNX's number of the element type int8."""
+
 _BATCH_VALUES = 1 << 16
 """Input values of one calibration batch, at most: all tensors of the graph are in memory at once."""
 
@@ -48,34 +54,40 @@ class Quantizer:
     """One fp32 graph: observes the ranges of its activations, and gives its int8 variant for given ranges."""
 
     def __init__(self, model: bytes) -> None:
+        """Prepare a serialised fp32 graph, and open a copy of it that returns every float tensor."""
         onnxruntime()  # first, so that telemetry is off before the package below is imported
         import onnx
         from onnxruntime.quantization.shape_inference import quant_pre_process
 
+        # 1. ONNX Runtime's own preparation, which works on files: shapes of all tensors, constants folded.
         with tempfile.TemporaryDirectory() as folder, quiet(None):
             source = Path(folder) / "fp32.onnx"
             prepared = Path(folder) / "prepared.onnx"
             source.write_bytes(model)
             quant_pre_process(str(source), str(prepared))
             self._graph = onnx.load(str(prepared))
+        # 2. A copy of the graph whose outputs are all float tensors that a node computes.
         graph = self._graph.graph
-        produced = {name for node in graph.node for name in node.output}
-        floats = [value for value in (*graph.value_info, *graph.output) if value.type.tensor_type.elem_type == 1]
+        computed_names: set[str] = set()
+        share_names: set[str] = set()
+        for node in graph.node:
+            computed_names.update(node.output)
+            if node.op_type in _SHARES:
+                share_names.update(node.output)
+        tensors = [value for value in (*graph.value_info, *graph.output) if value.name in computed_names]
         observed = copy.deepcopy(self._graph)
         del observed.graph.output[:]
-        observed.graph.output.extend(value for value in floats if value.name in produced)
+        observed.graph.output.extend(value for value in tensors if value.type.tensor_type.elem_type == _FLOAT)
         self._session = session(observed.SerializeToString())
         self._input = graph.input[0].name
-        self.shares = frozenset(name for node in graph.node if node.op_type in _SHARES for name in node.output)
+        self.shares = frozenset(share_names)
         """Tensors whose values lie between 0 and 1, whatever the inputs are."""
         self._names = [value.name for value in self._session.get_outputs()]
 
     def values(self, inputs: np.ndarray) -> dict[str, np.ndarray]:
         """Return all float tensors of the graph, inputs included, by name for a batch ``inputs`` (n, ...) float32."""
-        return {
-            self._input: inputs,
-            **dict(zip(self._names, self._session.run(None, {self._input: inputs}), strict=True)),
-        }
+        outputs = self._session.run(None, {self._input: inputs})
+        return {self._input: inputs, **dict(zip(self._names, outputs, strict=True))}
 
     def ranges(self, inputs: np.ndarray) -> Ranges:
         """Return the ranges of the activations for ``inputs`` (n, ...) float32."""
@@ -100,7 +112,8 @@ class Quantizer:
         bounds = {
             name: TensorData(lowest=np.float32(low), highest=np.float32(high)) for name, (low, high) in ranges.items()
         }
-        kept, is_linear = self._float_tail()
+        tail, is_linear = self._float_tail()
+        unrounded_operators = sorted(_LINEAR) if is_linear else []
         with quiet(None):
             quantizer = quantization.QDQQuantizer(
                 copy.deepcopy(self._graph),
@@ -110,9 +123,9 @@ class Quantizer:
                 quantization.QuantType.QUInt8,
                 TensorsData(CalibrationMethod.MinMax, bounds),
                 [],
-                kept,
+                tail,
                 sorted({*QLinearOpsRegistry, *QDQRegistry}),
-                {"OpTypesToExcludeOutputQuantization": ["Gemm", "MatMul"] if is_linear else []},
+                {"OpTypesToExcludeOutputQuantization": unrounded_operators},
             )
             quantizer.quantize_model()
             quantizer.model.topological_sort()
@@ -123,24 +136,32 @@ class Quantizer:
 
         An activation right behind a convolution is part of it and stays int8; pooling behind it averages in float.
         """
+        nodes_behind, last_layer = self._walk_back()
+        if last_layer in _LINEAR:
+            return [node.name for node in nodes_behind], True
+        return [node.name for node in nodes_behind if node.op_type in _POOLING], False
+
+    def _walk_back(self) -> tuple[list[Any], str]:
+        """Follow the graph from its output backwards, as long as there is one way.
+
+        Returns:
+            The nodes on the way, the last one first, and the operator at which it ends: that of a layer with weights,
+            or of a node that has several computed inputs or none; empty where it ends at the input.
+        """
         producers = {name: node for node in self._graph.graph.node for name in node.output}
-        # From the output backwards, as long as there is one way.
-        tail = []
+        passed = []
         node = producers.get(self._graph.graph.output[0].name)
         while node is not None and node.op_type not in _WITH_WEIGHTS:
             computed_inputs = [name for name in node.input if name in producers]
             if len(computed_inputs) != 1:
                 break
-            tail.append(node)
+            passed.append(node)
             node = producers[computed_inputs[0]]
-        is_linear = node is not None and node.op_type in _LINEAR
-        if is_linear:
-            return [node_behind.name for node_behind in tail], True
-        return [node_behind.name for node_behind in tail if node_behind.op_type in _POOLING], False
+        return passed, "" if node is None else node.op_type
 
 
 LEAST_CLIENTS = 3
-"""Clients without which a wrong one cannot be outvoted by `common`: the ranges of fewer are not used."""
+"""Clients without which a wrong one cannot be outvoted by `merge_ranges`: the ranges of fewer are not used."""
 
 
 def ranges_of_clients(
@@ -148,8 +169,17 @@ def ranges_of_clients(
 ) -> dict[str, Ranges]:
     """Return the ranges of each client for the tensors of the graph, from those of the steps of the encoder in torch.
 
-    ``each``: client -> (steps, 2), see `training.ranges`. Tensors and steps are brought together by what they are for a
-    few of ``inputs`` (n, ...) float32. Empty where a tensor of the graph is none of the steps.
+    Tensors and steps are matched by their values for a few inputs.
+
+    Args:
+        quantizer: The graph.
+        encoder: The same encoder in torch.
+        inputs: Preprocessed inputs (n, ...) float32, of which four are used.
+        each: The ranges (steps, 2) of each client, see `training.ranges`.
+
+    Returns:
+        The ranges by client, without clients that do not have one for every step; empty where a tensor of the graph is
+        none of the steps.
     """
     few = inputs[:4]
     # 1. The values of each step in torch, for a few inputs.
@@ -170,7 +200,7 @@ def ranges_of_clients(
         step_of_tensor[name] = step
     # 3. The ranges of each client that has one for every step.
     ranges: dict[str, Ranges] = {}
-    for client, ends in each.items():
+    for client, ends in each.items():  # lowest and highest value of each step
         if ends.shape != (len(values_of_steps), 2):
             continue
         of_client = dict.fromkeys(quantizer.shares, (0.0, 1.0))
@@ -194,7 +224,7 @@ def _is_equal(expected: np.ndarray, values: np.ndarray) -> bool:
     return float(np.abs(expected - values).max(initial=0)) <= TOLERANCE * scale
 
 
-def common(each: Sequence[Ranges]) -> Ranges:
+def merge_ranges(each: Sequence[Ranges]) -> Ranges:
     """Return one range for each tensor from those of several clients or domains, of which a few may be wrong.
 
     The widest quarter of them, of three or more at least one, is left out at either end: the largest of the others is
@@ -215,6 +245,6 @@ def largest_weight(model: bytes) -> int:
     """Return the largest absolute value among the int8 weights of a quantized graph; 0 where it has none."""
     import onnx
 
-    weights = [tensor for tensor in onnx.load_from_string(model).graph.initializer if tensor.data_type == 3]
+    weights = [tensor for tensor in onnx.load_from_string(model).graph.initializer if tensor.data_type == _INT8]
     arrays = [onnx.numpy_helper.to_array(tensor).astype(np.int64) for tensor in weights]
     return max((int(np.abs(array).max(initial=0)) for array in arrays), default=0)

@@ -16,7 +16,7 @@ from edge_agent.training.ranges import activation_ranges
 from export import BundleOptions, Calibration, TrainedEncoder, build_bundle, synthetic_inputs
 from export.encoder import to_onnx
 from export.parity import mean_cosine, run
-from export.quantize import Quantizer, common, ranges_of_clients
+from export.quantize import Quantizer, merge_ranges, ranges_of_clients
 
 ENCODERS = ["linear", "small_cnn", "fedpac_cnn", "fedrir_cnn", "cnn1d"]
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("resnet18", "mobilenet_v2", "mobilenet_v3_small")]
@@ -110,7 +110,7 @@ def test_a_liar_among_four_clients_costs_nothing(small):
     liar = np.tile(np.array([-1e9, 1e9], np.float32), (len(each["0"]), 1))
     found = ranges_of_clients(quantizer, model.encoder, samples, {**each, "liar": liar})
     features = run(fp32, samples)
-    assert mean_cosine(run(quantizer.int8(common([*found.values()])), samples), features) > 0.99
+    assert mean_cosine(run(quantizer.int8(merge_ranges([*found.values()])), samples), features) > 0.99
     assert mean_cosine(run(quantizer.int8(found["liar"]), samples), features) < 0.9
 
 

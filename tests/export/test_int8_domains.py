@@ -19,9 +19,9 @@ from edge_agent.core.task import ImageInput, Task
 from edge_agent.personal.variants import refitted_answers
 from edge_agent.training.parts import encoder_and_head
 from export import BundleOptions, Calibration, TrainedEncoder, build_bundle, domains_of
-from export.domains import chosen, objection, range_inputs
+from export.domains import choose_samples, describe_loss, range_inputs
 from export.parity import mean_cosine, run
-from export.quantize import Quantizer, common
+from export.quantize import Quantizer, merge_ranges
 
 TASK = Task(input=ImageInput(channels=3, height=16, width=16), class_names=tuple("0123456789"), encoder="small_cnn")
 
@@ -124,7 +124,7 @@ def test_features_stay_float_behind_the_last_layer(model, digits, tmp_path):
     ],
 )
 def test_one_wrong_range_in_four_does_not_widen_the_common_one(highs, expected):
-    assert common([{"x": (-high, 2 * high)} for high in highs]) == {"x": (-expected, 2 * expected)}
+    assert merge_ranges([{"x": (-high, 2 * high)} for high in highs]) == {"x": (-expected, 2 * expected)}
 
 
 def test_ranges_are_the_extremes_that_onnx_runtime_observes(model, digits, tmp_path):
@@ -158,20 +158,20 @@ def test_loss_and_noise_are_those_of_paired_answers():
     assert answers.loss == pytest.approx(0.04)
     pairs = np.array([1] * 9 + [-1] + [0] * 190)
     assert answers.noise == pytest.approx(1.645 * pairs.std() / np.sqrt(200))
-    assert objection({"a": answers}).startswith(
+    assert describe_loss({"a": answers}).startswith(
         "heads lose more than 0.5% on held-out domains: a 4.0 ± 2.6 points of 200"
     )
 
 
 @pytest.mark.parametrize("fp32, int8, both", [(180, 179, 178), (100, 100, 60), (172, 180, 171), (180, 178, 177)])
 def test_a_loss_within_noise_or_half_a_point_is_none(fp32, int8, both):
-    assert objection({"a": DomainAnswers(support=200, fp32=fp32, int8=int8, both=both)}) == ""
+    assert describe_loss({"a": DomainAnswers(support=200, fp32=fp32, int8=int8, both=both)}) == ""
 
 
 def test_many_small_losses_add_up():
     each = DomainAnswers(support=100, fp32=90, int8=88, both=87)
-    assert objection({"a": each}) == ""
-    assert "all domains 2.0 ± " in objection({str(number): each for number in range(12)})
+    assert describe_loss({"a": each}) == ""
+    assert "all domains 2.0 ± " in describe_loss({str(number): each for number in range(12)})
 
 
 def test_answers_that_cannot_be_are_refused():
@@ -181,7 +181,7 @@ def test_answers_that_cannot_be_are_refused():
 
 def test_domains_have_equal_parts_of_the_ranges_and_all_classes(digits):
     few = digits.take(np.argsort(digits.labels, kind="stable"))  # as folders list them
-    parts = range_inputs(chosen({"large": few, "small": few.take(np.arange(0, 240, 6))}))
+    parts = range_inputs(choose_samples({"large": few, "small": few.take(np.arange(0, 240, 6))}))
     assert {name: len(part) for name, part in parts.items()} == {"large": 64, "small": 40}
     rows = [int(np.flatnonzero((few.inputs == one).all(axis=(1, 2, 3)))[0]) for one in parts["large"]]
     assert set(few.labels[rows]) == set(range(10))

@@ -31,7 +31,7 @@ from edge_agent.training.parts import encoder_and_head
 from edge_agent.wire.messages.down import Install
 from edge_agent.wire.messages.fields import BlobRef
 from export import BundleOptions, Calibration, TrainedEncoder, build_bundle
-from export.batch_norm import adaptable
+from export.batch_norm import free_batch_norm
 
 TASK = Task(
     input=ImageInput(channels=1, height=16, width=16),
@@ -119,7 +119,7 @@ def test_statistics_lie_in_the_file_where_the_manifest_says(either):
 
 def test_layers_with_equal_statistics_have_their_own_constants():
     """An untrained encoder: every mean is 0, every variance 1, and the exporter writes them once for all layers."""
-    free = adaptable(encoder_and_head(TASK).part("encoder"), TASK)
+    free = free_batch_norm(encoder_and_head(TASK).part("encoder"), TASK)
     begins = [begin for layer in free.free_norm.layers for begin in (layer.mean_at, layer.variance_at)]
     assert len(set(begins)) == 2 * len(free.free_norm.layers)
 
@@ -273,9 +273,9 @@ def test_encoder_without_batch_norm_and_folded_one_have_nothing_to_estimate(tmp_
         def forward(self, inputs):
             return torch.flatten(self.norm(self.norm(self.first(inputs))).mean(3), 1)[:, :16]
 
-    assert adaptable(nn.Sequential(nn.Flatten(), nn.Linear(256, 4)), TASK) is None
+    assert free_batch_norm(nn.Sequential(nn.Flatten(), nn.Linear(256, 4)), TASK) is None
     with pytest.raises(ExportRejected, match="used twice"):
-        adaptable(Twice(), TASK)
+        free_batch_norm(Twice(), TASK)
     assert export(tmp_path / "folded.hwb", model_of(spoilt=False), own_norm=False).free_norm is None
     with pytest.raises(StateError, match="batch norm statistics of encoder"):
         encoder_with_statistics(
