@@ -30,23 +30,23 @@ def walk_to_broker(
     """
     address = broker.host, broker.port
 
+    # The name of each step is that of its function.
     def name() -> str:
-        result = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
-        return f"{broker.host} is {', '.join(sorted({str(entry[4][0]) for entry in result}))}"
+        """Look up the broker's addresses."""
+        entries = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
+        addresses = sorted({str(entry[4][0]) for entry in entries})
+        return f"{broker.host} is {', '.join(addresses)}"
 
     def tcp() -> str:
+        """Connect to the broker's port."""
         with socket.create_connection(address, timeout_s):
             return f"port {broker.port} is open"
 
     def tls() -> str:
-        import ssl
+        """Check the broker's certificate, with this client's own: without it the broker reports a refused device."""
+        from .mqtt import tls_context
 
-        from ..core.config import credential
-
-        context = ssl.create_default_context(cafile=str(ca) if ca is not None else None)
-        if broker.tls is not None and broker.tls.cert is not None:  # else the broker reports a refused device
-            key = broker.tls.key
-            context.load_cert_chain(credential(broker.tls.cert), credential(key) if key is not None else None)
+        context = tls_context(broker, ca)
         with (
             socket.create_connection(address, timeout_s) as plain,
             context.wrap_socket(plain, server_hostname=broker.host) as secure,
@@ -96,6 +96,12 @@ class _Visit:
         return "without a user" if self._user is None else f"as user '{self._user}'"
 
     def _connect(self) -> MqttTransport:
+        """Return the connection, which is made and subscribed the first time.
+
+        Raises:
+            UsageError: the broker does not let this user in.
+            BrokerAway: it does not answer.
+        """
         from .mqtt import MqttTransport
 
         if self._transport is None:
@@ -130,9 +136,8 @@ class _Visit:
         if rejected:
             raise self._forbidden(f"speak on {', '.join(sorted(rejected))} ({next(iter(rejected.values()))})")
         self._connect()
-        return f"may listen and speak on those of agent '{agent}' in federation '{self._config.federation}'" + (
-            "" if rejected is not None else ", as far as this broker tells"
-        )
+        text = f"may listen and speak on those of agent '{agent}' in federation '{self._config.federation}'"
+        return f"{text}, as far as this broker tells" if rejected is None else text
 
     def coordinator(self) -> str:
         """Hear a coordinator answer: it asks for an introduction when a start that it does not know speaks.
@@ -164,7 +169,8 @@ class _Visit:
             self._transport.close()
         self._transport = None
 
-    def _forbidden(self, what: str) -> UsageError:
+    def _forbidden(self, action: str) -> UsageError:
+        """Return the error that the broker does not let this user do something, with its remedy."""
         agent = self._config.id
         federation = self._config.federation
         if self._user not in {None, agent}:
@@ -175,4 +181,4 @@ class _Visit:
                 f"--federation {federation}' adds them, then reload the broker"
             )
         who = "a login without user" if self._user is None else f"user '{self._user}'"
-        return UsageError(f"the broker does not let {who} {what}; {remedy}")
+        return UsageError(f"the broker does not let {who} {action}; {remedy}")

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import paho.mqtt.client as paho
 from paho.mqtt.enums import CallbackAPIVersion, MQTTProtocolVersion
@@ -172,7 +173,7 @@ class MqttTransport:
 
     def subscribe(self, *filters: str) -> None:
         """Receive messages under ``filters``, also after reconnects; at most 8 filters go into one packet."""
-        self._filters += [f for f in filters if f not in self._filters]
+        self._filters += [topic_filter for topic_filter in filters if topic_filter not in self._filters]
         if self._up.is_set():
             self._ask_for(filters)
 
@@ -292,6 +293,7 @@ class MqttTransport:
         return client
 
     def _on_connect(self, client: paho.Client, _data: object, _flags: object, code: ReasonCode, _props: object) -> None:
+        """Note why the broker does not let this client in; otherwise tell the program, and subscribe again."""
         if code.is_failure:
             reason, self._remedy = _refused_login(self.config, self.client_id, code, self._advice)
             self._rejection = f"{reason}; {self._remedy}" if self._remedy else reason
@@ -322,14 +324,18 @@ class MqttTransport:
     def _on_subscribe(
         self, _client: paho.Client, _data: object, mid: int, codes: list[ReasonCode], _props: object
     ) -> None:
+        """Tell the program which filters the broker grants, by the number of the request."""
         with self._subscribing:
             filters = self._pending_filters.pop(mid, ())
-        rejected = [f for f, code in zip(filters, codes, strict=False) if code.is_failure]
+        answers = zip(filters, codes, strict=False)
+        rejected = [topic_filter for topic_filter, code in answers if code.is_failure]
         if rejected:
             log.error("subscription_refused filters=%s", ",".join(rejected))
-        self._inbox.put(Subscribed(tuple(f for f in filters if f not in rejected)))
+        granted = tuple(topic_filter for topic_filter in filters if topic_filter not in rejected)
+        self._inbox.put(Subscribed(granted))
 
     def _on_message(self, _client: paho.Client, _data: object, message: paho.MQTTMessage) -> None:
+        """Put a message into the inbox, if it is of a topic that was asked for and is admitted."""
         # amqtt greets each new session with whatever is retained under the filters of others, past all its rules.
         topic = message.topic
         if not any(matches(topic_filter, topic) for topic_filter in self._filters):
@@ -384,26 +390,43 @@ def refused_topics(
     client.on_publish = lambda _client, _data, mid, code, _props: answers.update({mid: code})
     until = time.monotonic() + timeout_s
     try:
+        # 1. Connect.
         client.connect(config.host, config.port)
-        while not connected and time.monotonic() < until:
-            if client.loop(0.1) != paho.MQTT_ERR_SUCCESS:
-                return None
-        if not any(connected):
+        if not _loop_until(client, lambda: bool(connected), until) or not any(connected):
             return None
+        # 2. Publish all messages at once, and wait for the broker's answers, which have the numbers of the messages.
         topics = {client.publish(topic, payload, qos=1).mid: topic for topic, payload in messages.items()}
-        while len(answers) < len(topics) and time.monotonic() < until:
-            if client.loop(0.1) != paho.MQTT_ERR_SUCCESS:
-                return None
+        if not _loop_until(client, lambda: len(answers) >= len(topics), until):
+            return None
     except (OSError, ValueError):
         return None
     finally:
         client.disconnect()
+    # 3. A message without an answer in time counts as let through.
     failures = {mid: code for mid, code in answers.items() if code.is_failure}
     return {topics[mid]: str(code) for mid, code in failures.items() if mid in topics}
 
 
+def _loop_until(client: paho.Client, is_over: Callable[[], bool], until: float) -> bool:
+    """Serve a connection until ``is_over`` or that time (as `time.monotonic`), and return whether it still stands."""
+    while not is_over() and time.monotonic() < until:
+        if client.loop(0.1) != paho.MQTT_ERR_SUCCESS:
+            return False
+    return True
+
+
 def _client(config: BrokerConfig, client_id: str, session: str, protocol: MQTTProtocolVersion) -> paho.Client:
-    """Return a client with user, password and TLS of the configuration; ``session`` is its id at the broker."""
+    """Return a client with user, password and TLS of the configuration.
+
+    Args:
+        config: The broker, and how to log in.
+        client_id: The id of the agent or coordinator, which may be its user, too.
+        session: The client's id at the broker.
+        protocol: The version of MQTT.
+
+    Raises:
+        ConfigError: A certificate or key cannot be loaded.
+    """
     client = paho.Client(CallbackAPIVersion.VERSION2, client_id=session, protocol=protocol, reconnect_on_failure=False)
     client.connect_timeout = CONNECT_TIMEOUT_S
     user = user_of(config, client_id)
@@ -411,16 +434,33 @@ def _client(config: BrokerConfig, client_id: str, session: str, protocol: MQTTPr
         client.username_pw_set(user, config.password())
     if not config.uses_tls:
         return client
-    tls = config.tls
+    ca = None if config.tls is None else config.tls.ca
     try:
-        context = ssl.create_default_context(cafile=str(tls.ca) if tls and tls.ca else None)
+        context = tls_context(config, ca)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
-        if tls and tls.cert:
-            context.load_cert_chain(credential(tls.cert), credential(tls.key) if tls.key else None)
     except (OSError, ssl.SSLError) as error:
         raise ConfigError("broker.tls", [f"certificates cannot be loaded: {cause(error)}"]) from error
     client.tls_set_context(context)
     return client
+
+
+def tls_context(config: BrokerConfig, ca: Path | None) -> ssl.SSLContext:
+    """Return the TLS settings of a broker's client, with its certificate where it has one.
+
+    Args:
+        config: The broker; its certificate and key are loaded.
+        ca: The file of trusted authorities; None: those of the system.
+
+    Raises:
+        OSError: A file cannot be read.
+        ssl.SSLError: A file holds no certificate or key.
+    """
+    authorities = None if ca is None else str(ca)
+    context = ssl.create_default_context(cafile=authorities)
+    if config.tls is not None and config.tls.cert is not None:
+        key = None if config.tls.key is None else credential(config.tls.key)
+        context.load_cert_chain(credential(config.tls.cert), key)
+    return context
 
 
 def _refused_login(config: BrokerConfig, client_id: str, code: ReasonCode, advice: LoginAdvice) -> tuple[str, str]:

@@ -125,7 +125,7 @@ def decode(data: Buffer) -> Tensors:
         TensorsError: The bytes break the layout or one of this module's limits.
     """
     view = memoryview(data).cast("B")
-    start, entries, _ = _header(view)
+    start, entries, _ = _read_header(view)
     arrays: Tensors = {}
     for name, (spec, offset) in entries.items():
         count = math.prod(spec.shape)
@@ -145,7 +145,7 @@ def inspect(data: Buffer) -> tuple[dict[str, Spec], dict[str, str]]:
     Raises:
         TensorsError: See `decode`.
     """
-    _, entries, metadata = _header(memoryview(data).cast("B"))
+    _, entries, metadata = _read_header(memoryview(data).cast("B"))
     return {name: spec for name, (spec, _) in entries.items()}, metadata
 
 
@@ -187,7 +187,7 @@ LONGEST_KEPT_HEADER_BYTES = 1 << 16
 """The most bytes of a header that is kept; longer ones are parsed each time, to save a coordinator's memory."""
 
 
-def _header(view: memoryview) -> tuple[int, Mapping[str, tuple[Spec, int]], dict[str, str]]:
+def _read_header(view: memoryview) -> tuple[int, Mapping[str, tuple[Spec, int]], dict[str, str]]:
     """Return where the tensors begin, their forms and places, and the metadata.
 
     Raises:
@@ -237,13 +237,13 @@ def _parse_header(text: bytes) -> _Header:
     except (ValueError, RecursionError) as error:
         raise TensorsError(f"header cannot be read: {cause(error)}") from error
     metadata = raw.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(v, str) and _is_text(v) for v in metadata.values()):
+    if not isinstance(metadata, dict) or not all(map(_is_text, metadata.values())):
         raise TensorsError("metadata must map names to strings")
     if not all(map(_is_text, metadata)):
         raise TensorsError("a name in the metadata is not text")
     if len(raw) > MAX_TENSORS:
         raise TensorsError(f"{len(raw)} tensors, at most {MAX_TENSORS} are read")
-    entries = {name: _entry(name, fields) for name, fields in raw.items()}
+    entries = {name: _parse_entry(name, fields) for name, fields in raw.items()}
     return _Header(entries, metadata, _size_of_layout(entries))
 
 
@@ -265,14 +265,19 @@ def _size_of_layout(entries: Mapping[str, tuple[Spec, int]]) -> int:
     return position
 
 
-def _entry(name: str, fields: object) -> tuple[Spec, int]:
-    """Return the form of a tensor and the byte at which it begins, from its fields in the header."""
+def _parse_entry(name: str, fields: object) -> tuple[Spec, int]:
+    """Return the form of a tensor and the byte at which it begins, from its fields in the header.
+
+    Raises:
+        TensorsError: The fields break the layout or one of this module's limits.
+    """
     _check_name(name)
     if not isinstance(fields, dict) or fields.keys() != {"dtype", "shape", "data_offsets"}:
         raise TensorsError(f"tensor {name!r}: expected exactly dtype, shape and data_offsets")
-    spec = _spec(name, fields["dtype"], fields["shape"])
+    spec = _parse_spec(name, fields["dtype"], fields["shape"])
     offsets = fields["data_offsets"]
-    if not _naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+    are_offsets = _are_naturals(offsets) and len(offsets) == 2 and offsets[0] <= offsets[1]
+    if not are_offsets:
         raise TensorsError(f"tensor {name!r}: data_offsets {_short(offsets)} are not [begin, end]")
     begin, end = offsets
     if spec.nbytes != end - begin:
@@ -280,12 +285,16 @@ def _entry(name: str, fields: object) -> tuple[Spec, int]:
     return spec, begin
 
 
-def _spec(name: str, code: object, shape: Any) -> Spec:
-    """Return the form of a tensor with this dtype and shape in the header, which numpy can make an array of."""
+def _parse_spec(name: str, code: object, shape: Any) -> Spec:
+    """Return the form of a tensor with this dtype and shape in the header, which numpy can make an array of.
+
+    Raises:
+        TensorsError: The dtype or the shape is not one that this module reads.
+    """
     dtype = _DTYPES.get(code) if isinstance(code, str) else None
     if dtype is None:
         raise TensorsError(f"tensor {name!r}: dtype {_short(code)} is not one of {', '.join(_DTYPES)}")
-    if not _naturals(shape) or len(shape) > MAX_DIMENSIONS:
+    if not _are_naturals(shape) or len(shape) > MAX_DIMENSIONS:
         raise TensorsError(f"tensor {name!r}: shape {_short(shape)} is not a list of at most {MAX_DIMENSIONS} naturals")
     if math.prod(side or 1 for side in shape) >= _BEYOND_NUMPY:
         raise TensorsError(f"tensor {name!r}: shape {_short(shape)} is larger than an array can be, even an empty one")
@@ -298,8 +307,10 @@ def _check_name(name: str) -> None:
         raise TensorsError(f"tensor name {_short(name)} is not text of at most {MAX_NAME} characters")
 
 
-def _is_text(value: str) -> bool:
-    """Return whether ``value`` can be written as UTF-8, which half a surrogate pair, valid in JSON, cannot."""
+def _is_text(value: object) -> bool:
+    """Return whether a value is text that UTF-8 can write, which half a surrogate pair, valid in JSON, is not."""
+    if not isinstance(value, str):
+        return False
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -307,9 +318,10 @@ def _is_text(value: str) -> bool:
     return True
 
 
-def _naturals(values: object) -> bool:
+def _are_naturals(values: object) -> bool:
     """Return whether these are a list of integers from 0 up to 2^48."""
-    return isinstance(values, list) and all(type(v) is int and 0 <= v < 2**48 for v in values)
+    # A bool is an int, too, but its type is another one.
+    return isinstance(values, list) and all(type(value) is int and 0 <= value < 2**48 for value in values)
 
 
 def _short(value: object, limit: int = 80) -> str:

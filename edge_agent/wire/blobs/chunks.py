@@ -214,6 +214,11 @@ class Incoming:
     """
 
     def __init__(self, ref: BlobRef, folder: Path) -> None:
+        """Make the file of the blob in ``folder``, or resume the one that an earlier process left there.
+
+        Raises:
+            OSError: The file cannot be opened or gets no space.
+        """
         self.ref = ref
         self.chunks = Chunks(chunk_count(ref))
         self.path = folder / f"{ref.digest}.part"
@@ -237,6 +242,7 @@ class Incoming:
         Raises:
             ChunkError: The frame does not belong to this blob, or the disk is full; it can then be sent again.
         """
+        # 1. The frame has to be of this blob, and as large as its chunks are.
         size = self.ref.chunk_bytes
         count = -(-len(frame.data) // size)
         expected = min(count * size, self.ref.size_bytes - frame.index * size)
@@ -244,7 +250,7 @@ class Incoming:
             raise ChunkError(f"chunk of another blob: count {frame.count}, expected {self.chunks.count}")
         if frame.offset != frame.index * size or len(frame.data) != expected or not count:
             raise ChunkError(f"chunk {frame.index}: {len(frame.data)} bytes at {frame.offset}, expected {expected}")
-        # Chunks that are present are never written again: they may have been hashed.
+        # 2. Chunks that are present are never written again: they may have been hashed.
         for start, stop in self.chunks.missing(frame.index, frame.index + count, count):
             self._store(start, stop, frame.data[(start - frame.index) * size : (stop - frame.index) * size])
         if (self.chunks.present - self._saved) * size >= _SAVE_BYTES:

@@ -218,6 +218,7 @@ class Sending:
     """The transfer of a blob to one receiver: the chunks that it lacks, and those under way."""
 
     def __init__(self, blob: Outgoing, pace: Pace) -> None:
+        """Begin a transfer of which nothing is to be sent yet."""
         self.blob = blob
         self.pace = pace
         self.need = bytearray(blob.count)

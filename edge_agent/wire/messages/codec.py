@@ -136,6 +136,7 @@ def _parser(*kinds: type[Kind]) -> Callable[[bytes], Kind]:
     by_type = {kind.model_fields["type"].default: kind for kind in kinds}
 
     def parse(payload: bytes) -> Kind:
+        # The version comes first: the fields of another one may have other meanings.
         payload = unsealed(payload)
         raw = json_object(payload)
         check_version(raw.get("v"))
@@ -163,14 +164,16 @@ parse_between_coordinators = _parser(Present)
 
 
 @functools.cache
-def _later(kind: type[Control], protocol: int) -> frozenset[str]:
+def _newer_fields(kind: type[Control], protocol: int) -> frozenset[str]:
     """Return the fields of a message that this version of the protocol does not have."""
-    later = set[str]()
+    newer = set[str]()
     for name, field in kind.model_fields.items():
-        since = field.json_schema_extra.get("since") if isinstance(field.json_schema_extra, dict) else None
+        if not isinstance(field.json_schema_extra, dict):
+            continue
+        since = field.json_schema_extra.get("since")
         if isinstance(since, int) and since > protocol:
-            later.add(name)
-    return frozenset(later)
+            newer.add(name)
+    return frozenset(newer)
 
 
 def encode(message: Control, protocol: int = PROTOCOL) -> bytes:
@@ -183,7 +186,7 @@ def encode(message: Control, protocol: int = PROTOCOL) -> bytes:
     """
     fields_of_kind = type(message).model_fields
     at_default = {name for name, field in fields_of_kind.items() if getattr(message, name) == field.default}
-    left_out = (at_default | _later(type(message), protocol)) - {"v", "type"}
+    left_out = (at_default | _newer_fields(type(message), protocol)) - {"v", "type"}
     fields = {**message.model_dump(mode="json", by_alias=True, exclude=left_out), "v": protocol}
     try:
         payload = json.dumps(fields, separators=(",", ":"), allow_nan=False).encode()
@@ -204,10 +207,13 @@ def named_job(payload: bytes) -> JobKey | None:
         raw = json_object(unsealed(payload))
     except MessageError:
         return None
+    if raw.get("type") != "job":
+        return None
     run = raw.get("run")
     number = raw.get("round")
-    if raw.get("type") != "job" or not isinstance(run, str) or type(number) is not int:
+    if not isinstance(run, str) or not re.fullmatch(RUN_PATTERN, run):
         return None
-    if not re.fullmatch(RUN_PATTERN, run) or not 0 <= number <= MAX_ROUND:
+    # A bool is an int, too, but no number of a round.
+    if type(number) is not int or not 0 <= number <= MAX_ROUND:
         return None
     return JobKey(run, number, None)
