@@ -53,7 +53,7 @@ from .trust import (
     follow_roots,
     parse,
     read,
-    verified,
+    verify_release,
 )
 
 _BLOCK = 512
@@ -118,32 +118,56 @@ def pack(path: Path, manifest: Mapping[str, Any], files: Mapping[str, bytes | Pa
         BundleError: The fields are not those of a manifest, or refer to files that do not exist; every mistake is
             listed.
     """
-    contents = {name: data if isinstance(data, bytes) else read_regular(data) for name, data in sorted(files.items())}
+    # 1. The files in the order of their names, and the manifest with their hashes.
+    contents = {name: _read_content(data) for name, data in sorted(files.items())}
     entries = {name: FileEntry(sha256=sha256_of(data), size_bytes=len(data)) for name, data in contents.items()}
+    complete = _complete_manifest(path, manifest, entries)
+    raw = dump_manifest(complete)
+    if len(raw) > MAX_MANIFEST_BYTES:
+        raise BundleError(f"{path}: the manifest has {len(raw)} bytes, at most {MAX_MANIFEST_BYTES} are allowed")
+    # 2. What a device would refuse is not written.
+    parse_manifest(raw, str(path))
+    # 3. The tar file, in which the manifest and its checksum come first.
+    parts = []
+    for name, data in {MANIFEST: raw, CHECKSUM: checksum_line(raw), **contents}.items():
+        parts += [_header(name, len(data)), data, _padding(len(data))]
+    write_atomic(path, *parts, _END)
+    return complete
+
+
+def _read_content(source: bytes | Path) -> bytes:
+    """Return the content of a file that is given as bytes or by its path."""
+    if isinstance(source, bytes):
+        return source
+    return read_regular(source)
+
+
+def _complete_manifest(path: Path, manifest: Mapping[str, Any], entries: Mapping[str, FileEntry]) -> Manifest:
+    """Return the manifest with its files, and with the fingerprints of its variants.
+
+    Args:
+        path: The bundle's file, for messages.
+        manifest: The fields that `pack` gets.
+        entries: The size and hash of each file.
+
+    Raises:
+        BundleError: The fields are not those of a manifest, or refer to files that do not exist.
+    """
+    # The fingerprints need the checked input spec and the hashes of the variants' files, so they come second.
     unbound = {name: {"file": file, "fingerprint": "0" * 64} for name, file in manifest.get("variants", {}).items()}
     fields = {**manifest, "schema_version": SCHEMA, "files": entries, "variants": unbound}
     try:
         draft = Manifest.model_validate(fields)
     except ValidationError as error:
         raise BundleError(f"{path}: manifest: {'; '.join(mistakes_of(error, Manifest))}") from error
-    # The fingerprints need the checked input spec and the hashes of the variants' files, so they come second.
     missing = [variant.file for variant in draft.variants.values() if variant.file not in entries]
     if missing:
         raise BundleError(f"{path}: no file {', '.join(missing)} among {', '.join(entries) or '(none)'}")
-    variants = {
-        precision: Variant(file=variant.file, fingerprint=fingerprint(entries[variant.file].sha256, draft.task.input))
-        for precision, variant in draft.variants.items()
-    }
-    complete = draft.model_copy(update={"variants": variants})
-    raw = dump_manifest(complete)
-    if len(raw) > MAX_MANIFEST_BYTES:
-        raise BundleError(f"{path}: the manifest has {len(raw)} bytes, at most {MAX_MANIFEST_BYTES} are allowed")
-    parse_manifest(raw, str(path))
-    parts = []
-    for name, data in {MANIFEST: raw, CHECKSUM: checksum_line(raw), **contents}.items():
-        parts += [_header(name, len(data)), data, _padding(len(data))]
-    write_atomic(path, *parts, _END)
-    return complete
+    variants = {}
+    for precision, variant in draft.variants.items():
+        own_fingerprint = fingerprint(entries[variant.file].sha256, draft.task.input)
+        variants[precision] = Variant(file=variant.file, fingerprint=own_fingerprint)
+    return draft.model_copy(update={"variants": variants})
 
 
 def open_bundle(path: Path) -> BundleFile:
@@ -211,7 +235,7 @@ def verify(path: Path, root: Envelope) -> tuple[Release, Root]:
     member = parse(Member, opened.release, str(path))
     try:
         newest = read(Root, follow_roots([root], member.roots)[-1], "root")
-        return verified(member, files_of(opened.manifest), newest), newest
+        return verify_release(member, files_of(opened.manifest), newest), newest
     except BundleUntrusted as error:
         raise BundleUntrusted(f"{path}: {error}") from error
 

@@ -41,8 +41,8 @@ def _domain_rows(figures: Mapping[str, Any]) -> list[tuple[str, object]]:
         return [(f"on {name}", _both_precisions(domain))]
     rows: list[tuple[str, object]] = []
     for (name, domain), verb in ((domains[0], "loses"), (domains[-1], "gains")):
-        what = f"of {len(domains)} domains int8 {verb} most here"
-        rows.append((f"on {name}", f"{_both_precisions(domain)}; {what}"))
+        rank = f"of {len(domains)} domains int8 {verb} most here"
+        rows.append((f"on {name}", f"{_both_precisions(domain)}; {rank}"))
     return rows
 
 

@@ -491,8 +491,8 @@ def _empty_values(kind: int) -> np.ndarray | None:
 
 def _raw_values(raw: memoryview, kind: int) -> tuple[int, np.ndarray | None]:
     """Return what `_tensor_values` does, of a constant whose values are raw bytes."""
-    count, rest = divmod(len(raw), _ITEM_BYTES[kind])
-    if rest:
+    count, bytes_over = divmod(len(raw), _ITEM_BYTES[kind])
+    if bytes_over:
         return -1, None
     is_known = kind == _INT64 and count <= _MOST_KNOWN
     return count, np.frombuffer(raw, "<i8") if is_known else None
@@ -537,8 +537,7 @@ class _State:
 def _cost(graph: _Graph, inputs: Sequence[Shape], budget: _Budget) -> Cost:
     """Return the cost of a graph: its nodes run in order, and a value is freed after the last node that reads it."""
     state = _begin(graph, inputs, budget)
-    last_use = {name: at for at, node in enumerate(graph.nodes) for name in node.inputs}
-    last_use |= dict.fromkeys(graph.outputs, len(graph.nodes))
+    last_use = _last_uses(graph)
     constant_bytes = sum(constant.bytes for constant in graph.constants.values())
     live_bytes = sum(_size(shape) for shape in inputs)
     peak_bytes = live_bytes
@@ -554,13 +553,23 @@ def _cost(graph: _Graph, inputs: Sequence[Shape], budget: _Budget) -> Cost:
             live_bytes += size
         peak_bytes = max(peak_bytes, live_bytes + _scratch(node, state))
         work += _work(node, state, shapes)
-        names = {name for name in (*node.inputs, *node.outputs) if name}
-        unused = {name for name in names if last_use.get(name, at) <= at}
-        live_bytes -= sum(_size(state.shapes[name]) for name in unused - state.fixed)
+        # Values that no later node reads are freed; those that are fixed count among the constants.
+        for name in {*node.inputs, *node.outputs} - state.fixed:
+            if name and last_use.get(name, at) <= at:
+                live_bytes -= _size(state.shapes[name])
     missing = [name for name in graph.outputs if name not in state.shapes]
     if missing:
         raise BundleDamaged(f"output '{missing[0][:60]}' is computed by no node")
     return Cost(constant_bytes + peak_bytes, work, tuple(state.shapes[name] for name in graph.outputs))
+
+
+def _last_uses(graph: _Graph) -> dict[str, int]:
+    """Return the number of the last node that reads each value; outputs of the graph are read behind all nodes."""
+    last_use: dict[str, int] = {}
+    for at, node in enumerate(graph.nodes):
+        last_use.update(dict.fromkeys(node.inputs, at))
+    last_use.update(dict.fromkeys(graph.outputs, len(graph.nodes)))
+    return last_use
 
 
 def _begin(graph: _Graph, inputs: Sequence[Shape], budget: _Budget) -> _State:
@@ -607,11 +616,7 @@ def _infer(node: _Node, state: _State) -> list[Shape]:
     if not shapes or len(node.outputs) > len(shapes):
         raise BundleDamaged(f"{node.operator} has {len(node.outputs)} results, which is not allowed")
     # Numbers first: arithmetic that is too large for the budget is refused before its shapes count.
-    if math.prod(shapes[0]) <= _MOST_KNOWN:
-        numbers = _numbers(node, state, shapes[0])
-        if numbers is not None:
-            state.budget.spend("numbers in sizes", numbers.size)
-            state.numbers[node.outputs[0]] = numbers
+    _note_numbers(node, state, shapes[0])
     for name, shape in zip(node.outputs, shapes, strict=True):
         if name in state.shapes:
             raise BundleDamaged(f"value '{name[:60]}' occurs twice")
@@ -620,8 +625,22 @@ def _infer(node: _Node, state: _State) -> list[Shape]:
     return shapes
 
 
+def _note_numbers(node: _Node, state: _State, shape: Shape) -> None:
+    """Add the numbers of a node's first result, which has this shape, to ``state`` where they are few and known."""
+    if math.prod(shape) > _MOST_KNOWN:
+        return
+    numbers = _numbers(node, state, shape)
+    if numbers is not None:
+        state.budget.spend("numbers in sizes", numbers.size)
+        state.numbers[node.outputs[0]] = numbers
+
+
 def _numbers(node: _Node, state: _State, shape: Shape) -> np.ndarray | None:
-    """Return the int64 numbers (``shape``) of a result that sizes may be made of; None where they are not known."""
+    """Return the int64 numbers (``shape``) of a result that sizes may be made of; None where they are not known.
+
+    Raises:
+        BundleDamaged: The numbers do not have the shape that the operator's rule says.
+    """
     if node.operator == "Shape":
         return np.array(_part(state.shape(node, 0), node), np.int64)
     if node.operator == "Constant":
@@ -631,16 +650,23 @@ def _numbers(node: _Node, state: _State, shape: Shape) -> np.ndarray | None:
     compute = _ARITHMETIC.get(node.operator)
     if compute is None:
         return None
-    # All inputs have to be known; there is nothing to compute from none.
-    names = [name for name in node.inputs if name]
-    values = [state.numbers[name] for name in names if name in state.numbers]
-    if not values or len(values) != len(names):
+    values = _known_inputs(node, state)
+    if values is None:
         return None
     with np.errstate(over="ignore", divide="raise"):
         result = np.asarray(compute(node, state, values), np.int64)
     if result.shape != shape:
         raise BundleDamaged(f"{node.operator} of integers has shape {result.shape}, expected {shape}")
     return result
+
+
+def _known_inputs(node: _Node, state: _State) -> list[np.ndarray] | None:
+    """Return the numbers of all inputs of a node; None where it has no input, or those of one are not known."""
+    names = [name for name in node.inputs if name]
+    values = [state.numbers[name] for name in names if name in state.numbers]
+    if not values or len(values) != len(names):
+        return None
+    return values
 
 
 def _part(shape: Shape, node: _Node) -> Shape:
@@ -697,13 +723,15 @@ def _common(shapes: Sequence[Shape]) -> Shape:
     """Return the shape that arrays of these shapes are broadcast to."""
     rank = max(map(len, shapes), default=0)
     padded = [(1,) * (rank - len(shape)) + shape for shape in shapes]
-    sides = []
-    for column in zip(*padded, strict=True):
-        others = {side for side in column if side != 1}
-        if len(others) > 1:
+    common_sides = []
+    for sides in zip(*padded, strict=True):
+        # A side of 1 is repeated, so that all others have to be equal.
+        long_sides = {side for side in sides if side != 1}
+        if len(long_sides) > 1:
             raise BundleDamaged(f"shapes {', '.join(map(str, shapes))} do not fit each other")
-        sides.append(others.pop() if others else 1)
-    return tuple(sides)
+        side = long_sides.pop() if long_sides else 1
+        common_sides.append(side)
+    return tuple(common_sides)
 
 
 def _windows(node: _Node, shape: Shape, kernel: Sequence[int]) -> Shape:
@@ -712,19 +740,20 @@ def _windows(node: _Node, shape: Shape, kernel: Sequence[int]) -> Shape:
     strides = node.ints("strides", [1] * count)
     dilations = node.ints("dilations", [1] * count)
     pads = node.ints("pads", [0] * 2 * count)
-    auto = node.attributes.get("auto_pad", b"NOTSET")
     has_all_sides = count >= 1 and len(kernel) == len(strides) == len(dilations) == len(pads) // 2 == count
     if not has_all_sides or min(*strides, *dilations, *kernel) < 1 or min(pads) < 0:
         raise BundleDamaged(f"{node.operator} with impossible kernel, strides, dilations or pads")
+    # Padded "same", an input has a window at each stride, whatever the kernel is. Only NOTSET takes the stated pads.
+    auto = node.attributes.get("auto_pad", b"NOTSET")
+    if auto in {b"SAME_UPPER", b"SAME_LOWER"}:
+        return tuple(-(-side // stride) for side, stride in zip(shape[2:], strides, strict=True))
+    if auto != b"NOTSET":
+        pads = [0] * 2 * count
     sides = []
     for at, side in enumerate(shape[2:]):
         width = dilations[at] * (kernel[at] - 1) + 1
-        if auto in {b"SAME_UPPER", b"SAME_LOWER"}:
-            sides.append(-(-side // strides[at]))
-            continue
-        before = pads[at] if auto == b"NOTSET" else 0
-        after = pads[at + count] if auto == b"NOTSET" else 0
-        room = side + before + after - width
+        before = pads[at]
+        room = side + before + pads[at + count] - width
         if room < 0:
             raise BundleDamaged(f"{node.operator} with a window of {width} over {side}")
         windows = room // strides[at] + 1
@@ -815,9 +844,11 @@ def _matmul(node: _Node, state: _State) -> list[Shape]:
 
 
 def _flatten(node: _Node, state: _State) -> list[Shape]:
+    """Return the shape of a matrix whose rows are the axes before the given one, and whose columns are the others."""
     shape = state.shape(node, 0)
     axis = node.int("axis", 1)
-    axis = axis + len(shape) if axis < 0 else axis
+    if axis < 0:
+        axis += len(shape)
     return [(math.prod(shape[:axis]), math.prod(shape[axis:]))]
 
 
@@ -837,8 +868,9 @@ def _split(node: _Node, state: _State) -> list[Shape]:
     count = len(node.outputs)
     parts = state.numbers_of(node, 1) or node.ints("split")
     if not parts:
-        each = -(-shape[axis] // count)
-        parts = [max(0, min(each, shape[axis] - each * at)) for at in range(count)]
+        # All parts are equally large but the last ones, which get what is left.
+        part_size = -(-shape[axis] // count)
+        parts = [max(0, min(part_size, shape[axis] - part_size * at)) for at in range(count)]
     if len(parts) != count or sum(parts) != shape[axis] or min(parts) < 0:
         raise BundleDamaged(f"Split of {shape} into {parts[:20]}")
     return [(*shape[:axis], part, *shape[axis + 1 :]) for part in parts]
@@ -866,12 +898,16 @@ def _slice_backwards(start: int, end: int, step: int, side: int) -> slice:
     """Return a slice with a negative step over ``side`` values, unless ONNX and Python would read it differently."""
     if start < -side or end >= side:
         raise BundleDamaged(f"Slice backwards from {start} to {end} of {side}")
-    return slice(start, None if end < -side else end, step)
+    # An end before the first value means that this is taken, too; Python would count such an end from behind.
+    stop = None if end < -side else end
+    return slice(start, stop, step)
 
 
 def _slice(node: _Node, state: _State) -> list[Shape]:
+    """Return the shape of the slices of all axes."""
     shape = state.shape(node, 0)
-    return [tuple(len(range(*part.indices(side))) for part, side in zip(_slices(node, state), shape, strict=True))]
+    parts = _slices(node, state)
+    return [tuple(len(range(*part.indices(side))) for part, side in zip(parts, shape, strict=True))]
 
 
 def _axes(node: _Node, state: _State) -> list[int]:
@@ -903,6 +939,7 @@ def _unsqueeze(node: _Node, state: _State) -> list[Shape]:
 
 
 def _transpose(node: _Node, state: _State) -> list[Shape]:
+    """Return the shape with its axes in the given order; without one they are reversed."""
     shape = state.shape(node, 0)
     order = node.ints("perm", range(len(shape))[::-1])
     if sorted(order) != list(range(len(shape))):
@@ -923,8 +960,8 @@ def _reshape(node: _Node, state: _State) -> list[Shape]:
     # A side of -1 stands for what the others leave.
     count = math.prod(shape)
     if -1 in target:
-        others = math.prod(side for side in target if side != -1)
-        target[target.index(-1)] = count // others
+        stated_count = math.prod(side for side in target if side != -1)
+        target[target.index(-1)] = count // stated_count
     if math.prod(target) != count:
         raise BundleDamaged(f"Reshape of {shape} to {sides}")
     return [tuple(target)]
@@ -1040,7 +1077,9 @@ def _work(node: _Node, state: _State, shapes: Sequence[Shape]) -> int:
     if node.operator == "MatMul":
         return count * state.shape(node, 0)[-1]
     if node.operator == "Gemm":
-        return count * state.shape(node, 0)[0 if node.int("transA", 0) else 1]
+        left_shape = state.shape(node, 0)
+        inner_axis = 0 if node.int("transA", 0) else 1
+        return count * left_shape[inner_axis]
     if node.operator in {"MaxPool", "AveragePool"}:
         return count * math.prod(node.ints("kernel_shape"))
     values = math.prod(state.shape(node, 0)) if node.inputs and node.inputs[0] else 0

@@ -157,7 +157,7 @@ def switch(
         store.anchor(first)
     if member is not None:
         store.record(member)
-    earlier = [other for other in _history(root) if other != name]
+    earlier = [earlier_name for earlier_name in _history(root) if earlier_name != name]
     names = [name, *earlier][: max(keep, 1)]
     write_json(root / _POINTER, {"bundles": names})
     remove_unused(root)
@@ -176,9 +176,9 @@ def remove_unused(root: Path) -> None:
     if not root.is_dir():
         return
     names = _history(root)
-    for other in root.iterdir():
-        if other.is_dir() and not other.is_symlink() and other.name not in names:
-            remove_folder(other, BUNDLE_FOLDER)
+    for folder in root.iterdir():
+        if folder.is_dir() and not folder.is_symlink() and folder.name not in names:
+            remove_folder(folder, BUNDLE_FOLDER)
 
 
 def pointer(root: Path) -> Path:

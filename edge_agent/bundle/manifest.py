@@ -269,20 +269,26 @@ def origin(manifest: Manifest, release: Release | None = None) -> dict[str, Any]
     ``release`` is its verified signed metadata, which has the reports of devices.
     """
     lineage = manifest.lineage
-    figures = variant_figures(manifest)
     reported = None if release is None else release.reported
     if lineage is None and reported is None:
         return None
-    of_variants = {name: variant["accuracy"] for name, variant in figures["variants"].items()}
+    # 1. The run that the encoder comes from, with its scores on the clients.
+    run_fields: dict[str, Any] = {}
+    run_scores = None
+    if lineage is not None:
+        run_fields = lineage.model_dump(mode="json", exclude={"scores"})
+        run_scores = None if lineage.scores is None else lineage.scores.model_dump()
+    # 2. The accuracies of its variants where it was exported, as far as they were measured.
+    variants = variant_figures(manifest)["variants"]
+    accuracies = {name: variant["accuracy"] for name, variant in variants.items()}
     scored = {
-        "run": None if lineage is None or lineage.scores is None else lineage.scores.model_dump(),
+        "run": run_scores,
         "devices": None if reported is None else reported.model_dump(),
-        "held_out": {name: accuracy for name, accuracy in of_variants.items() if accuracy is not None},
+        "held_out": {name: accuracy for name, accuracy in accuracies.items() if accuracy is not None},
         "parity_max_abs": manifest.parity.max_abs,
         "int8_cosine": manifest.parity.int8_cosine,
     }
-    of_run = {} if lineage is None else lineage.model_dump(mode="json", exclude={"scores"})
-    return {"method": manifest.method, **of_run, "scored": scored}
+    return {"method": manifest.method, **run_fields, "scored": scored}
 
 
 def fingerprint(encoder_sha256: str, spec: InputSpec) -> str:
@@ -313,6 +319,33 @@ def parse_manifest(raw: bytes, where: str) -> Manifest:
             listed.
         BundleError: The manifest has another schema version; the message says which side to upgrade.
     """
+    # 1. The form: JSON of a schema that this side reads, with the fields of a manifest.
+    content = _parse_content(raw, where)
+    try:
+        manifest = Manifest.model_validate(content)
+    except ValidationError as error:
+        raise BundleDamaged(f"{where}: manifest: {'; '.join(mistakes_of(error, Manifest)[:10])}") from error
+    # 2. The fields among each other. Most refer to files, so they are looked at only when these are in order.
+    mistakes = _mistakes_in_files(manifest)
+    if not mistakes:
+        mistakes = _mistakes_in_batch_norm(manifest)
+    if not mistakes:
+        mistakes = _mistakes_in_fingerprints(manifest)
+    if mistakes:
+        raise BundleDamaged(f"{where}: manifest: {'; '.join(mistakes)}")
+    # 3. The bytes: there is one way to write a manifest, so that its hash says what is in it.
+    if dump_manifest(manifest) != raw:
+        raise BundleDamaged(f"{where}: manifest: not written as headwater writes it; export the model again")
+    return manifest
+
+
+def _parse_content(raw: bytes, where: str) -> dict[str, Any]:
+    """Return the JSON object that ``raw`` holds, of a schema that this side reads.
+
+    Raises:
+        BundleDamaged: There are too many bytes, or they are not a JSON object.
+        BundleError: The manifest has another schema version.
+    """
     if len(raw) > MAX_MANIFEST_BYTES:
         raise BundleDamaged(f"{where}: the manifest has {len(raw)} bytes, at most {MAX_MANIFEST_BYTES} are read")
     try:
@@ -325,39 +358,33 @@ def parse_manifest(raw: bytes, where: str) -> Manifest:
     if isinstance(version, int) and not OLDEST_SCHEMA <= version <= SCHEMA:
         advice = "upgrade headwater on this device" if version > SCHEMA else "export the model again"
         raise BundleError(f"{where} has bundle schema {version}, this side reads {OLDEST_SCHEMA}..{SCHEMA}; {advice}")
-    try:
-        manifest = Manifest.model_validate(content)
-    except ValidationError as error:
-        raise BundleDamaged(f"{where}: manifest: {'; '.join(mistakes_of(error, Manifest)[:10])}") from error
-    mistakes = _mistakes_in_files(manifest)
-    # The other fields refer to files, so they are looked at only when these are in order.
-    if not mistakes:
-        mistakes = _mistakes_in_batch_norm(manifest)
-    if not mistakes:
-        mistakes = _mistakes_in_fingerprints(manifest)
-    if mistakes:
-        raise BundleDamaged(f"{where}: manifest: {'; '.join(mistakes)}")
-    if dump_manifest(manifest) != raw:
-        raise BundleDamaged(f"{where}: manifest: not written as headwater writes it; export the model again")
-    return manifest
+    return content
 
 
 def _mistakes_in_files(manifest: Manifest) -> list[str]:
     """Return the contradictions between the files of a manifest and the fields that refer to them."""
-    needed = [*(variant.file for variant in manifest.variants.values()), manifest.golden]
-    if manifest.global_head is not None:
-        needed.append(manifest.global_head)
-    if manifest.free_norm is not None:
-        needed.append(manifest.free_norm.probe)
-    mistakes = [f"'{name}' is referred to and not among the files" for name in needed if name not in manifest.files]
-    mistakes += [f"'{name}' is among the files and not referred to" for name in manifest.files if name not in needed]
-    mistakes += [f"'{name}' is a reserved name" for name in (MANIFEST, CHECKSUM, RELEASE) if name in manifest.files]
-    total = sum(entry.size_bytes for entry in manifest.files.values())
+    files = manifest.files
+    needed = _files_referred_to(manifest)
+    mistakes = [f"'{name}' is referred to and not among the files" for name in needed if name not in files]
+    mistakes += [f"'{name}' is among the files and not referred to" for name in files if name not in needed]
+    mistakes += [f"'{name}' is a reserved name" for name in (MANIFEST, CHECKSUM, RELEASE) if name in files]
+    total = sum(entry.size_bytes for entry in files.values())
     if total > MAX_BUNDLE_BYTES:
         mistakes.append(f"the files have {total} bytes, at most {MAX_BUNDLE_BYTES} are allowed")
     if "fp32" not in manifest.variants:
         mistakes.append("no fp32 variant")
     return mistakes
+
+
+def _files_referred_to(manifest: Manifest) -> list[str]:
+    """Return the names of the files that other fields of a manifest refer to."""
+    names = [variant.file for variant in manifest.variants.values()]
+    names.append(manifest.golden)
+    if manifest.global_head is not None:
+        names.append(manifest.global_head)
+    if manifest.free_norm is not None:
+        names.append(manifest.free_norm.probe)
+    return names
 
 
 def _mistakes_in_batch_norm(manifest: Manifest) -> list[str]:

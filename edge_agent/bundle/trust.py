@@ -203,8 +203,9 @@ class Envelope(Frozen):
         """Return the same metadata, signed with this key as well."""
         keyid = Key.of(public_bytes(key)).id
         signature = Signature(keyid=keyid, sig=METADATA.sign(key, canonical(self.signed)).hex())
-        others = [other for other in self.signatures if other.keyid != keyid]
-        signatures = sorted((*others, signature), key=lambda each: each.keyid)
+        # A signature with the same key is replaced.
+        earlier = [present for present in self.signatures if present.keyid != keyid]
+        signatures = sorted((*earlier, signature), key=lambda signature: signature.keyid)
         return self.model_copy(update={"signatures": tuple(signatures)})
 
 
@@ -381,7 +382,7 @@ class Files:
         )
 
 
-def verified(member: Member, files: Files, root: Root) -> Release:
+def verify_release(member: Member, files: Files, root: Root) -> Release:
     """Return the release of a bundle, verified to be signed by the keys of ``root``; its expiry is not checked.
 
     Raises:
@@ -422,11 +423,11 @@ def check_installable(release: Release, root: Root, now: float, agent: str, seen
     Raises:
         BundleUntrusted: The release or its root has expired, or the release needs a newer agent.
     """
-    for what, expires in (("release", release.expires), ("root", root.expires)):
+    for role, expires in (("release", release.expires), ("root", root.expires)):
         if max(now, seen) >= seconds(expires):
             behind = f", and {moment(seen)} is over, as releases installed here show" if seen > now else ""
             raise BundleUntrusted(
-                f"the {what} expired at {expires}, and this device's clock says {moment(now)}{behind}: it is not "
+                f"the {role} expired at {expires}, and this device's clock says {moment(now)}{behind}: it is not "
                 "installed, what runs stays; set the clock if it is wrong, else ask the operator of federation "
                 f"'{release.federation}' to sign it again",
                 is_public=True,
@@ -646,7 +647,7 @@ class TrustStore:
         member = parse(Member, raw, "release")
         self.follow(member.roots)
         root = read(Root, follow_roots(trusted.roots, member.roots)[-1], "root")
-        release = verified(member, files, root)
+        release = verify_release(member, files, root)
         # 2. The version, before the expiry: an older release is signed again by the coordinator. The encoders of rounds
         # have no order, because those of several runs may arrive in any.
         if purpose == "release":
@@ -698,7 +699,7 @@ class TrustStore:
         problems = list[BundleUntrusted]()
         for envelope in reversed(trusted.roots):
             try:
-                verified(member, files, read(Root, envelope, "root"))
+                verify_release(member, files, read(Root, envelope, "root"))
             except BundleUntrusted as error:
                 problems.append(error)
             else:
