@@ -193,11 +193,14 @@ def _from_memory(
     names: tuple[str, ...] = (),
 ) -> Samples:
     """Return samples of an array, or of images one by one, which have ``names`` where they are files."""
+    # 1. The labels, with the names of their classes: names of classes are their own, positions are those of the task.
     values = np.full(len(items), -1)
     own_names: tuple[str, ...] = ()
     if labels is not None:
         is_named = labels.dtype.kind == "U" or {str(label) for label in np.unique(labels)} <= set(class_names)
-        values, own_names = labels_by_name(labels, () if own_classes or is_named else class_names, "y")
+        positions_in = () if own_classes or is_named else class_names
+        values, own_names = labels_by_name(labels, positions_in, "y")
+    # 2. The raw samples.
     if isinstance(items, np.ndarray):
         raw = npz_arrays(items, values, class_names=own_names, groups=None, kind=spec.kind, where="X")
     elif len(items) != len(values):
@@ -222,7 +225,8 @@ def label_array(labels: ArrayLike) -> np.ndarray:
     for row, label in enumerate(result.ravel().tolist()):
         if isinstance(label, bool) or not isinstance(label, (str, int, np.integer)):
             raise DataError(f"y: label {row} is {label!r}, expected text or an integer; leave its row out")
-        values.append(label if isinstance(label, str) else int(label))  # NumPy makes floats of its own mixed integers
+        value = label if isinstance(label, str) else int(label)  # NumPy makes floats of its own mixed integers
+        values.append(value)
     return np.array(values).reshape(result.shape)
 
 
@@ -237,6 +241,11 @@ def _samples(
     own_classes: bool = False,
     progress: Progress | None = None,
 ) -> Samples:
+    """Return preprocessed samples with labels; the arguments are those of `load`.
+
+    Raises:
+        DataError: The data are of another kind than the task's, have no labels or other classes, or cannot be read.
+    """
     _check_kind(raw, spec, source)  # data of another kind have other classes, too, which is not what is wrong with them
     labels, names = _match_names(raw, class_names, source, own_classes=own_classes)
     done = _execute(raw, spec, source, compact=compact, strict=strict, progress=progress)
@@ -257,6 +266,11 @@ def _unlabelled(
     strict: bool | None = None,
     progress: Progress | None = None,
 ) -> Samples:
+    """Return preprocessed samples whose labels (n,) are -1; the arguments are those of `load`.
+
+    Raises:
+        DataError: The data are of another kind than the task's, or cannot be read.
+    """
     _check_kind(raw, spec, source)
     done = _execute(raw, spec, source, compact=compact, strict=strict, progress=progress)
     labels = np.full(len(done.rows), -1, np.int64)
@@ -387,12 +401,16 @@ def parse_source(source: str) -> tuple[str, str, dict[str, str]]:
     Raises:
         ConfigError: ``source`` does not have the form kind:where?option=value.
     """
-    file, _, query = source.partition("?")
+    file = source.partition("?")[0]
     if is_reference(file) and not file.startswith("python:"):
         source = f"python:{source}"
-    kind, _, rest = source.partition(":")
-    where, _, query = rest.rpartition("?") if "?" in rest else (rest, "", "")
-    kind, _, query = kind.partition("?") if "?" in kind else (kind, "", query)
+    # The options follow the last question mark, or, of a kind without a location, the first one.
+    kind, _, where = source.partition(":")
+    query = ""
+    if "?" in where:
+        where, _, query = where.rpartition("?")
+    if "?" in kind:
+        kind, _, query = kind.partition("?")
     try:
         pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
     except ValueError as error:
@@ -447,10 +465,14 @@ def domains(source: str, *, seed: int = 0, folder: Path | None = None) -> dict[s
     kind = resolved.kind
     if kind.domains is None:
         return {}
-    texts = {**({"seed": str(seed)} if "seed" in kind.options.model_fields else {}), **resolved.given}
+    texts = dict(resolved.given)
+    if "seed" in kind.options.model_fields:
+        texts = {"seed": str(seed), **texts}
     location = str(Path(resolved.location).absolute()) if kind.needs_path else resolved.location
-    result = kind.domains(location, resolved.options)
-    return {name: with_options(resolved.name, own, {**texts, **changed}) for name, (own, changed) in result.items()}
+    sources: dict[str, str] = {}
+    for name, (where, changed) in kind.domains(location, resolved.options).items():
+        sources[name] = with_options(resolved.name, where, {**texts, **changed})
+    return sources
 
 
 def subjects(source: str, *, folder: Path | None = None) -> dict[int, str]:
@@ -461,10 +483,11 @@ def subjects(source: str, *, folder: Path | None = None) -> dict[int, str]:
     """
     resolved = _resolve(source, folder)
     kind = resolved.kind
-    texts = resolved.given
+    texts = dict(resolved.given)
     if kind.subjects is None or "subject" in texts:
         return {}
-    texts = {**({"split": "all"} if "split" in kind.options.model_fields else {}), **texts}
+    if "split" in kind.options.model_fields:
+        texts = {"split": "all", **texts}
     people = kind.subjects(resolved.location, _options(kind.options, texts, source))
     return {number: with_options(resolved.name, resolved.where, {**texts, "subject": number}) for number in people}
 
@@ -537,7 +560,8 @@ def _natural(raw: Raw) -> InputSpec:
     if raw.kind == "image":  # of the size of the first one, within 4..224
         pixels = preprocess.height_width_channels(raw.items[0])
         height, width = (min(max(side, 4), 224) for side in pixels.shape[:2])
-        return ImageInput(channels=1 if pixels.shape[2] == 1 else 3, height=height, width=width)
+        channels = 1 if pixels.shape[2] == 1 else 3
+        return ImageInput(channels=channels, height=height, width=width)
     first = np.asarray(raw.items[0])
     if raw.kind == "recording":
         return WindowInput(channels=first.shape[-1])
@@ -578,15 +602,22 @@ def _execute(
     strict: bool | None = None,
     progress: Progress | None = None,
 ) -> _Executed:
+    """Return the inputs of raw samples, preprocessed; the arguments are those of `load`.
+
+    Raises:
+        DataError: See `_for_all`.
+    """
     if isinstance(spec, WindowInput):
         return _execute_windows(raw, spec, source, strict=strict, progress=progress)
-    inputs = np.empty((len(raw.items), *spec.shape), np.uint8 if compact else np.float32)
+    dtype = np.uint8 if compact else np.float32
+    inputs = np.empty((len(raw.items), *spec.shape), dtype)
 
     def fill(row: int) -> None:
         nonlocal inputs
         pixels = preprocess.image_pixels(raw.items[row], spec)
-        if inputs.dtype == np.uint8 != pixels.dtype:
-            inputs = inputs.astype(np.float32)  # finer than 8 bits
+        is_finer = inputs.dtype == np.uint8 and pixels.dtype != np.uint8
+        if is_finer:
+            inputs = inputs.astype(np.float32)
         inputs[row] = pixels
 
     rows, skipped = _for_all(raw, fill, source, "images", strict=strict, progress=progress)
@@ -607,47 +638,74 @@ def _execute_windows(
     Raises:
         DataError: See `_for_all`.
     """
-    advice = {} if raw.short_advice is None else {"short_advice": raw.short_advice}
-    result: list[np.ndarray] = []
-    targets: list[np.ndarray] = []
+    if raw.kind == "recording":
+        return _execute_recordings(raw, spec, source, strict=strict, progress=progress)
+    windows: list[np.ndarray] = []
 
     def fill(row: int) -> None:
         item = np.asarray(raw.items[row])
-        if raw.kind == "recording":
-            result.append(preprocess.cut(item, spec, **advice))
-            if raw.targets is not None:  # of a window: their mean
-                target = np.asarray(raw.targets[row], np.float64)[:, None]
-                targets.append(preprocess.cut(target, spec.model_copy(update={"channels": 1})).mean(axis=(1, 2)))
-            return
         if item.shape != spec.shape:
             raise DataError(f"has shape {item.shape}, expected {spec.shape}")
         if not np.isfinite(item).all():
             raise DataError("holds NaN or infinity")
-        result.append(item[None].astype(np.float32))
+        windows.append(item.astype(np.float32))
 
-    used, skipped = _for_all(raw, fill, source, f"{raw.kind}s", strict=strict, progress=progress)
-    rows = np.repeat(used, [len(windows) for windows in result])
-    groups = raw.groups
-    if groups is None and raw.kind == "recording":
-        groups = np.arange(len(raw.items))
-    inputs = preprocess.normalise_windows(np.concatenate(result), spec)
-    groups = None if groups is None else groups[rows].astype(np.int64)
-    if raw.kind == "window":
-        return _Executed(inputs, rows, groups, None if raw.targets is None else np.asarray(raw.targets)[rows], skipped)
-    starts = np.concatenate([np.arange(len(windows)) * spec.stride for windows in result])
-    return _Executed(inputs, rows, groups, np.concatenate(targets) if targets else None, skipped, starts)
+    rows, skipped = _for_all(raw, fill, source, "windows", strict=strict, progress=progress)
+    inputs = preprocess.normalise_windows(np.stack(windows), spec)
+    groups = None if raw.groups is None else raw.groups[rows].astype(np.int64)
+    targets = None if raw.targets is None else np.asarray(raw.targets)[rows]
+    return _Executed(inputs, rows, groups, targets, skipped)
+
+
+def _execute_recordings(
+    raw: Raw, spec: WindowInput, source: str, *, strict: bool | None, progress: Progress | None
+) -> _Executed:
+    """Return recordings cut into windows, normalised; the target of a window is the mean of those of its samples.
+
+    Raises:
+        DataError: See `_for_all`.
+    """
+    advice = {} if raw.short_advice is None else {"short_advice": raw.short_advice}
+    target_spec = spec.model_copy(update={"channels": 1})
+    windows_by_recording: list[np.ndarray] = []
+    targets_by_recording: list[np.ndarray] = []
+
+    def fill(row: int) -> None:
+        windows = preprocess.cut(np.asarray(raw.items[row]), spec, **advice)
+        if raw.targets is not None:
+            target = np.asarray(raw.targets[row], np.float64)[:, None]
+            targets_by_recording.append(preprocess.cut(target, target_spec).mean(axis=(1, 2)))
+        windows_by_recording.append(windows)
+
+    used, skipped = _for_all(raw, fill, source, "recordings", strict=strict, progress=progress)
+    counts = [len(windows) for windows in windows_by_recording]
+    rows = np.repeat(used, counts)
+    inputs = preprocess.normalise_windows(np.concatenate(windows_by_recording), spec)
+    # Each recording is a group of its own, unless the source says which belong together.
+    groups = np.arange(len(raw.items)) if raw.groups is None else raw.groups
+    targets = None if raw.targets is None else np.concatenate(targets_by_recording)
+    starts = np.concatenate([np.arange(count) * spec.stride for count in counts])
+    return _Executed(inputs, rows, groups[rows].astype(np.int64), targets, skipped, starts)
 
 
 def _for_all(
     raw: Raw,
     fill: Callable[[int], None],
     source: str,
-    what: str,
+    plural: str,
     *,
     strict: bool | None,
     progress: Progress | None,
 ) -> tuple[np.ndarray, tuple[str, ...]]:
     """Call ``fill`` for each row.
+
+    Args:
+        raw: The raw samples.
+        fill: Reads and preprocesses the item of a row, or raises DataError.
+        source: The source, for messages.
+        plural: What the items are called in messages.
+        strict: What may be left out, see `load`.
+        progress: Is told after each row how many are done, and of how many.
 
     Returns:
         The rows (n,) for which it worked; and a line for each item or other file that cannot be used, with its reason.
@@ -656,38 +714,50 @@ def _for_all(
         DataError: Reading failed for all items, or for some where ``strict`` (see `load`) does not allow that; or other
             files lie beside them where that is not allowed. All are reported at once.
     """
+    # 1. Every row is tried, so that all failures are reported at once.
     rows: list[int] = []
-    failed = []
-    by_reason = dict[str, list[str]]()
+    failures: list[tuple[str, str]] = []
     for row in range(len(raw.items)):
         try:
             fill(row)
             rows.append(row)
         except DataError as error:
             name = raw.names[row] if raw.names else str(row)
-            failed.append(f"{name}: {error}")
-            by_reason.setdefault(str(error), []).append(name)
+            failures.append((name, str(error)))
         if progress is not None:
             progress(row + 1, len(raw.items))
-    total = len(raw.items) + len(raw.skipped)
-    unusable = (*raw.skipped, *failed)
-    is_refused = bool(failed)
+    # 2. Unless `strict` is stated, other files may lie beside the items, and none of these may fail.
+    unusable = (*raw.skipped, *(f"{name}: {reason}" for name, reason in failures))
+    is_refused = bool(failures)
     if strict is not None:
         is_refused = strict and bool(unusable)
+    total = len(raw.items) + len(raw.skipped)
     if not rows or is_refused:
         beside = raw.skipped if strict or not rows else ()
-        lines = [*beside, *(f"{_listed(names)}: {reason}" for reason, names in by_reason.items())]
-        message = f"{source}: {len(beside) + len(failed)} of {total} {what} cannot be used"
-        for line in lines[:_SHOWN]:
-            message += f"\n  - {line}"
-        if len(lines) > _SHOWN:
-            message += f"\n  … and {len(lines) - _SHOWN} more"
+        message = f"{source}: {len(beside) + len(failures)} of {total} {plural} cannot be used"
+        message += _bullets([*beside, *_lines_by_reason(failures)])
         if rows:
             message += "\nWithout --strict (strict = false, strict=False in Python) these are left out."
         raise DataError(message)
     if unusable:
         _log.warning("skipped source=%s count=%d of=%d first=%s", source, len(unusable), total, unusable[0])
     return np.array(rows, np.int64), unusable
+
+
+def _lines_by_reason(failures: Iterable[tuple[str, str]]) -> list[str]:
+    """Return one line for each reason, with the names of the items that failed for it, from (name, reason)."""
+    names_by_reason = dict[str, list[str]]()
+    for name, reason in failures:
+        names_by_reason.setdefault(reason, []).append(name)
+    return [f"{_listed(names)}: {reason}" for reason, names in names_by_reason.items()]
+
+
+def _bullets(lines: Sequence[str]) -> str:
+    """Return the first lines as a list below a message, and how many more there are."""
+    text = "".join(f"\n  - {line}" for line in lines[:_SHOWN])
+    if len(lines) > _SHOWN:
+        text += f"\n  … and {len(lines) - _SHOWN} more"
+    return text
 
 
 def _check_labelled(raw: Raw) -> None:
@@ -710,23 +780,35 @@ def _match_names(
     held = [raw.class_names[label] for label in np.unique(raw.labels)]
     if own_classes:
         class_names = with_own_classes(class_names, held)
-    position = {name: index for index, name in enumerate(class_names)}
-    extra = [name for name in held if name not in position]
-    if extra:
-        missing = [name for name in class_names if name not in set(held)]
-        shown = [f"'{name}'{near(name, missing)}" for name in extra]
-        raise DataError(
-            f"{source}: has classes that the task or bundle does not know: {_listed(shown)}; "
-            f"it knows {_listed(class_names)}, the data have no {_listed(missing)}. Classes are matched by name: "
-            "rename or remove unknown classes; missing classes are fine. A head of a device may have its own classes: "
-            "--own-classes, own_classes under [head] of an agent, or own_classes=True in Python"
-        )
-    table = np.array([position.get(name, -1) for name in raw.class_names], np.int64)
-    return table[raw.labels], tuple(class_names)
+    _check_known(held, class_names, source)
+    position_of = {name: position for position, name in enumerate(class_names)}
+    new_labels = np.array([position_of.get(name, -1) for name in raw.class_names], np.int64)
+    return new_labels[raw.labels], tuple(class_names)
+
+
+def _check_known(held: Sequence[str], class_names: Sequence[str], source: str) -> None:
+    """Check that the classes of the data are among those of the task or bundle.
+
+    Raises:
+        DataError: Some are not; each is named with the known class that it resembles.
+    """
+    unknown = [name for name in held if name not in class_names]
+    if not unknown:
+        return
+    missing = [name for name in class_names if name not in held]
+    suggestions = [f"'{name}'{near(name, missing)}" for name in unknown]
+    raise DataError(
+        f"{source}: has classes that the task or bundle does not know: {_listed(suggestions)}; "
+        f"it knows {_listed(class_names)}, the data have no {_listed(missing)}. Classes are matched by name: "
+        "rename or remove unknown classes; missing classes are fine. A head of a device may have its own classes: "
+        "--own-classes, own_classes under [head] of an agent, or own_classes=True in Python"
+    )
 
 
 def _listed(names: Iterable[str]) -> str:
     """Return the first names for a message, and how many more there are."""
     names = list(names)
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return (", ".join(names[:_SHOWN]) or "none") + more
+    text = ", ".join(names[:_SHOWN]) or "none"
+    if len(names) > _SHOWN:
+        text += f" and {len(names) - _SHOWN} more"
+    return text

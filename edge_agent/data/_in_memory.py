@@ -49,6 +49,7 @@ def _listed_objects(inputs: Any) -> list[Any] | None:
 
 
 def _is_path(text: str, kinds: Sequence[str]) -> bool:
+    """Return whether a text is a path, as `files_in` tells it from the name of a data source."""
     name = text.partition("?")[0]
     if name.partition(":")[0] in kinds or is_reference(name):
         return False
@@ -64,35 +65,52 @@ def items_in(inputs: Any, spec: InputSpec, labels: int | None) -> np.ndarray | l
     Raises:
         DataError: The inputs do not have one common shape, or look like one image instead of a batch.
     """
+    # 1. Images that stay as they are, one by one.
     if _is_pillow(inputs):
         return [inputs]
     listed = _listed_objects(inputs)
     if listed is not None and any(map(_is_pillow, listed)):
         return [item if _is_pillow(item) else np.asarray(item) for item in listed]
+    # 2. Everything else becomes an array, but for images of different sizes.
     try:
         array = _array_of(inputs)
     except (ValueError, TypeError) as error:  # of different shapes, or on a GPU
         if isinstance(spec, ImageInput) and listed is not None:
             return [_array_of(item) for item in listed]
         raise DataError(f"X: no array ({error}); expected inputs of one shape, in memory of the CPU") from error
+    _check_is_array(array, inputs)
+    if isinstance(spec, ImageInput) and array.ndim == 3 and labels != len(array):
+        _check_is_batch(array.shape, spec)
+    return array
+
+
+def _check_is_array(array: np.ndarray, inputs: Any) -> None:
+    """Check that inputs became more than a single value, which Python objects of other kinds become.
+
+    Raises:
+        DataError: They did not.
+    """
     if array.ndim == 0:
         hint = "; of a generator give list(X)" if hasattr(inputs, "__next__") else ""
         raise DataError(
             f"X: {type(inputs).__name__}, expected an array with n inputs, a path or a list of paths, a Pillow image, "
             f"a list of images, or the name of a data source such as 'images:DIR'{hint}"
         )
-    if isinstance(spec, ImageInput) and array.ndim == 3 and labels != len(array):
-        _check_is_batch(array.shape, spec)
-    return array
 
 
 def _array_of(value: Any) -> np.ndarray:
     """Return a value as an array; a tensor of torch that still has its graph is taken without it."""
-    return np.asarray(value.detach() if hasattr(value, "detach") else value)
+    if hasattr(value, "detach"):
+        value = value.detach()
+    return np.asarray(value)
 
 
 def _check_is_batch(shape: tuple[int, ...], spec: ImageInput) -> None:
-    """Refuse (h, w, 1), (h, w, 3) and (3, h, w), of which the rows would count as grey images."""
+    """Refuse (h, w, 1), (h, w, 3) and (3, h, w), of which the rows would count as grey images.
+
+    Raises:
+        DataError: The shape is that of one image.
+    """
     if shape[1:] == (spec.height, spec.width) and shape[0] != spec.channels:
         return
     # No image is so narrow as a last axis of 1 or 3; one of 4 may be, where the task's own images are.

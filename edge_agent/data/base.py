@@ -18,7 +18,9 @@ from .preprocess import normalise_images, windows_apart
 
 def _split(value: object) -> object:
     """Return the parts of a text with commas, without blanks and empty ones; anything else as it is."""
-    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    return [part.strip() for part in value.split(",") if part.strip()]
 
 
 Integers = Annotated[tuple[int, ...], BeforeValidator(_split)]
@@ -197,8 +199,8 @@ class Samples:
 
 def near(name: str, known: Sequence[str]) -> str:
     """Return `` (did you mean 'x'?)`` where one of the known names looks like it, else nothing."""
-    result = nearest(name, known)
-    return "" if result is None else f" (did you mean '{result}'?)"
+    suggestion = nearest(name, known)
+    return "" if suggestion is None else f" (did you mean '{suggestion}'?)"
 
 
 def with_own_classes(known: Sequence[str], held: Sequence[str]) -> tuple[str, ...]:
@@ -349,7 +351,14 @@ def _hold_out_end(
 ) -> None:
     """Hold out the last windows of a class in the recording with most of them, of which some are left to train.
 
-    ``recordings``: the rows of each, in time order. ``gap``: windows on either side that are left out.
+    Args:
+        labels: The labels (n,) of all samples.
+        label: The class.
+        recordings: The rows of each recording, in time order.
+        is_train: Which samples (n,) train; it is changed in place.
+        is_test: Which samples (n,) test; it is changed in place.
+        gap: The windows on either side that are left out, because they would overlap those that test.
+        fraction: The share that tests.
     """
     counts = [int((is_train[rows] & (labels[rows] == label)).sum()) for rows in recordings]
     rows = recordings[int(np.argmax(counts))]
@@ -374,19 +383,26 @@ def _hold_out_end(
 def _test_groups(samples: Samples, test_fraction: float, seed: int) -> set[int]:
     """Return groups to hold out, so many of each class that has several; the rarest class chooses first."""
     rng = np.random.default_rng(seed)
-    held = [np.unique(np.asarray(samples.groups)[samples.labels == label]) for label in np.unique(samples.labels)]
-    result: set[int] = set()
-    for groups in sorted(held, key=len):
+    all_groups = np.asarray(samples.groups)
+    groups_by_class = [np.unique(all_groups[samples.labels == label]) for label in np.unique(samples.labels)]
+    held_out: set[int] = set()
+    for groups in sorted(groups_by_class, key=len):
         if not samples.are_whole and len(groups) < _LEAST_RECORDINGS:
             continue
-        missing = _test_count(len(groups), test_fraction) - len(result.intersection(groups.tolist()))
+        # Some of these groups may be held out already, for a class that they hold, too.
+        missing = _test_count(len(groups), test_fraction) - len(held_out.intersection(groups.tolist()))
         for group in rng.permutation(groups).tolist():
             if missing <= 0:
                 break
-            if group not in result and all(set(other.tolist()) - result - {group} for other in held):
-                result.add(group)
+            if group not in held_out and _leaves_all_to_train(groups_by_class, held_out | {group}):
+                held_out.add(group)
                 missing -= 1
-    return result
+    return held_out
+
+
+def _leaves_all_to_train(groups_by_class: Sequence[np.ndarray], held_out: set[int]) -> bool:
+    """Return whether each class has a group that is not held out."""
+    return all(set(groups.tolist()) - held_out for groups in groups_by_class)
 
 
 def standardised(samples: Samples) -> InputSpec:
@@ -425,4 +441,6 @@ def _rounded(values: np.ndarray) -> tuple[float, ...]:
 
 def _test_count(count: int, fraction: float) -> int:
     """Return how many of ``count`` test: at least one, and one is left to train; none of a single one."""
-    return min(max(round(count * fraction), 1), count - 1) if count > 1 else 0
+    if count <= 1:
+        return 0
+    return min(max(round(count * fraction), 1), count - 1)

@@ -111,7 +111,7 @@ class Collection:
         with waited_lock(self.folder):
             index = self.index()
             entries = {entry.id: entry for entry in index.samples}
-            before = len(entries)
+            count_before = len(entries)
             # 1. Inputs are written first: a file that no entry names is removed, an entry without its file is damage.
             new = self._entries(samples, index)
             moved = 0
@@ -119,31 +119,26 @@ class Collection:
                 earlier = entries.get(entry.id)
                 if earlier is None:
                     write_tensors(self.folder / _file(entry), {"input": _raw(samples.inputs[row], samples.input)})
-                    entries[entry.id] = entry if entry.recording else _dealt(entry, entries.values())
+                    entries[entry.id] = entry if entry.recording else _deal(entry, entries.values())
                     continue
                 if earlier.label != entry.label:
                     moved += 1
                 entries[entry.id] = earlier.model_copy(update={"label": entry.label})
             # 2. What is beyond the budget goes.
-            added = len(entries) - before
+            added = len(entries) - count_before
             dropped = _surplus(list(entries.values()), budget)
             for entry in dropped:
                 del entries[entry.id]
             # 3. A class that was removed and is added again is no longer a removed one.
             labels = dict.fromkeys(entry.label for _, entry in new)
+            renamed = {label: name for label, name in index.renamed.items() if name is not None or label not in labels}
             change = {
                 "samples": tuple(entries.values()),
                 "classes": tuple(dict.fromkeys([*index.classes, *labels])),
-                "renamed": {old: name for old, name in index.renamed.items() if name is not None or old not in labels},
+                "renamed": renamed,
             }
             self._write(index, change)
-        renamed: dict[str, str] = {}
-        for number in np.unique(samples.labels):
-            label = samples.class_names[number]
-            name = index.name_of(label)
-            if name is not None and name != label:
-                renamed[label] = name
-        return Added(added, len(new) - added, len(dropped), moved, renamed)
+        return Added(added, len(new) - added, len(dropped), moved, _present_names(index, samples))
 
     def rename(self, old: str, new: str, known: Sequence[str] = ()) -> None:
         """Call class ``old`` ``new`` from now on. ``known``: classes beside those of the collection.
@@ -244,15 +239,7 @@ class Collection:
         self.folder.mkdir(parents=True, exist_ok=True)
         with waited_lock(self.folder):
             index = self.index()
-            # Names that were changed earlier lead to the newest ones; a removed class (None) stays removed.
-            renamed: dict[str, str | None] = {}
-            for old, name in index.renamed.items():
-                renamed[old] = None if name is None else changes.get(name, name)
-            targets = {label for label in changes.values() if label is not None}
-            for label in targets:
-                present = renamed.get(label, label)
-                if present not in {label, None}:
-                    raise UsageError(f"'{label}' is called '{present}' now; choose another name")
+            renamed = _renamed_by(changes, index)
             samples = []
             for entry in index.samples:
                 new_label = changes.get(entry.label, entry.label)
@@ -261,7 +248,7 @@ class Collection:
             present_classes = [changes.get(label, label) for label in index.classes]
             classes = dict.fromkeys([*present_classes, *changes.values()])
             change = {
-                "renamed": {old: new for old, new in {**renamed, **changes}.items() if old not in targets},
+                "renamed": renamed,
                 "samples": tuple(samples),
                 "classes": tuple(label for label in classes if label is not None),
             }
@@ -436,9 +423,39 @@ def _file(entry: Entry) -> str:
     return f"{entry.id}.safetensors"
 
 
-def _dealt(entry: Entry, others: Iterable[Entry]) -> Entry:
-    """Return the entry, held out where it is the third of four of its class."""
-    number = sum(other.label == entry.label for other in others)
+def _present_names(index: Index, samples: Samples) -> dict[str, str]:
+    """Return the names of the samples' classes that were renamed here, by the names that the samples have for them."""
+    names: dict[str, str] = {}
+    for number in np.unique(samples.labels):
+        label = samples.class_names[number]
+        name = index.name_of(label)
+        if name is not None and name != label:
+            names[label] = name
+    return names
+
+
+def _renamed_by(changes: Mapping[str, str | None], index: Index) -> dict[str, str | None]:
+    """Return the names of all classes that were ever renamed, after these changes; None for a removed class.
+
+    Raises:
+        UsageError: A new name is that of a class which was renamed.
+    """
+    # Names that were changed earlier lead to the newest ones; a removed class stays removed.
+    renamed: dict[str, str | None] = {}
+    for label, name in index.renamed.items():
+        renamed[label] = None if name is None else changes.get(name, name)
+    new_names = {name for name in changes.values() if name is not None}
+    for name in new_names:
+        present = renamed.get(name, name)
+        if present not in {name, None}:
+            raise UsageError(f"'{name}' is called '{present}' now; choose another name")
+    # A class that gets such a name leads nowhere else.
+    return {label: name for label, name in {**renamed, **changes}.items() if label not in new_names}
+
+
+def _deal(entry: Entry, present: Iterable[Entry]) -> Entry:
+    """Return the entry, held out where it is the third of four of its class; ``present``: those before it."""
+    number = sum(earlier.label == entry.label for earlier in present)
     return entry.model_copy(update={"held_out": number % _EVERY == _EVERY - 2})
 
 

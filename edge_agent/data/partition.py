@@ -53,12 +53,16 @@ class Pool(Frozen):
     @classmethod
     def of(cls, train_labels: np.ndarray, test_labels: np.ndarray | None) -> Pool:
         """Return the mark of a pool with these labels."""
+        pools = [train_labels]
+        test_samples = None
+        if test_labels is not None:
+            pools.append(test_labels)
+            test_samples = len(test_labels)
         digest = hashlib.sha256()
-        for labels in (train_labels, *(() if test_labels is None else (test_labels,))):
+        for labels in pools:
             digest.update(len(labels).to_bytes(8, "little"))
             digest.update(np.ascontiguousarray(labels, "<i8").data)
-        tested = None if test_labels is None else len(test_labels)
-        return cls(train_samples=len(train_labels), test_samples=tested, labels_sha256=digest.hexdigest())
+        return cls(train_samples=len(train_labels), test_samples=test_samples, labels_sha256=digest.hexdigest())
 
 
 class Division(Frozen):
@@ -132,13 +136,13 @@ class Division(Frozen):
             DataError: A client has a row twice, or one that the pool does not have; the message names the first such
                 client.
         """
-        tested = self.pool.test_samples
         for name, share in self.clients.items():
-            tested_rows = share.train + share.test if tested is None else share.test
-            beyond = max(share.train) >= self.pool.train_samples or max(tested_rows, default=-1) >= (
-                self.pool.train_samples if tested is None else tested
-            )
-            if beyond or len(set(share.train)) < len(share.train) or len(set(tested_rows)) < len(tested_rows):
+            # Where there is one pool alone, a client's training and test rows are rows of it, and none is both.
+            if self.pool.test_samples is None:
+                fits = _are_rows(share.train + share.test, self.pool.train_samples)
+            else:
+                fits = _are_rows(share.train, self.pool.train_samples) and _are_rows(share.test, self.pool.test_samples)
+            if not fits:
                 raise DataError(f"{where}: client '{name}' has a row twice, or one that the pool does not have")
 
     def check_pool(self, pool: Pool, where: str) -> None:
@@ -152,6 +156,11 @@ class Division(Frozen):
                 f"{where}: made for {_described(self.pool)}, the data are {_described(pool)}; "
                 "give the data that it was made for"
             )
+
+
+def _are_rows(rows: Sequence[int], count: int) -> bool:
+    """Return whether rows are those of a pool with ``count`` samples, and none is there twice."""
+    return max(rows, default=-1) < count and len(set(rows)) == len(rows)
 
 
 def divided(
@@ -168,6 +177,7 @@ def divided(
 
 
 def _described(pool: Pool) -> str:
+    """Return how many samples a pool has, and the begin of the hash of their labels, for a message."""
     test = "" if pool.test_samples is None else f" and {pool.test_samples} test"
     return f"{pool.train_samples} training{test} samples with labels {pool.labels_sha256[:12]}"
 
@@ -191,18 +201,24 @@ class Pools:
     @property
     def mark(self) -> Pool:
         """The mark by which the pools are recognised."""
-        return Pool.of(self.train.labels, None if self.test is None else self.test.labels)
+        test_labels = None if self.test is None else self.test.labels
+        return Pool.of(self.train.labels, test_labels)
 
     def like(self, division: Division) -> Self:
         """Return these pools, without the test samples if no client in ``division`` has any."""
-        return self if division.pool.test_samples is not None else replace(self, test=None)
+        if division.pool.test_samples is not None:
+            return self
+        return replace(self, test=None)
 
     def rows_of(self, share: Share) -> tuple[Samples, Samples]:
         """Return copies of one client's training and test samples."""
-        tested = self.train if self.test is None else self.test
-        train, test = (np.asarray(rows, np.int64) for rows in (share.train, share.test))
-        result = self.train.take(train).ready(), tested.take(test).ready()
-        return result if self.test is None else (result[0], numbered_apart(*result))
+        test_pool = self.train if self.test is None else self.test
+        train = self.train.take(np.asarray(share.train, np.int64)).ready()
+        test = test_pool.take(np.asarray(share.test, np.int64)).ready()
+        if self.test is None:
+            return train, test
+        # Recordings of two pools are different ones, even where their numbers are equal.
+        return train, numbered_apart(train, test)
 
 
 def parts_of(source: str) -> tuple[str, str] | None:
@@ -310,7 +326,8 @@ def own_samples(
     samples = read(config.source, spec, class_names, own_classes=own_classes)
     if config.test is None:
         return split(samples, config.test_fraction, config.seed)
-    test = read(config.test, spec, None if class_names is None else samples.class_names)
+    test_classes = None if class_names is None else samples.class_names
+    test = read(config.test, spec, test_classes)
     _check_apart(config, samples, test)
     return samples, numbered_apart(samples, test)
 
@@ -359,12 +376,10 @@ def check_own(config: DataConfig, client: str, task: Task | None = None, *, own_
     sources = [*parts] if parts else [config.source]
     if config.test:
         sources.append(config.test)
+    spec = None if task is None else task.input
+    class_names = None if task is None or own_classes or is_collected(config) else task.class_names
     for source in sources:
-        if task is None:
-            check_source(source, config.folder)
-            continue
-        has_other_classes = own_classes or is_collected(config)
-        check_source(source, config.folder, task.input, None if has_other_classes else task.class_names)
+        check_source(source, config.folder, spec, class_names)
     if config.partition is not None:
         Own.of(config.partition, config.client or client)
 
@@ -412,15 +427,7 @@ def fedpac(labels: np.ndarray, clients: int, *, size: int = 600, first: int = 0)
     even = size * UNIFORM_PERCENT // 100
     takes = [[*_spread(range(10), even), *_spread(dominant, size - even)] for dominant in GROUPS]
     for take in takes[:clients]:
-        needs: Counter[int] = Counter()
-        for label, count in take:
-            needs[label] += count
-        for label, needed in sorted(needs.items()):
-            if needed > len(by_class[label]):
-                raise DataError(
-                    f"partition fedpac: a client of {size} samples takes {needed} of class {label}, the pool has "
-                    f"{len(by_class[label])}; lower --size or use more data"
-                )
+        _check_supply(take, size, by_class)
     pointers = [first] * 10
     dealt: Rows = []
     for client in range(clients):
@@ -439,11 +446,33 @@ def fedpac(labels: np.ndarray, clients: int, *, size: int = 600, first: int = 0)
     return dealt
 
 
+def _check_supply(take: Sequence[tuple[int, int]], size: int, by_class: Sequence[np.ndarray]) -> None:
+    """Check that each class has as many samples as a client of ``size`` samples takes of it.
+
+    Args:
+        take: What the client takes: (class, count), a class perhaps twice.
+        size: The samples of a client.
+        by_class: The rows of each class.
+
+    Raises:
+        DataError: A class has fewer samples.
+    """
+    needs: Counter[int] = Counter()
+    for label, count in take:
+        needs[label] += count
+    for label, needed in sorted(needs.items()):
+        if needed > len(by_class[label]):
+            raise DataError(
+                f"partition fedpac: a client of {size} samples takes {needed} of class {label}, the pool has "
+                f"{len(by_class[label])}; lower --size or use more data"
+            )
+
+
 def _spread(classes: Sequence[int], count: int) -> list[tuple[int, int]]:
     """Return (class, count) in the order in which a client takes them; the last class takes the remainder."""
-    each = count // len(classes)
-    last = count - each * (len(classes) - 1)
-    return [*((label, each) for label in classes[:-1]), (classes[-1], last)]
+    equal_count = count // len(classes)
+    last_count = count - equal_count * (len(classes) - 1)
+    return [*((label, equal_count) for label in classes[:-1]), (classes[-1], last_count)]
 
 
 def dirichlet(labels: np.ndarray, clients: int, alpha: float, rng: np.random.Generator, *, min_size: int = 10) -> Rows:
@@ -519,8 +548,9 @@ def pathological(
         if not len(chosen):
             break
         rows = np.flatnonzero(labels == label)
-        each = count / len(chosen)
-        sizes = rng.integers(int(each / 10), max(int(each), int(each / 10) + 1), len(chosen) - 1)
+        equal_share = count / len(chosen)
+        smallest = int(equal_share / 10)
+        sizes = rng.integers(smallest, max(int(equal_share), smallest + 1), len(chosen) - 1)
         for client, piece in zip(chosen, np.split(rows, np.cumsum(sizes)), strict=True):
             dealt[client].append(piece)
         needs[chosen] -= 1
@@ -544,13 +574,21 @@ def iid(labels: np.ndarray, clients: int, rng: np.random.Generator, *, size: int
     """
     _check_pool(len(labels), clients, size or 1, "iid")
     rows = rng.permutation(len(labels))
-    return np.array_split(rows if size is None else rows[: size * clients], clients)
+    if size is not None:
+        rows = rows[: size * clients]
+    return np.array_split(rows, clients)
 
 
 def alike(train: Rows, train_labels: np.ndarray, test_labels: np.ndarray, rng: np.random.Generator) -> Rows:
-    """Test rows for each client: every class of the test pool in the proportions in which the training rows share it.
+    """Return test rows for each client: each class of the test pool in the proportions of its training rows.
 
     No test sample goes to two clients; a class without training samples has no test samples.
+
+    Args:
+        train: The training rows of each client.
+        train_labels: The labels (n,) of the training pool.
+        test_labels: The labels (m,) of the test pool.
+        rng: Draws which test samples of a class a client gets.
     """
     classes = int(max(train_labels.max(initial=0), test_labels.max(initial=0))) + 1
     held = np.stack([np.bincount(train_labels[rows], minlength=classes) for rows in train]).astype(np.float64)
@@ -565,6 +603,11 @@ def alike(train: Rows, train_labels: np.ndarray, test_labels: np.ndarray, rng: n
 
 
 def _check_pool(samples: int, clients: int, each: int, rule: str) -> None:
+    """Check that there are samples enough for clients of at least ``each``.
+
+    Raises:
+        DataError: There are fewer.
+    """
     if samples < clients * each:
         raise DataError(
             f"partition {rule}: {samples} samples for {clients} clients of at least {each}; "

@@ -105,7 +105,17 @@ def read(where: str, options: CsvOptions) -> Raw:
         reason = f"csv: '{where}': no column of labels is named (label=COLUMN)"
         files = ClassFiles([root], np.full(1, -1), (), (root.name,), reason)
     segments = _segments_of_files(files, options, where)
-    # The classes that occur; a table of numbers to predict has none, nor has one without a column of labels.
+    raw = _segments_as_recordings(segments, files, options)
+    if options.row == "sample":
+        return raw
+    return _rows_as_inputs(raw, segments, options, where)
+
+
+def _segments_as_recordings(segments: Sequence[_Segment], files: ClassFiles, options: CsvOptions) -> Raw:
+    """Return stretches of rows as recordings, with the classes that occur in them.
+
+    A table of numbers to predict has no classes, nor has one without a column of labels.
+    """
     is_labelled = options.target is None and bool(segments[0].label)
     names, labels = np.unique([segment.label for segment in segments], return_inverse=True)
     class_names: tuple[str, ...] = ()
@@ -119,7 +129,7 @@ def read(where: str, options: CsvOptions) -> Raw:
     groups = np.arange(len(segments))
     if are_apart:
         groups = np.unique([segment.recording for segment in segments], return_inverse=True)[1]
-    raw = Raw(
+    return Raw(
         "recording",
         [segment.values for segment in segments],
         labels.astype(np.int64),
@@ -132,9 +142,6 @@ def read(where: str, options: CsvOptions) -> Raw:
         name_at=lambda number, row: segments[number].name_at(row),
         skipped=files.skipped,
     )
-    if options.row == "sample":
-        return raw
-    return _rows_as_inputs(raw, segments, options, where)
 
 
 def _segments_of_files(files: ClassFiles, options: CsvOptions, where: str) -> list[_Segment]:
@@ -180,19 +187,23 @@ def _rows_as_inputs(raw: Raw, segments: Sequence[_Segment], options: CsvOptions,
     # Whole numbers 0..255 are pixels of 8 bits.
     if options.row == "image" and items.max() > 1 and np.array_equal(items, items.astype(np.uint8)):
         items = items.astype(np.uint8)
+    # What is known of a recording is known of each of its rows.
     counts = [len(rows) for rows in raw.items]
     names: list[str] = []
     for segment in segments:
         names += [segment.name_at(row) for row in range(len(segment.lines))]
+    groups = np.repeat(np.asarray(raw.groups), counts) if raw.are_whole else None
+    targets = None if raw.targets is None else [*np.concatenate(raw.targets)]
+    natural = WindowInput(channels=shape[0], length=shape[1], stride=shape[1]) if is_window else None
     return replace(
         raw,
         kind="window" if is_window else "image",
         items=[*items],
         labels=np.repeat(raw.labels, counts),
-        groups=np.repeat(np.asarray(raw.groups), counts) if raw.are_whole else None,
-        natural=WindowInput(channels=shape[0], length=shape[1], stride=shape[1]) if is_window else None,
+        groups=groups,
+        natural=natural,
         names=tuple(names),
-        targets=None if raw.targets is None else [*np.concatenate(raw.targets)],
+        targets=targets,
     )
 
 
@@ -312,6 +323,8 @@ class _Table:
     """The columns of a file that the options name, the line of each row, and everything that is wrong with them."""
 
     def __init__(self, file: TextIO, options: CsvOptions) -> None:
+        """Read a file that is open as text; mistakes are noted, and raised by `check`."""
+        # 1. The names of the columns, in the first line.
         lines = _lines(file)
         first = next(lines, "")
         delimiter = options.delimiter or max(",;\t", key=first.count)
@@ -320,13 +333,16 @@ class _Table:
         header = header[:_MOST_COLUMNS]
         self.options = options
         self.header = header
-        texts = [name for name in (options.label, options.recording) if name]
-        singles = [name for name in (options.time, options.target) if name]
-        self.columns = options.columns or tuple(name for name in header if name and name not in {*texts, *singles})
-        named = [*dict.fromkeys((*self.columns, *singles, *texts))]
+        # 2. The columns to read: those of values are the stated ones, or all that have no other purpose.
+        text_columns = [name for name in (options.label, options.recording) if name]
+        single_columns = [name for name in (options.time, options.target) if name]
+        has_purpose = {*text_columns, *single_columns}
+        self.columns = options.columns or tuple(name for name in header if name and name not in has_purpose)
+        named = [*dict.fromkeys((*self.columns, *single_columns, *text_columns))]
         self.mistakes = self._mistakes_in_header(named, column_count)
-        self.numbers = {name: array("d") for name in named if name not in texts}
-        self.texts: dict[str, list[str]] = {name: [] for name in texts}
+        # 3. Their cells.
+        self.numbers = {name: array("d") for name in named if name not in text_columns}
+        self.texts: dict[str, list[str]] = {name: [] for name in text_columns}
         self.lines = array("q")
         self._wrong: dict[tuple[str, str], tuple[int, int, str]] = {}
         if not self.mistakes:
@@ -346,7 +362,10 @@ class _Table:
         return mistakes
 
     def _read(self, lines: Iterator[str], delimiter: str) -> None:
-        """Read the rows, and note every cell that is not what its column should hold."""
+        """Read the rows, and note every cell that is not what its column should hold.
+
+        Tables have millions of cells, so that the loop looks nothing up and calls nothing for an ordinary cell.
+        """
         rows = reader(lines, delimiter=delimiter)
         positions = {name: position for position, name in enumerate(self.header)}  # those that are read occur once
         numbers = [(name, positions[name], values.append) for name, values in self.numbers.items()]
@@ -394,15 +413,17 @@ class _Table:
             except ValueError:
                 self._note(name, "no number or date", line, cell)
                 return math.nan
-            return (moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)).timestamp()
+            if moment.tzinfo is None:
+                moment = moment.replace(tzinfo=timezone.utc)
+            return moment.timestamp()
         if cell.lower() not in {"", "na", "n/a", "null", "none", "?"}:
             self._note(name, "no number", line, cell)
         return math.nan
 
-    def _note(self, name: str, what: str, line: int, cell: str) -> None:
+    def _note(self, name: str, mistake: str, line: int, cell: str) -> None:
         """Count a mistake of a kind in a column, of which the first one is kept with its line and cell."""
-        count, first_line, first_cell = self._wrong.get((name, what), (0, line, cell))
-        self._wrong[name, what] = count + 1, first_line, first_cell
+        count, first_line, first_cell = self._wrong.get((name, mistake), (0, line, cell))
+        self._wrong[name, mistake] = count + 1, first_line, first_cell
 
     def is_usable(self) -> np.ndarray:
         """Return whether a row (n,) has all its values."""
@@ -420,12 +441,12 @@ class _Table:
             DataError: The table has mistakes; every one is listed.
         """
         mistakes = list(self.mistakes)
-        for (name, what), (count, line, cell) in itertools.islice(self._wrong.items(), _MOST_MISTAKES):
+        for (name, mistake), (count, line, cell) in itertools.islice(self._wrong.items(), _MOST_MISTAKES):
             if name:
-                mistakes.append(self._describe_cells(name, what, count, line, cell))
+                mistakes.append(self._describe_cells(name, mistake, count, line, cell))
             else:
                 rows = f"{count} rows have" if count > 1 else "1 row has"
-                mistakes.append(f"{rows} {cell} {what}, first line {line}; correct or remove such lines")
+                mistakes.append(f"{rows} {cell} {mistake}, first line {line}; correct or remove such lines")
         if self.options.gaps == "refuse" and not mistakes:
             mistakes += self._missing(self.numbers)
         elif self.options.time:
@@ -434,14 +455,14 @@ class _Table:
             has = "" if len(self.header) > 50 else f"; it has {', '.join(self.header) or 'no columns'}"
             raise DataError(f"csv: '{path}': {'; '.join(mistakes[:_MOST_MISTAKES])}{has}")
 
-    def _describe_cells(self, name: str, what: str, count: int, line: int, cell: str) -> str:
+    def _describe_cells(self, name: str, mistake: str, count: int, line: int, cell: str) -> str:
         """Return a mistake of ``count`` cells of a column, of which ``cell`` in ``line`` is the first, with a hint."""
         hint = ""
         if "," in cell and _is_number(cell.replace(",", ".", 1)):
             hint += "; write decimals with a point"
         if self._is_text(name, count):
             hint += f"; if it has the classes: label={name}"
-        return f"column '{name}': {count} cells are {what}, first '{cell[:40]}' in line {line}{hint}"
+        return f"column '{name}': {count} cells are {mistake}, first '{cell[:40]}' in line {line}{hint}"
 
     def _is_text(self, name: str, count: int) -> bool:
         """Return whether a column whose name says nothing about it has no numbers at all: ``count`` cells are none."""

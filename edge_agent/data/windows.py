@@ -8,6 +8,7 @@ samples below which a recording is left out. ``edge-agent predict`` needs no ``l
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -40,21 +41,7 @@ def read(where: str, options: WindowsOptions) -> Raw:
     else:
         reason = f"windows: '{where}' has no array label; it has {', '.join(sorted(arrays))}"
     lengths = arrays["lengths"].astype(np.int64)
-    chosen = lengths >= options.shortest
-    rules = (
-        ("subject", options.subject, True),
-        ("subject", options.exclude_subject, False),
-        ("side", options.side, True),
-    )
-    for name, values, is_taken in rules:
-        if values and name not in arrays:
-            raise DataError(f"windows: '{where}' has no array '{name}', so it cannot be chosen by {name}")
-        if values:
-            chosen &= np.isin(arrays[name], values) == is_taken
-    rows = np.flatnonzero(chosen)
-    if not len(rows):
-        people = ", ".join(map(str, np.unique(arrays["subject"]))) if "subject" in arrays else "not stated"
-        raise DataError(f"windows: no recording in '{where}' is left by the options; subjects: {people}")
+    rows = _choose_rows(arrays, options, where)
     ends = np.cumsum(lengths)
     items = [arrays["samples"][ends[row] - lengths[row] : ends[row]] for row in rows]
     # Windows of two seconds, half overlapping, where the file states its rate.
@@ -67,6 +54,31 @@ def read(where: str, options: WindowsOptions) -> Raw:
         return f"{origins[row]} from sample {sample}"
 
     return Raw("recording", items, labels[rows], class_names, rows, natural, origins, reason, name_at=name_at)
+
+
+def _choose_rows(arrays: Mapping[str, np.ndarray], options: WindowsOptions, where: str) -> np.ndarray:
+    """Return the numbers (n,) of the recordings that the options choose, by length, person and side.
+
+    Raises:
+        DataError: An array that the options choose by is missing, or no recording is left.
+    """
+    is_chosen = arrays["lengths"].astype(np.int64) >= options.shortest
+    rules = (
+        ("subject", options.subject, True),
+        ("subject", options.exclude_subject, False),
+        ("side", options.side, True),
+    )
+    for name, values, is_taken in rules:
+        if not values:
+            continue
+        if name not in arrays:
+            raise DataError(f"windows: '{where}' has no array '{name}', so it cannot be chosen by {name}")
+        is_chosen &= np.isin(arrays[name], values) == is_taken
+    rows = np.flatnonzero(is_chosen)
+    if not len(rows):
+        people = ", ".join(map(str, np.unique(arrays["subject"]))) if "subject" in arrays else "not stated"
+        raise DataError(f"windows: no recording in '{where}' is left by the options; subjects: {people}")
+    return rows
 
 
 def subjects(where: str, options: WindowsOptions) -> tuple[int, ...]:
@@ -100,10 +112,11 @@ def _arrays(where: str) -> dict[str, np.ndarray]:
         mistakes.append(f"lengths are {lengths.dtype}{list(lengths.shape)}, expected one row of natural numbers")
     elif int(lengths.sum(dtype=np.int64)) != len(samples):
         mistakes.append(f"lengths add up to {lengths.sum(dtype=np.int64)}, there are {len(samples)} samples")
+    shapes = {name: arrays[name].shape for name in ("label", "subject", "side") if name in arrays}
     mistakes += [
-        f"{name} has shape {arrays[name].shape}, expected {lengths.shape}"
-        for name in ("label", "subject", "side")
-        if name in arrays and arrays[name].shape != lengths.shape
+        f"{name} has shape {shape}, expected {lengths.shape}"
+        for name, shape in shapes.items()
+        if shape != lengths.shape
     ]
     if mistakes:
         raise DataError(f"windows: '{where}': {'; '.join(mistakes)}")

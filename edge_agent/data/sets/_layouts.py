@@ -166,12 +166,17 @@ class Layout:
         """
         if self.classes is not None:
             return self.classes
-        result = tuple(sorted({entry.name for folder in self.folders.values() for entry in _folders_in(folder)}))
+        found_names: set[str] = set()
+        for folder in self.folders.values():
+            found_names.update(entry.name for entry in _folders_in(folder))
+        names = tuple(sorted(found_names))
         expected = self.facts.num_classes
-        if not result or (expected is not None and len(result) != expected):
-            message = f"{len(result)} classes: {', '.join(result[:_SHOWN])}" + (" …" if len(result) > _SHOWN else "")
+        if not names or (expected is not None and len(names) != expected):
+            message = f"{len(names)} classes: {', '.join(names[:_SHOWN])}"
+            if len(names) > _SHOWN:
+                message += " …"
             raise self.facts.origin.missing(self.root, message)
-        return result
+        return names
 
     def images(self, domain: str, options: DomainOptions) -> list[Path]:
         """Return files of one domain that the options choose."""
@@ -202,47 +207,62 @@ class Layout:
         return result
 
     def _in_folders(self, domain: str, classes: Sequence[str]) -> list[Path]:
-        folders = [self.folders[domain] / name for name in classes]
-        return [path for folder in folders if folder.is_dir() for path in images_in(folder)]
+        """Return all images of a domain, class after class; a class without a folder has none."""
+        paths: list[Path] = []
+        for name in classes:
+            folder = self.folders[domain] / name
+            if folder.is_dir():
+                paths += images_in(folder)
+        return paths
 
     def _by_chance(self, domain: str, classes: Sequence[str], split: Split, share: float, seed: int) -> list[Path]:
-        """Return a share of each class tests, at least one image where there are two."""
+        """Return the images of one part, of which a share of each class tests: at least one where there are two."""
         chosen: list[Path] = []
         for number, name in enumerate(classes):
             paths = self._in_folders(domain, [name])
             rng = np.random.default_rng((seed, self.facts.domains.index(domain), number))
-            tested = min(max(round(len(paths) * share), 1), max(len(paths) - 1, 0))
+            test_count = min(max(round(len(paths) * share), 1), max(len(paths) - 1, 0))
             order = rng.permutation(len(paths))
-            chosen += [paths[row] for row in np.sort(order[:tested] if split == "test" else order[tested:])]
+            rows = order[:test_count] if split == "test" else order[test_count:]
+            chosen += [paths[row] for row in np.sort(rows)]
         return chosen
 
     def _listed(self, domain: str, split: str) -> list[Path]:
         """Return what the official list names, each image once, those of the chosen classes."""
-        path = self._list_file(domain, split)
         origin = self.facts.origin
-        inner = []
-        wrong = []
-        for number, line in enumerate(lines_of(path, origin), 1):
-            text, _, label = line.rpartition(" ")
-            name = PurePosixPath(text.strip())
-            inner.append(name)
-            is_inner = len(name.parts) == 3 and ".." not in name.parts and plain(name.parts[0]) == plain(domain)
-            if not (label.isdigit() and is_inner):
-                wrong.append(f"line {number}: '{line[:60]}'")
-        if wrong:
-            message = f"has {len(wrong)} lines of another form ({'; '.join(wrong[:3])})"
-            raise origin.damaged(path, message, f"'{domain}/class/file number' in each line")
-        repeated = len(inner) - len(set(inner))
+        images = self._read_list(domain, split)
+        repeated = len(images) - len(set(images))
         if repeated > 0:
             _log.info("listed_twice kind=%s domain=%s images=%d", origin.kind, domain, repeated)
         # Where classes were chosen, the list names others as well; otherwise each of its classes has a folder.
         class_names = set(self.class_names())
-        unknown = sorted({name.parts[1] for name in inner} - class_names)
+        unknown = sorted({image.parts[1] for image in images} - class_names)
         if self.classes is None and unknown:
             message = f"{len(unknown)} classes of its lists have no folder, such as '{unknown[0]}'"
             raise origin.missing(self.root, message + near(unknown[0], self.class_names()))
         folder = self.folders[domain]
-        return [folder.joinpath(*name.parts[1:]) for name in dict.fromkeys(inner) if name.parts[1] in class_names]
+        return [folder.joinpath(*image.parts[1:]) for image in dict.fromkeys(images) if image.parts[1] in class_names]
+
+    def _read_list(self, domain: str, split: str) -> list[PurePosixPath]:
+        """Return the paths ``domain/class/file`` in the official list of a part, in its order.
+
+        Raises:
+            DataError: There is no such list, or a line of it has another form.
+        """
+        path = self._list_file(domain, split)
+        images = []
+        wrong = []
+        for number, line in enumerate(lines_of(path, self.facts.origin), 1):
+            text, _, label = line.rpartition(" ")
+            image = PurePosixPath(text.strip())
+            images.append(image)
+            is_of_domain = len(image.parts) == 3 and ".." not in image.parts and plain(image.parts[0]) == plain(domain)
+            if not (label.isdigit() and is_of_domain):
+                wrong.append(f"line {number}: '{line[:60]}'")
+        if wrong:
+            message = f"has {len(wrong)} lines of another form ({'; '.join(wrong[:3])})"
+            raise self.facts.origin.damaged(path, message, f"'{domain}/class/file number' in each line")
+        return images
 
     def _list_file(self, domain: str, split: str) -> Path:
         """Return the list, beside the domains, above them, or in one of the folders in which it may lie."""
@@ -250,16 +270,18 @@ class Layout:
         if self.facts.lists is None:
             raise DataError(f"{origin.kind}: {origin.title} has no official split; give test_share for one by chance")
         name = self.facts.lists[split].format(domain=domain)
-        folders = [self.root, self.folders[domain].parent]
-        folders += [folder / inner for folder in list(folders) for inner in self.facts.lists_inside]
-        result = next((folder / name for folder in folders if (folder / name).is_file()), None)
-        if result is None:
-            raise DataError(
-                f"{origin.kind}: no '{name}' in '{self.root}'; expected the official lists beside the domains or in "
-                f"{' or '.join(self.facts.lists_inside)}; get them from {origin.page}, or say test_share=0.2 for a "
-                "split by chance"
-            )
-        return result
+        outer_folders = [self.root, self.folders[domain].parent]
+        folders = list(outer_folders)
+        for folder in outer_folders:
+            folders += [folder / inner for inner in self.facts.lists_inside]
+        for folder in folders:
+            if (folder / name).is_file():
+                return folder / name
+        raise DataError(
+            f"{origin.kind}: no '{name}' in '{self.root}'; expected the official lists beside the domains or in "
+            f"{' or '.join(self.facts.lists_inside)}; get them from {origin.page}, or say test_share=0.2 for a "
+            "split by chance"
+        )
 
 
 def plain(name: str) -> str:
@@ -282,11 +304,8 @@ def find(facts: Facts, where: str, wanted: Sequence[str] = ()) -> Layout:
     chosen = [official_names[plain(name)] for name in wanted] or list(facts.domains)
     # The domains are in the folder itself, or in one of those into which archives unpack.
     root = Path(where).expanduser()
-    for folder in (root, *(root / inner for inner in facts.inside)):
-        folders = _domains_in(facts, folder)
-        if folders:
-            break
-    else:
+    folders = _domains_below(facts, root)
+    if not folders:
         raise facts.origin.missing(where)
     lacking = [name for name in chosen if name not in folders]
     if lacking:
@@ -295,15 +314,27 @@ def find(facts: Facts, where: str, wanted: Sequence[str] = ()) -> Layout:
     return Layout(facts, root, {name: folders[name] for name in facts.domains if name in chosen})
 
 
+def _domains_below(facts: Facts, root: Path) -> dict[str, Path]:
+    """Return the folders of the domains in ``root``, or in the first folder inside it that has any; empty: none has."""
+    for folder in (root, *(root / inner for inner in facts.inside)):
+        folders = _domains_in(facts, folder)
+        if folders:
+            return folders
+    return {}
+
+
 def _domains_in(facts: Facts, root: Path) -> dict[str, Path]:
-    held = {plain(folder.name): folder for folder in _folders_in(root)}
-    return {name: held[plain(name)] for name in facts.domains if plain(name) in held}
+    """Return the folders of the domains that are in ``root``, by their official names."""
+    folder_of = {plain(folder.name): folder for folder in _folders_in(root)}
+    return {name: folder_of[plain(name)] for name in facts.domains if plain(name) in folder_of}
 
 
 def read(layout: Layout, options: DomainOptions) -> Raw:
     """Return images of the chosen domains, decoded on access."""
     names = layout.class_names()
-    paths = [path for domain in layout.folders for path in layout.images(domain, options)]
+    paths: list[Path] = []
+    for domain in layout.folders:
+        paths += layout.images(domain, options)
     position = {name: label for label, name in enumerate(names)}
     labels = np.array([position[path.parent.name] for path in paths], np.int64)
     natural = ImageInput(channels=3, height=layout.facts.side, width=layout.facts.side)
