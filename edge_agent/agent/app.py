@@ -76,10 +76,11 @@ def _run(config: AgentConfig, tier: str) -> None:
         if renewal.is_enrolled:
             _renew_expired(renewal)
         transport = MqttTransport(config.broker, config.id, will=will_of(config, boot))
+        renewed = renewal if renewal.is_enrolled else None
         runtime = AgentRuntime(
             worker=ThreadWorker(transport.wake),
             boot=boot,
-            renewal=renewal if renewal.is_enrolled else None,
+            renewal=renewed,
             refused_topics=refused_topics_of(config),
         )
         agent = Agent(config, transport, TaskRunner(config, tier, beside=True), runtime)

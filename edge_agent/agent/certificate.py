@@ -32,6 +32,7 @@ class CertificateRenewal:
     """Renews the certificate of an agent in time, one step at a time in the worker. Call `tick` from the loop."""
 
     def __init__(self, config: AgentConfig, runtime: AgentRuntime, link: Link, condition: Condition) -> None:
+        """Watch the certificate that ``runtime`` names; nothing is ever due where it names none."""
         self.renewal: Renewal | None = runtime.renewal
         self._clock = runtime.clock
         self._worker = runtime.worker
@@ -42,9 +43,10 @@ class CertificateRenewal:
         """Whether a step is in the worker, perhaps behind a long training."""
 
         self._failed_connects = 0
-        """In a row."""
+        """How many connections in a row were lost, or could not be made."""
 
         self._ask_at = float("-inf")
+        """The time before which it is not asked again whether the certificate counts."""
 
     def connected(self) -> None:
         """Note that the broker has let this agent in."""
@@ -72,6 +74,7 @@ class CertificateRenewal:
             self._log_failure(str(error))
 
     def _due_step(self, renewal: Renewal, *, is_welcomed: bool) -> Step | None:
+        """Return the step that is due now, and note when it may be asked again; None where none is."""
         # The broker keeps this agent out: ask whether that is because of its certificate.
         now = self._clock()
         if self._failed_connects >= ASK_AFTER and now >= self._ask_at:
@@ -82,7 +85,10 @@ class CertificateRenewal:
             return None
         if is_welcomed:
             return "message"
-        return "by_port" if renewal.is_expired() else None
+        # While it counts, the agent will be welcomed and can ask by a message; that needs no port.
+        if renewal.is_expired():
+            return "by_port"
+        return None
 
     def receive(self, message: down.Renewed) -> None:
         """Take the answer to a request by message: the new certificate, or why there is none."""
@@ -131,4 +137,5 @@ class CertificateRenewal:
             log.info("certificate_renewed agent=%s until=%s", self._config.id, result["until"])
 
     def _log_failure(self, reason: str) -> None:
+        """Log why the certificate was not renewed."""
         log.error("certificate_not_renewed agent=%s reason=%s", self._config.id, reason)

@@ -178,7 +178,7 @@ class Agent:
         self.config.state.mkdir(parents=True, exist_ok=True)
         self.transport.subscribe(*self.topics.for_agent(self.config.id))
         self.transport.start()
-        self.disk.safely(self.tasks.bundles.started)
+        self.disk.safely(self.tasks.bundles.note_start)
         self.disk.safely(self.jobs.restore)
         self.jobs.refit(self._hello, self._new_samples.tried)
 
@@ -205,7 +205,7 @@ class Agent:
 
     def close(self) -> None:
         """Send goodbye and disconnect; downloads and the outbox stay on disk."""
-        self.disk.safely(self.tasks.bundles.stopped)
+        self.disk.safely(self.tasks.bundles.note_stop)
         self.link.send(up.Bye())
         self.downloads.pause()
         self.worker.close()
@@ -311,6 +311,7 @@ class Agent:
         self.worker.submit("topics", lambda: refused_topics(spoken), done)
 
     def _begin_alone(self) -> None:
+        """Note that no coordinator has welcomed this agent, and end the transfers with the last one."""
         self.welcomed = False
         self.downloads.cut()
         self.uploads.cut()
@@ -344,6 +345,7 @@ class Agent:
         self.link.send(hello)
 
     def _beat(self, now: float) -> None:
+        """Send a heartbeat, and say hello again where something has changed that only a hello says."""
         condition = self.condition.name
         self._heartbeat.note_sent(now, condition)
         beat = up.Heartbeat(condition=condition)
@@ -392,6 +394,11 @@ class Agent:
             self._on_chunk(payload)
 
     def _on_words(self, payload: bytes) -> None:
+        """Obey a command that is authentic, if it is well formed and new.
+
+        Raises:
+            HeadwaterError: It is malformed, or is not to be obeyed.
+        """
         try:
             message = codec.parse_from_coordinator(payload)
         except MessageError as error:
@@ -403,6 +410,7 @@ class Agent:
             self._on_control(message)
 
     def _on_chunk(self, payload: bytes) -> None:
+        """Store a frame of a blob, and begin the work that has waited for the last one."""
         try:
             finished = self.downloads.frame(decode_frame(payload))
         except ChunkError as error:
@@ -436,6 +444,7 @@ class Agent:
             self._work[kind](message)
 
     def _on_grant(self, message: down.Grant) -> None:
+        """Send the chunks of the update that the coordinator asks for."""
         self.uploads.grant(message)
         self.jobs.go_on()  # an update that was lost from the disk is computed again
 
@@ -458,6 +467,7 @@ class Agent:
         self.worker.submit("check", lambda: self.tasks.check(task), done)
 
     def _on_announce(self, message: down.Announce) -> None:
+        """Say hello to a coordinator that has started."""
         if message.epoch > self.membership.epoch > 0:  # what has just been sent was sent to its predecessor
             self._begin_alone()
             self._hello()

@@ -150,6 +150,7 @@ def install_bundle(
 
 
 def _not_taken(report: Report, runs: str, why_kept: str) -> Report:
+    """Return the report of a candidate as that of one whose owner keeps the bundle with the id ``runs``."""
     log.info("not_installed bundle=%s why=%s", report.about[:12], why_kept)
     reason = why_kept[:1000]
     metrics = {**report.metrics, "rolled_back": 1.0}
@@ -180,7 +181,7 @@ def prepare_here(
             return rejected(config, message, error)
     # 3. A head on the device's samples. Those in the watch folder may be the first that it has.
     progress("samples")
-    old = _old_pair(config)
+    old_pair = _old_pair(config)
     task = bundle.manifest.task
     collection = collection_of(config)
     if config.data.watch is not None:
@@ -189,7 +190,7 @@ def prepare_here(
     started_at = time.perf_counter()
     samples = _samples(config, task, progress)
     read_s = time.perf_counter() - started_at
-    trial = _try_head(config, message, bundle, old, samples, progress)
+    trial = _try_head(config, message, bundle, old_pair, samples, progress)
     if trial.result is not None:
         trial = replace(trial, result=trial.result.with_reading(read_s))
     # 4. The new head waits beside the pair in use until both are switched.
@@ -309,18 +310,21 @@ def rejected(config: AgentConfig, message: Install, error: BundleError) -> Candi
     Raises:
         BundleError: ``error``, where there is no old pair.
     """
-    old = _old_pair(config)
-    if old is None or old[0].id == message.bundle_id:
+    old_pair = _old_pair(config)
+    if old_pair is None:
         raise error
-    log.warning("rolled_back tried=%s keeps=%s reason=%s", message.bundle_id[:12], old[0].id[:12], error)
-    n_train = old[1].metrics.get("n_train")
+    old_bundle, old_head = old_pair
+    if old_bundle.id == message.bundle_id:
+        raise error
+    log.warning("rolled_back tried=%s keeps=%s reason=%s", message.bundle_id[:12], old_bundle.id[:12], error)
+    n_train = old_head.metrics.get("n_train")
     samples = 0 if n_train is None else int(n_train)
     report = Report(
         run=message.run,
         about=message.bundle_id,
         release=message.release,
-        bundle_id=old[0].id,
-        rolled_back=keeps(old[0].id, error),
+        bundle_id=old_bundle.id,
+        rolled_back=keeps(old_bundle.id, error),
         samples=samples,
         metrics={"rolled_back": 1.0},
     )
@@ -441,18 +445,20 @@ def refit(config: AgentConfig, *, compare: bool = False) -> Refitted:
 
 def _beside(config: AgentConfig, refitted: Refitted, before: Pair, test: Samples) -> Refitted:
     """Return the new head with the answers of the one before to the held-out samples of the classes that it knows."""
-    bundle, old = before
-    now = load_head(config.state / "head", bundle)
+    bundle, old_head = before
+    new_head = load_head(config.state / "head", bundle)
     names = np.array(test.class_names)[test.labels]
-    rows = np.flatnonzero(np.isin(names, old.class_names))
+    rows = np.flatnonzero(np.isin(names, old_head.class_names))
     known_samples = test.take(rows)
-    right = []
-    for head in (old, now):
+    is_right = []
+    for head in (old_head, new_head):
         encoder = Encoder.open(bundle, head.precision, config.training.threads, norm=head.norm)
         features = saved_features(head, encoder, known_samples, config.state / "features")
         answers = head.head.predict_proba(features).argmax(axis=1)
-        right.append(np.array(head.class_names)[answers] == names[rows])
-    return replace(refitted, before=old, right_before=right[0], right_now=right[1], classes=tuple(names[rows].tolist()))
+        is_right.append(np.array(head.class_names)[answers] == names[rows])
+    right_before, right_now = is_right
+    classes = tuple(names[rows].tolist())
+    return replace(refitted, before=old_head, right_before=right_before, right_now=right_now, classes=classes)
 
 
 def collection_of(config: AgentConfig) -> Collection:
@@ -498,7 +504,9 @@ def collect(
     has_samples = bool(index.samples) or not is_collected(config.data)
     is_first_fit = lacks_head and has_samples
     has_news = index.version != index.fitted
-    return refit_current(config) if is_first_fit or has_news else None
+    if is_first_fit or has_news:
+        return refit_current(config)
+    return None
 
 
 def _take_in(collection: Collection, folder: Path, task: Task, budget: int, now: Callable[[], float]) -> None:
@@ -656,7 +664,9 @@ def _remove_features(config: AgentConfig) -> None:
     except HeadwaterError as error:  # a predecessor, or the head, is damaged: nothing is known of what is to stay
         log.warning("features_not_removed reason=%s", error)
         return
-    fingerprints = [variant.fingerprint for manifest in installed for variant in manifest.variants.values()]
+    fingerprints: list[str] = []
+    for manifest in installed:
+        fingerprints += [variant.fingerprint for variant in manifest.variants.values()]
     removed_files = remove_features(config.state / "features", fingerprints)
     if removed_files:
         log.info("features_removed files=%d: of encoders that are not installed", removed_files)

@@ -82,7 +82,9 @@ class Condition:
     @property
     def name(self) -> ConditionName:
         """``stalled`` while the disk cannot be written, ``fault`` after another failure, else ``ok``."""
-        return "stalled" if self.is_stalled else "fault" if self._problems else "ok"
+        if self.is_stalled:
+            return "stalled"
+        return "fault" if self._problems else "ok"
 
     @property
     def is_stalled(self) -> bool:

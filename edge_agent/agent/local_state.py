@@ -98,12 +98,14 @@ class Membership:
     """The federation that an agent follows, saved at ``path``; empty before its first welcome."""
 
     def __init__(self, path: Path, clock: Callable[[], float]) -> None:
+        """Read what was followed when the agent ended; a file that is damaged counts as none."""
         self._path = path
         self._clock = clock
         self.federation = ""
         self.epoch = 0
         try:
-            if (raw := read_json(path)) is not None:
+            raw = read_json(path)
+            if raw is not None:
                 followed = _Followed.model_validate(raw)
                 self.federation = followed.federation
                 self.epoch = followed.epoch
@@ -111,7 +113,8 @@ class Membership:
             log.warning("federation_unreadable path=%s reason=%s", path, cause(error))
         self._other: _Other | None = None
         self._ignored = ""
-        self._ignored_at = self._said_at = float("-inf")
+        self._ignored_at = float("-inf")
+        self._said_at = float("-inf")
 
     def allows(self, message: Command) -> bool:
         """Return whether a message is of the federation that is followed, and of no earlier coordinator of it."""

@@ -65,16 +65,26 @@ class NewSamples:
     """
 
     def __init__(self, config: AgentConfig, clock: Callable[[], float], now: Callable[[], float] = time.time) -> None:
+        """Look at the folders of a configuration, by a clock for pauses and, in ``now``, that of the files."""
         self._index = samples_folder(config) / "index.json"
         self._watch = config.data.watch
         self._clock = clock
         self._now = now
         self._seen: tuple[tuple[str, FileMark], ...] = ()
+        """The files that were there when a fit was last due because of them."""
+
         self._looked_at = float("-inf")
         self._failures = 0
+        """How many fits failed in a row."""
+
         self._reason = ""
+        """Why the last one failed."""
+
         self._again_at = float("inf")
+        """When a fit that failed is tried again."""
+
         self._early_at = float("-inf")
+        """When new samples last ended a pause of tries."""
 
     def is_due(self) -> bool:
         """Return whether something has changed since the last time that this was so, or a fit is to be tried again.

@@ -104,17 +104,17 @@ class Trial(_Released):
     machine: str = Field("", max_length=64)
     """Start of the machine, see `machine_start`, in which the last of them was; empty: unknown."""
 
-    def started(self, machine: str) -> Trial:
+    def with_start(self, machine: str) -> Trial:
         """Return the trial with one more start, in this start of the machine.
 
         The start before does not count where the machine has started since: power was cut, or somebody restarted it,
         which says nothing against the bundle. Where this is unknown, it counts.
         """
-        was_cut = machine and self.machine and machine != self.machine
-        starts = max(self.starts, 1) if was_cut else self.starts + 1
+        is_same_machine_start = not machine or not self.machine or machine == self.machine
+        starts = self.starts + 1 if is_same_machine_start else max(self.starts, 1)
         return self.model_copy(update={"starts": starts, "machine": machine})
 
-    def stopped(self) -> Trial:
+    def without_start(self) -> Trial:
         """Return the trial without the last start, which was ended on purpose."""
         return self.model_copy(update={"starts": max(0, self.starts - 1)})
 
@@ -136,6 +136,8 @@ class Pin(Frozen):
 
 
 class _Record(Frozen):
+    """The content of ``releases.json``."""
+
     taken: _Taken = _Taken()
     rolled_back: RolledBack | None = None
     refused: tuple[Refused, ...] = ()
@@ -161,12 +163,13 @@ class ReleaseRecord:
         self._lock = threading.RLock()
         self.on_trial: Trial | None = None
         """The bundle in use, where this agent has started it or started with it, and has yet to show that it lives with
-        it: call `proved` then."""
+        it: call `end_trial` then."""
 
-    def prepares(self, message: Install, machine: str = "") -> int:
+    def begin_preparation(self, message: Install, machine: str = "") -> int:
         """Note that the preparation of a bundle begins, in this start of the ``machine``, and return its number.
 
-        That is 1, and one more for each preparation of it in a row that the agent did not survive, see `Trial.started`.
+        That is 1, and one more for each preparation of it in a row that the agent did not survive; see
+        `Trial.with_start`.
         """
         with self._lock:
             before = self._read()
@@ -174,16 +177,16 @@ class ReleaseRecord:
             last = before.prepared
             if last is None or last.model_dump(include={*about}) != about:
                 last = Trial(**about)
-            trial = last.started(machine)
+            trial = last.with_start(machine)
             self._write(before.model_copy(update={"prepared": trial, "is_preparing": True}))
             return trial.starts
 
-    def ended(self) -> None:
+    def end_preparation(self) -> None:
         """Note that the preparation has ended without saying anything of the bundle."""
         with self._lock:
             self._write(self._read().model_copy(update={"prepared": None, "is_preparing": False}))
 
-    def took(self, message: Install, machine: str = "") -> None:
+    def note_installed(self, message: Install, machine: str = "") -> None:
         """Note that the bundle of this release is in use now, on trial, since this start of the ``machine``."""
         about = _about(message)
         with self._lock:
@@ -197,41 +200,44 @@ class ReleaseRecord:
         with self._lock:
             self._write(_refused(self._read(), _about(message), reason, at, crashed=crashed))
 
-    def started(self, machine: str = "") -> Trial | None:
+    def count_start(self, machine: str = "") -> Trial | None:
         """Count a start of the agent; returns the bundle on trial, None where there is none.
 
-        ``machine``: as for `took`. Where the agent ended in the preparation of another bundle, that one is to blame.
+        ``machine``: as for `note_installed`. Where the agent ended in the preparation of another bundle, that one is to
+        blame.
         """
         with self._lock:
             before = self._read()
             trial = before.on_trial
             if trial is not None:
-                trial = (trial.stopped() if before.is_preparing else trial).started(machine)
+                if before.is_preparing:
+                    trial = trial.without_start()
+                trial = trial.with_start(machine)
             if trial is not None or before.is_preparing:
                 self._write(before.model_copy(update={"on_trial": trial, "is_preparing": False}))
             self.on_trial = trial
             return trial
 
-    def stopped(self) -> None:
+    def note_stop(self) -> None:
         """Note that the agent was stopped on purpose: neither this start counts nor the preparation that it ends."""
         with self._lock:
             before = self._read()
             changes: dict[str, Any] = {}
             if before.on_trial is not None:
-                changes["on_trial"] = before.on_trial.stopped()
+                changes["on_trial"] = before.on_trial.without_start()
             if before.is_preparing and before.prepared is not None:
-                changes |= {"prepared": before.prepared.stopped(), "is_preparing": False}
+                changes |= {"prepared": before.prepared.without_start(), "is_preparing": False}
             if changes:
                 self._write(before.model_copy(update=changes))
 
-    def proved(self, trial: Trial) -> None:
+    def end_trial(self, trial: Trial) -> None:
         """Note that the agent lives with this bundle; without effect where another one is on trial meanwhile."""
         with self._lock:
             if self.on_trial == trial:
                 self._write(self._read().model_copy(update={"on_trial": None}))
                 self.on_trial = None
 
-    def fell_back(self, trial: Trial, runs: str, at: float) -> None:
+    def note_fallback(self, trial: Trial, runs: str, at: float) -> None:
         """Note that the agent did not live with a bundle, and uses the one before again."""
         reason = (
             f"keeps bundle {runs[:12]} because the agent ended {trial.starts - 1} times within {PROVEN_S:.0f} s of its "
@@ -258,7 +264,8 @@ class ReleaseRecord:
         from ..bundle.installed import current_id
 
         with waited_lock(self._bundles):
-            if (runs := current_id(self._bundles)) != pin.bundle_id:
+            runs = current_id(self._bundles)
+            if runs != pin.bundle_id:
                 raise UsageError(
                     f"{self._bundles}: bundle {runs[:12] or 'none'} is in use now, expected {pin.bundle_id[:12]}: the "
                     "agent has just switched; look at 'edge-agent status', and pin again"
@@ -292,7 +299,10 @@ class ReleaseRecord:
         It is None where the bundle came by hand, or is not the one that was taken last.
         """
         newest = self._read().taken
-        return newest.release or None if newest.bundle_id == bundle_id else None
+        # Number 0 means that the bundle came by hand.
+        if newest.bundle_id != bundle_id or newest.release == 0:
+            return None
+        return newest.release
 
     def check(self) -> None:
         """Return quietly where the record can be read, or there is none yet.
@@ -341,13 +351,21 @@ class ReleaseRecord:
     def kept(self, now: float) -> str:
         """Return why this device keeps its bundle by its owner's choice; empty where it does not."""
         pin = self.pinned()
-        return str(pin) if pin is not None and pin.holds(now) else self.rolled_back()
+        if pin is not None and pin.holds(now):
+            return str(pin)
+        return self.rolled_back()
 
     def rolled_back(self) -> str:
         """Return that another bundle was installed by hand in place of a release, and which; else empty."""
-        return str(self._read().rolled_back or "")
+        rolled_back = self._read().rolled_back
+        return "" if rolled_back is None else str(rolled_back)
 
     def _read(self) -> _Record:
+        """Return the record; an empty one where nothing was written yet.
+
+        Raises:
+            StateError: its file is damaged.
+        """
         raw = read_json(self._path)
         try:
             return _Record() if raw is None else _Record.model_validate(raw)
@@ -357,10 +375,12 @@ class ReleaseRecord:
             ) from error
 
     def _write(self, record: _Record) -> None:
+        """Replace the record on the disk."""
         write_json(self._path, record.model_dump(mode="json"))
 
 
 def _about(message: Install | Trial) -> dict[str, Any]:
+    """Return the fields of `_Released` for a release."""
     return {"bundle_id": message.bundle_id, "release": message.release, "federation": message.federation}
 
 
@@ -369,9 +389,8 @@ def _refused(before: _Record, about: dict[str, Any], reason: str, at: float, *, 
     moment = datetime.fromtimestamp(at, timezone.utc).isoformat(timespec="seconds")
     new = Refused(**about, reason=reason[:1000], at=moment, crashed=crashed)
     earlier = [bundle for bundle in before.refused if bundle.bundle_id != new.bundle_id]
-    return before.model_copy(
-        update={"refused": (*earlier, new)[-MOST_REFUSED:], "prepared": None, "is_preparing": False}
-    )
+    latest = (*earlier, new)[-MOST_REFUSED:]
+    return before.model_copy(update={"refused": latest, "prepared": None, "is_preparing": False})
 
 
 START_GRACE_S = 60.0
@@ -394,18 +413,24 @@ class Waiting(Frozen):
     """When the device was asked."""
 
     opens: float
+    """From when on the device may switch."""
+
     closes: float | None = None
+    """Until when it may; None: as long as its clock can be right."""
 
     @classmethod
     def of(cls, install: Install, now: float) -> Waiting:
         """Return what an offer that has just come means."""
         opens = now + install.activate_in_s
-        within_s = install.activate_within_s
-        return cls(install=install, at=now, opens=opens, closes=None if within_s is None else opens + within_s)
+        closes = None
+        if install.activate_within_s is not None:
+            closes = opens + install.activate_within_s
+        return cls(install=install, at=now, opens=opens, closes=closes)
 
     def is_open(self, now: float) -> bool:
         """Return whether the device may switch at that time by its clock."""
-        return self.opens <= now <= (self.opens + CLOCK_OFF_S if self.closes is None else self.closes)
+        closes = self.opens + CLOCK_OFF_S if self.closes is None else self.closes
+        return self.opens <= now <= closes
 
     def why_not(self, now: float) -> str:
         """Return why the device cannot know by its clock when to switch, and waits for its coordinator.
@@ -453,6 +478,7 @@ _OF_A_HEAD = re.compile(r"head\.json|before\.json|arrays-[0-9a-f]{16}\.safetenso
 
 
 def _is_earlier_candidate(folder: Path) -> bool:
+    """Return whether a folder without a mark is one that an earlier version made for a candidate."""
     return holds_only(folder, _OF_A_HEAD)
 
 
@@ -472,7 +498,8 @@ def clean(config: AgentConfig) -> None:
     root = config.state / "bundles"
     remove_folder(candidate_folder(config), CANDIDATE_FOLDER)
     try:
-        if (manifest := installed.current_manifest(root)) is not None:
+        manifest = installed.current_manifest(root)
+        if manifest is not None:
             fingerprints = {name: variant.fingerprint for name, variant in manifest.variants.items()}
             saved.settle(config.state / "head", fingerprints)
         installed.remove_unused(root)

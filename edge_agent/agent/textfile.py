@@ -126,6 +126,7 @@ class TextFile:
             self._write(self._path, lambda: replace(figures(), is_connected=False, is_working=False))
 
     def _write(self, path: Path, figures: Callable[[], Figures]) -> None:
+        """Write the figures of this moment; a failure is logged when it is another one than before."""
         try:
             write(path, replace(figures(), written_at=self._now()))
         # The collector's folder is no part of the agent's state, and the agent works without it.

@@ -221,6 +221,7 @@ class Uploads:
     """The update in the outbox, if any, and how far it has come."""
 
     def __init__(self, outbox: Outbox, link: Link, clock: Callable[[], float]) -> None:
+        """Take what an earlier process has left in the outbox; it is offered after the next welcome."""
         self._outbox = outbox
         self._link = link
         self._clock = clock
@@ -551,6 +552,7 @@ class Downloads:
         self._link.send(up.Progress(digest=digest, missing=receiving.missing))
 
     def _ask(self, download: _Download) -> None:
+        """Request the chunks of a blob that are missing, or finish one of which none is."""
         if download.receiving.incoming.chunks.complete:  # everything was on disk from before a restart
             try:
                 self._finish(download)

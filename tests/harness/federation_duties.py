@@ -73,10 +73,10 @@ class FakeDuties:
     lacks_head = False
     now = staticmethod(time.time)
 
-    def started(self) -> None:
+    def note_start(self) -> None:
         pass
 
-    stopped = started
+    note_stop = note_start
 
     def note_life(self, now: float) -> None:
         pass
@@ -84,7 +84,7 @@ class FakeDuties:
     def kept(self) -> str:
         return ""
 
-    def declined(self, message: down.Install, samples: int) -> up.Report | None:
+    def decline(self, message: down.Install, samples: int) -> up.Report | None:
         return None
 
     def facts(self) -> dict[str, Any]:

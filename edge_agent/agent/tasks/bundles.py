@@ -39,28 +39,28 @@ class BundleInUse:
         self._lived_with: Trial | None = None
         self._lived_since = 0.0
 
-    def started(self) -> None:
+    def note_start(self) -> None:
         """Note that the agent starts: where it did not live with the bundle in use, use the one before again."""
         if self._tier != "head" or not (self._config.state / "bundles").is_dir():
             return
         clean(self._config)
         try:
-            trial = self.releases.started(self.machine())
+            trial = self.releases.count_start(self.machine())
             if trial is not None and trial.starts > MOST_STARTS:
                 self._fall_back(trial)
         except HeadwaterError as error:  # the pair in use stays
             log.warning("trial_unknown reason=%s", error)
 
-    def stopped(self) -> None:
+    def note_stop(self) -> None:
         """Note that the agent stops on purpose, which says nothing against the bundle in use or one in preparation."""
         try:
-            self.releases.stopped()
+            self.releases.note_stop()
         except StateError as error:
             log.warning("trial_unknown reason=%s", error)
 
     @property
     def on_trial(self) -> Trial | None:
-        """The bundle in use, where it has yet to show that the agent lives with it: call `proved` then."""
+        """The bundle in use, where it has yet to show that the agent lives with it: call `end_trial` then."""
         return self.releases.on_trial
 
     def note_life(self, now: float) -> None:
@@ -80,16 +80,16 @@ class BundleInUse:
             self._lived_since = now
         elif now - self._lived_since >= PROVEN_S:
             self._lived_since = now
-            self.proved(trial)
+            self.end_trial(trial)
 
-    def proved(self, trial: Trial) -> None:
+    def end_trial(self, trial: Trial) -> None:
         """Note that the agent lives with the bundle that is, or was, in use."""
         try:
-            self.releases.proved(trial)
+            self.releases.end_trial(trial)
         except StateError as error:
             log.warning("trial_unknown reason=%s", error)
 
-    def declined(self, message: Install, samples: int) -> Report | None:
+    def decline(self, message: Install, samples: int) -> Report | None:
         """Return the report about a release that this device does not try, or None where it tries it.
 
         Its owner, or the agent's end with that bundle, is the reason.
@@ -152,7 +152,7 @@ class BundleInUse:
             with contextlib.suppress(HeadwaterError):
                 saved.restore(self._config.state / "head", bundle.fingerprints)
         self.bundle_id = self._running_bundle()
-        self.releases.fell_back(trial, installed.current_id(folder), self._now())
+        self.releases.note_fallback(trial, installed.current_id(folder), self._now())
         self.rolled_back = self.releases.refused()[-1].reason
         log.error("fell_back bundle=%s reason=%s", trial.bundle_id[:12], self.rolled_back)
 

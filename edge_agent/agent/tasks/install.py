@@ -61,10 +61,11 @@ class InstallTask:
         """
         bundles = device.bundles
         releases = bundles.releases
-        if (declined := bundles.declined(message, device.samples)) is not None:
+        declined = bundles.decline(message, device.samples)
+        if declined is not None:
             return declined
         # This preparation is noted on disk before it begins: the agent may end in it.
-        crashes = releases.prepares(message, bundles.machine()) - 1
+        crashes = releases.begin_preparation(message, bundles.machine()) - 1
         has_crashed = crashes >= MOST_STARTS
         try:
             report = self._prepared(device, message, path, crashes)
@@ -72,16 +73,16 @@ class InstallTask:
             releases.refuse(message, str(error), device.now(), crashed=has_crashed)
             raise
         except Exception:
-            releases.ended()
+            releases.end_preparation()
             raise
         # The record says what became of the release: it is on trial, waits for its owner, or is not tried again.
         bundles.bundle_id = report.bundle_id
         bundles.rolled_back = report.rolled_back
         device.samples = report.samples
         if report.bundle_id == message.bundle_id:
-            releases.took(message, bundles.machine())
+            releases.note_installed(message, bundles.machine())
         elif report.kept:
-            releases.ended()
+            releases.end_preparation()
         else:
             releases.refuse(message, report.rolled_back, device.now(), crashed=has_crashed)
         memory = {"rss_mb": resident_mb(), "torch_loaded": "torch" in sys.modules}
@@ -100,11 +101,12 @@ class InstallTask:
         if crashes >= MOST_STARTS:
             why = f"the agent ended {crashes} times while it prepared bundle {message.bundle_id[:12]}"
             return rejected(device.config, message, BundleError(why, is_public=True)).report
+        prepare = prepare_beside if self._beside else prepare_here
         return install_bundle(
             device.config,
             message,
             path,
             device.now,
-            prepare=prepare_beside if self._beside else prepare_here,
+            prepare=prepare,
             switching=lambda: device.bundles.releases.switching(message, device.now()),
         )

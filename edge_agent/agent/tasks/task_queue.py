@@ -53,6 +53,15 @@ class TaskQueue:
     """The work of an agent. Every change of it continues by itself as far as it can."""
 
     def __init__(self, tasks: TaskRunner, downloads: Downloads, uploads: Uploads, worker: Worker, link: Link) -> None:
+        """Make a queue without any work.
+
+        Args:
+            tasks: Does the work.
+            downloads: The blobs that a job needs, and their cache.
+            uploads: The update that waits for its receipt.
+            worker: The thread, or its stand-in, in which work is done.
+            link: Sends messages to the coordinator.
+        """
         self._tasks = tasks
         self._cache = downloads.cache
         self._downloads = downloads
@@ -61,11 +70,23 @@ class TaskQueue:
         self._link = link
         self.condition = Condition()
         self.job: down.Job | None = None
+        """The job that is to be done, or whose update waits for its receipt."""
+
         self._closes_at = float("inf")
+        """The time at which the job's round closes, by the clock of the downloads."""
+
         self._judged_at = float("-inf")
+        """The time of the last look at whether its transfers can be over in time."""
+
         self._install: down.Install | None = None
+        """The bundle that is to be tried."""
+
         self._working_on: JobKey | str | None = None
+        """What is in the worker: a job's key, the digest of a bundle, or the name of other work."""
+
         self._heard: deque[tuple[str, int]] = deque(maxlen=REMEMBERED)
+        """The start of the coordinator and the sequence number of the last jobs."""
+
         self._installed: tuple[tuple[str, int], up.Report] | None = None
         """Blob and number of the release that was tried last, and what came out."""
 
@@ -76,6 +97,8 @@ class TaskQueue:
         """Updates that the coordinator has ``accepted`` or ``rejected`` since the start."""
 
         self._switches_at = float("-inf")
+        """The time from which on the bundle may be switched to, by the clock of the downloads."""
+
         self._waits = WaitFile(tasks.config.state)
         self._waiting: Waiting | None = None
         """What was read from the disk at the start about the bundle that is to be tried."""
@@ -220,6 +243,7 @@ class TaskQueue:
         return not self._uploads.holds(job_key(job)) and self._downloads.has_all(job.refs)
 
     def _begin_job(self, job: down.Job) -> None:
+        """Have the worker do a job."""
         # An earlier Cancel is forgotten here, not in the worker: one that arrives before the first step counts.
         self._tasks.cancel(None)
         self._begin("job", job_key(job), partial(self._do, job), partial(self._after_job, job))
@@ -229,6 +253,7 @@ class TaskQueue:
         return self._may_switch() and self._downloads.has_all((install.blob,))
 
     def _begin_install(self, install: down.Install) -> None:
+        """Have the worker try a bundle."""
         work = partial(self._tasks.install, install, self._cache.path(install.blob.digest))
         self._begin("install", install.blob.digest, work, partial(self._after_install, install))
 
@@ -269,11 +294,12 @@ class TaskQueue:
         Raises:
             StateError: the record of releases is damaged.
         """
-        return self._tasks.bundles.declined(message, self._tasks.samples)
+        return self._tasks.bundles.decline(message, self._tasks.samples)
 
     def _drop_install(self) -> None:
         """Forget the bundle that was to be tried, here and on the disk."""
-        self._install = self._waiting = None
+        self._install = None
+        self._waiting = None
         self._waits.remove()
 
     def switch_when_due(self) -> None:
@@ -292,6 +318,7 @@ class TaskQueue:
         self.go_on()
 
     def _may_switch(self) -> bool:
+        """Return whether the time to switch has come, by both clocks."""
         is_open = self._waiting is None or self._waiting.is_open(self._tasks.now())
         return is_open and self._downloads.clock() >= self._switches_at
 
@@ -357,7 +384,8 @@ class TaskQueue:
         Returns what was dropped, for the log; empty when there was nothing. What the worker still does is not sent.
         """
         had_job = self.job is not None
-        self.job = self._installed = None
+        self.job = None
+        self._installed = None
         self._drop_install()
         self._heard.clear()
         self._fetch()
@@ -426,6 +454,7 @@ class TaskQueue:
         )
 
     def _drop(self, about: down.Cancel | up.UpdateManifest) -> None:
+        """Forget the job, if it is the one that a message is about."""
         if self.job is not None and job_key(self.job) == job_key(about):
             self.job = None
 

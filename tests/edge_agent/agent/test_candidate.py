@@ -212,7 +212,7 @@ def test_row_38_a_kill_of_the_agent_at_any_step_ends_the_process_beside_and_leav
         wait_until(lambda child=int(done.stdout): not is_alive(child))
         tasks = TaskRunner(config, "head")
         assert tasks.bundles.bundle_id == bundle_id
-        tasks.bundles.started()
+        tasks.bundles.note_start()
         assert left_over(config) == []
         np.testing.assert_array_equal(answers_of(config)[1], before)
         fresh(config, tmp_path / "before")
@@ -232,7 +232,7 @@ config, message = AgentConfig.model_validate_json(sys.argv[1]), Install.model_va
 prepare = candidate.prepare_beside
 candidate.prepare_beside = lambda *given: prepare(*given, lambda step: os.kill(os.getpid(), signal.SIGKILL))
 tasks = TaskRunner(config, "head", beside=True)
-tasks.bundles.started()
+tasks.bundles.note_start()
 print(tasks.install(message, Path(sys.argv[3])).rolled_back)
 """
 
@@ -257,7 +257,7 @@ def test_a_second_kill_after_a_new_head_was_put_there_does_not_lose_the_old_one(
             patch.setattr(installed, "switch", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
             patch.setattr("edge_agent.agent.head_tier.clean", lambda _config: None)  # as a kill has it
             install_bundle(config, order(made), made.path)
-        TaskRunner(config, "head").bundles.started()
+        TaskRunner(config, "head").bundles.note_start()
         assert answers_of(config)[0] == bundle_id
         np.testing.assert_array_equal(answers_of(config)[1], before)
 

@@ -151,8 +151,8 @@ def test_a_bundle_that_cannot_be_refitted_is_a_fault_with_its_remedy(fed, made):
 def test_record_of_what_is_declined(tmp_path):
     record = ReleaseRecord(tmp_path)
     assert record.why_declined(offer(A, 1), 0) == ""
-    record.took(offer(A, 1))
-    record.took(offer(B, 2))
+    record.note_installed(offer(A, 1))
+    record.note_installed(offer(B, 2))
     assert record.put_by_hand(A, B).source.release == 2
     again = ReleaseRecord(tmp_path)
     assert [bool(again.why_declined(offer(*each), 0)) for each in ((A, 1), (B, 2), (C, 2), (C, 3), (B, 3))] == [
@@ -162,7 +162,7 @@ def test_record_of_what_is_declined(tmp_path):
     assert again.put_by_hand(B, C) is None, "what was rolled back from is there again"
     assert again.why_declined(offer(B, 2), 0) == ""
     again.put_by_hand(A, B)
-    again.took(offer(C, 3))
+    again.note_installed(offer(C, 3))
     assert again.why_declined(offer(B, 2), 0) == ""
 
 
@@ -190,7 +190,7 @@ def test_rollback_without_an_earlier_bundle_is_refused(tmp_path, capsys):
 def test_the_first_release_of_another_federation_is_newer_than_what_was_rolled_back(tmp_path, left_over):
     """Also where the record was copied from another device, or the device was told nothing of the change."""
     record = ReleaseRecord(tmp_path)
-    record.took(offer(B, 7, left_over))
+    record.note_installed(offer(B, 7, left_over))
     record.put_by_hand(A, instead_of=B)
     assert "release 7" in record.why_declined(offer(C, 1, left_over), 0)
     assert record.why_declined(offer(C, 1, AWAY), 0) == ""

@@ -83,7 +83,7 @@ def test_each_bundle_is_proved_after_its_own_300_s(site, made):
     assert tasks.bundles.on_trial.bundle_id == made[1].manifest.bundle_id
     site.wait(12)
     assert tasks.bundles.on_trial is None
-    assert ReleaseRecord(site.folder / "porch").started() is None, "also on the disk"
+    assert ReleaseRecord(site.folder / "porch").count_start() is None, "also on the disk"
 
 
 class NotedLock:
@@ -106,7 +106,7 @@ class NotedLock:
 def test_a_bundle_taken_while_the_loop_writes_the_record_stays_on_trial(tmp_path, monkeypatch, change):
     """The worker takes a bundle between the loop's read and its write, which put back what it had read."""
     record = ReleaseRecord(tmp_path)
-    record.took(offer(A, 1))
+    record.note_installed(offer(A, 1))
     (tmp_path / "bundles").mkdir()
     trial = record.on_trial
     over = threading.Event()
@@ -119,7 +119,7 @@ def test_a_bundle_taken_while_the_loop_writes_the_record_stays_on_trial(tmp_path
         if not others:
 
             def take():
-                record.took(offer(B, 2))
+                record.note_installed(offer(B, 2))
                 over.set()
 
             others.append(threading.Thread(target=take))
@@ -129,25 +129,25 @@ def test_a_bundle_taken_while_the_loop_writes_the_record_stays_on_trial(tmp_path
 
     monkeypatch.setattr(record, "_read", read)
     if change == "proved":
-        record.proved(trial)
+        record.end_trial(trial)
     else:
-        record.stopped()
+        record.note_stop()
     others[0].join()
     assert record.on_trial.bundle_id == B
     again = ReleaseRecord(tmp_path)
-    assert again.started().bundle_id == B
+    assert again.count_start().bundle_id == B
     assert again.put_by_hand(A, B).source.release == 2, "the bundle that was taken last"
 
 
 def test_the_end_of_one_trial_is_not_that_of_another(tmp_path):
     record = ReleaseRecord(tmp_path)
-    record.took(offer(A, 1))
+    record.note_installed(offer(A, 1))
     before = record.on_trial
-    record.took(offer(B, 2))
-    record.proved(before)
-    assert record.on_trial.bundle_id == ReleaseRecord(tmp_path).started().bundle_id == B
-    record.proved(record.on_trial)
-    assert record.on_trial is ReleaseRecord(tmp_path).started() is None
+    record.note_installed(offer(B, 2))
+    record.end_trial(before)
+    assert record.on_trial.bundle_id == ReleaseRecord(tmp_path).count_start().bundle_id == B
+    record.end_trial(record.on_trial)
+    assert record.on_trial is ReleaseRecord(tmp_path).count_start() is None
 
 
 def test_a_damaged_record_does_not_end_the_agent_whose_bundle_is_on_trial(site, made):
@@ -215,19 +215,23 @@ def test_a_first_bundle_that_kills_the_agent_is_a_fault_after_three_times(site, 
 
 def test_what_counts_as_a_preparation_that_the_agent_did_not_survive(tmp_path):
     def begins(bundle_id=B, release=2, machine="boot-1"):
-        return ReleaseRecord(tmp_path).prepares(offer(bundle_id, release), machine)
+        return ReleaseRecord(tmp_path).begin_preparation(offer(bundle_id, release), machine)
 
     assert [begins(), begins(), begins()] == [1, 2, 3]
     assert begins(machine="boot-2") == 3, "power was cut"
     assert [begins(release=3), begins(C, 3), begins(C, 3)] == [1, 1, 2]
     record = ReleaseRecord(tmp_path)
-    assert record.prepares(offer(C, 3), "boot-1") == 3
-    record.stopped()
+    assert record.begin_preparation(offer(C, 3), "boot-1") == 3
+    record.note_stop()
     assert begins(C, 3) == 3, "it was stopped on purpose"
-    record.started()
-    record.stopped()
+    record.count_start()
+    record.note_stop()
     assert begins(C, 3) == 4, "it was stopped while it prepared nothing"
-    for end in (record.ended, lambda: record.refuse(offer(C, 3), "x", 0), lambda: record.took(offer(C, 3))):
+    for end in (
+        record.end_preparation,
+        lambda: record.refuse(offer(C, 3), "x", 0),
+        lambda: record.note_installed(offer(C, 3)),
+    ):
         end()
         assert [begins(C, 3), begins(C, 3)] == [1, 2]
 

@@ -267,7 +267,9 @@ def pinnable(config, make_bundle, capsys):
     made = make_bundle("a.hwb")
     install(made.path, state / "bundles")
     about = {"run": "run-0001", "bundle_id": made.manifest.bundle_id, "release": 7, "federation": "ab" * 16}
-    ReleaseRecord(state).took(Install(**about, blob={"digest": "ab" * 32, "size_bytes": 1, "chunk_bytes": 1024}))
+    ReleaseRecord(state).note_installed(
+        Install(**about, blob={"digest": "ab" * 32, "size_bytes": 1, "chunk_bytes": 1024})
+    )
     return state
 
 
