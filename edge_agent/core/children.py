@@ -268,6 +268,7 @@ class ThreadWorker:
         self._jobs.put(None)
 
     def _run(self) -> None:
+        """Do the jobs one after another, and put what is to be called with each result into the queue of the loop."""
         while True:
             item = self._jobs.get()
             if item is None:

@@ -17,11 +17,11 @@ PROBE_BYTES = 64 * 1024
 
 def disk_error(error: BaseException) -> OSError | None:
     """Return the error of a full, read-only or broken disk that ``error`` is, or that it was raised from."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, OSError) and seen.errno in DISK_ERRORS:
-            return seen
-        seen = seen.__cause__
+    raised: BaseException | None = error
+    while raised is not None:
+        if isinstance(raised, OSError) and raised.errno in DISK_ERRORS:
+            return raised
+        raised = raised.__cause__
     return None
 
 

@@ -117,7 +117,8 @@ class EnrolmentRefused(UsageError):
     def __init__(self, reason: str, remedy: str = "") -> None:
         self.reason = reason
         self.remedy = remedy
-        super().__init__(f"{reason}; {remedy}" if remedy else reason)
+        message = f"{reason}; {remedy}" if remedy else reason
+        super().__init__(message)
 
 
 class NotProven(EnrolmentRefused):
@@ -188,8 +189,8 @@ class MissingCapability(HeadwaterError):
         """
         from .installation import install_command
 
-        what = f"{purpose} needs '{module}', which is not installed"
-        return cls(f"{what}; {install_command(extra)}", public_message=f"{what}; install the extra '{extra}' there")
+        need = f"{purpose} needs '{module}', which is not installed"
+        return cls(f"{need}; {install_command(extra)}", public_message=f"{need}; install the extra '{extra}' there")
 
 
 class CodecError(HeadwaterError):

@@ -49,7 +49,9 @@ _umasks: list[int] = []
 def private_files() -> Iterator[None]:
     """Make files and folders for this user alone (0600, 0700) inside the block, in this process and its children."""
     with _umask_lock:
-        _umasks.append(os.umask(0o077) if not _umasks else _umasks[0])
+        # Only the first block changes the umask; the last one that ends puts it back.
+        before = _umasks[0] if _umasks else os.umask(0o077)
+        _umasks.append(before)
     try:
         yield
     finally:

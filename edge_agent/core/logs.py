@@ -35,7 +35,7 @@ def parts_of(template: str, args: tuple[Any, ...]) -> tuple[str, dict[str, Any],
     """
     values = dict[str, Any]()
     spans = list[tuple[int, int]]()
-    rest = template
+    text_left = template
     number = 0
     # Each directive right behind "name=", and with nothing attached behind it, is a named value.
     for match in _DIRECTIVE.finditer(template):
@@ -49,17 +49,19 @@ def parts_of(template: str, args: tuple[Any, ...]) -> tuple[str, dict[str, Any],
         number += 1
     # What is left without them, the event aside, is text of its own.
     for begin, end in reversed(spans):
-        rest = rest[:begin] + rest[end:]
+        text_left = text_left[:begin] + text_left[end:]
     # The event itself may have values in it: 'release_%s release=%d'.
-    first, _, others = template.partition(" ")
-    if "%" in first:
-        count = len(_DIRECTIVE.findall(first))
-        template = f"{first % args[:count]} {others}"
-        rest = rest.replace(first, first % args[:count], 1)
+    first_word, _, following = template.partition(" ")
+    if "%" in first_word:
+        count = len(_DIRECTIVE.findall(first_word))
+        filled_word = first_word % args[:count]
+        template = f"{filled_word} {following}"
+        text_left = text_left.replace(first_word, filled_word, 1)
     event = _EVENT.match(template)
     if event is None:
         return "log", values, True
-    return event[1], values, bool(rest.removeprefix(event[1]).strip())
+    says_more = bool(text_left.removeprefix(event[1]).strip())
+    return event[1], values, says_more
 
 
 def _value(directive: str, value: Any) -> Any:

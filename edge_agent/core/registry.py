@@ -49,7 +49,9 @@ class Registry:
         self.kind = kind
         self.packages = packages
         self.entry_points = entry_points
-        self.families = {member: file for file, members in (families or {}).items() for member in members}
+        self.families: dict[str, str] = {}
+        for file, members in (families or {}).items():
+            self.families.update(dict.fromkeys(members, file))
         self.besides = frozenset({"base", *besides, *self.families.values()})
         self._extra: dict[str, Any] = {}
 
@@ -66,7 +68,8 @@ class Registry:
         if name in self._extra:
             return self._extra[name]
         if name in self.families:
-            return getattr(importlib.import_module(f"{self.packages[0]}.{self.families[name]}"), name)
+            module = importlib.import_module(f"{self.packages[0]}.{self.families[name]}")
+            return getattr(module, name)
         if name in self._files:
             return importlib.import_module(f"{self._files[name]}.{name}")
         if name in self._plugins:
@@ -292,6 +295,33 @@ class _HashedSource(SourceLoader):
         return self._content
 
 
+def _import_file(where: str, file: Path, module: str, content: bytes | None) -> None:
+    """Import a user's file as a module.
+
+    Args:
+        where: What the file is for, for messages.
+        file: The file.
+        module: The name of the module.
+        content: The bytes to import instead of the file's present content.
+
+    Raises:
+        UsageError: The file cannot be imported; then there is no such module.
+    """
+    loader = None if content is None else _HashedSource(file, content)
+    spec = importlib.util.spec_from_file_location(module, file, loader=loader)
+    if spec is None or spec.loader is None:
+        raise UsageError(f"{where}: {file} is not a Python file; expected PATH.py:NAME")
+    sys.modules[module] = importlib.util.module_from_spec(spec)
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))  # it may import what is beside it
+    try:
+        spec.loader.exec_module(sys.modules[module])
+    # Whatever the import of a user's file raises is that file's matter, and no reason for a traceback.
+    except Exception as error:
+        del sys.modules[module]
+        raise UsageError(f"{where}: importing {file} failed: {type(error).__name__}: {error}") from error
+
+
 def _load_name(kind: str, file: Path, name: str, module: str, content: bytes | None) -> Any:
     """Return an object of a user's file, which is imported once in a process.
 
@@ -307,20 +337,7 @@ def _load_name(kind: str, file: Path, name: str, module: str, content: bytes | N
     """
     reference = f"{file}:{name}"
     if module not in sys.modules:
-        loader = None if content is None else _HashedSource(file, content)
-        spec = importlib.util.spec_from_file_location(module, file, loader=loader)
-        if spec is None or spec.loader is None:
-            raise UsageError(f"{kind} '{reference}': {file} is not a Python file; expected PATH.py:NAME")
-        sys.modules[module] = importlib.util.module_from_spec(spec)
-        if str(file.parent) not in sys.path:
-            sys.path.append(str(file.parent))  # it may import what is beside it
-        try:
-            spec.loader.exec_module(sys.modules[module])
-        # Whatever the import of a user's file raises is that file's matter, and no reason for a traceback.
-        except Exception as error:
-            del sys.modules[module]
-            reason = f"importing {file} failed: {type(error).__name__}: {error}"
-            raise UsageError(f"{kind} '{reference}': {reason}") from error
+        _import_file(f"{kind} '{reference}'", file, module, content)
     try:
         return getattr(sys.modules[module], name)
     except AttributeError as error:

@@ -114,7 +114,8 @@ _syncs: ContextVar[bool | PendingSyncs] = ContextVar("syncs", default=True)
 @contextlib.contextmanager
 def syncs_into(pending: PendingSyncs) -> Iterator[None]:
     """Note syncs in ``pending`` inside the block instead of waiting for the disk, unless `without_syncs` holds."""
-    token = _syncs.set(pending if is_synced() else False)
+    way = pending if is_synced() else False
+    token = _syncs.set(way)
     try:
         yield
     finally:
