@@ -52,6 +52,7 @@ def own_encoder(name: str, factory: Callable[..., nn.Module]) -> Encoder:
     """
 
     def build(task: Task, params: AnyParams) -> nn.Module:
+        """Make the module, and note how many features it has."""
         arguments = params.model_dump()
         if "task" in inspect.signature(factory).parameters:
             arguments = {"task": task, **arguments}
@@ -64,22 +65,7 @@ def own_encoder(name: str, factory: Callable[..., nn.Module]) -> Encoder:
             raise UsageError(f"encoder '{name}': making it failed: {type(error).__name__}: {error}") from error
         if not isinstance(module, nn.Module):
             raise UsageError(f"encoder '{name}': expected a torch.nn.Module, got {type(module).__name__}")
-        # The features' width is found by running two empty inputs; no random number is used up.
-        shape = (2, *task.input_shape)
-        was_training = module.training
-        try:
-            with torch.random.fork_rng(devices=[]), torch.no_grad():
-                result = module.eval()(torch.zeros(shape))
-        except Exception as error:
-            raise UsageError(
-                f"encoder '{name}': inputs of shape {shape} failed: {type(error).__name__}: {error}"
-            ) from error
-        finally:
-            module.train(was_training)
-        if not isinstance(result, torch.Tensor) or result.ndim != 2 or len(result) != 2:
-            got = f"shape {tuple(result.shape)}" if isinstance(result, torch.Tensor) else type(result).__name__
-            raise UsageError(f"encoder '{name}': inputs of shape {shape} gave {got}, expected features (2, d)")
-        width = int(result.shape[1])
+        width = _measure_width(name, module, task)
         if getattr(module, "feature_dim", width) != width:
             raise UsageError(
                 f"encoder '{name}': its feature_dim is {module.feature_dim}, but its features have {width} columns"
@@ -88,3 +74,29 @@ def own_encoder(name: str, factory: Callable[..., nn.Module]) -> Encoder:
         return module
 
     return Encoder(build, AnyParams)
+
+
+def _measure_width(name: str, module: nn.Module, task: Task) -> int:
+    """Return how many features an encoder has, found by running two empty inputs; no random number is used up.
+
+    Raises:
+        UsageError: The encoder fails, or does not turn inputs into features (n, d).
+    """
+    shape = (2, *task.input_shape)
+    was_training = module.training
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            features = module.eval()(torch.zeros(shape))
+    except Exception as error:
+        raise UsageError(
+            f"encoder '{name}': inputs of shape {shape} failed: {type(error).__name__}: {error}"
+        ) from error
+    finally:
+        module.train(was_training)
+    if not isinstance(features, torch.Tensor):
+        got = type(features).__name__
+    elif features.ndim != 2 or len(features) != 2:
+        got = f"shape {tuple(features.shape)}"
+    else:
+        return int(features.shape[1])
+    raise UsageError(f"encoder '{name}': inputs of shape {shape} gave {got}, expected features (2, d)")

@@ -165,7 +165,8 @@ def mobilenet_v1(task: Task, params: StemParams) -> nn.Module:
     A convolution, thirteen pairs of one for each channel and one across channels, then the mean over each map;
     3,206,976 weights without its classifier.
     """
-    layers = _convolution(task.input.channels, 32, 3, stride=1 if params.stem == "small" else 2)
+    first_stride = 1 if params.stem == "small" else 2
+    layers = _convolution(task.input.channels, 32, 3, stride=first_stride)
     channels = 32
     for wider, stride in _STAGES:
         layers += _convolution(channels, channels, 3, stride=stride, groups=channels)

@@ -47,6 +47,10 @@ def mobilenet_v3_small(task: Task, params: StemParams) -> nn.Module:
 
 
 def _resnet(task: Task, name: str, params: StemParams) -> nn.Module:
+    """Return a ResNet of torchvision without its classifier, whose first layers fit the task and the stem.
+
+    The ``small`` stem, for small images, has a 3 x 3 convolution with stride 1, and no pooling.
+    """
     net = getattr(networks(), name)(weights=None)
     if params.stem == "small":
         net.conv1 = _first_convolution(net.conv1, task, stride=1, kernel=3)
@@ -60,10 +64,16 @@ def _resnet(task: Task, name: str, params: StemParams) -> nn.Module:
 
 
 def _mobilenet(task: Task, name: str, params: StemParams, feature_dim: int) -> nn.Module:
+    """Return a MobileNet of torchvision without its classifier, whose first layer fits the task and the stem.
+
+    The ``small`` stem, for small images, has stride 1.
+    """
     net = getattr(networks(), name)(weights=None)
     first = net.features[0]
-    if params.stem == "small" or task.input.channels != 3:
-        first[0] = _first_convolution(first[0], task, stride=1 if params.stem == "small" else None)
+    if params.stem == "small":
+        first[0] = _first_convolution(first[0], task, stride=1)
+    elif task.input.channels != 3:
+        first[0] = _first_convolution(first[0], task)
     net.feature_dim = feature_dim
     net.classifier = nn.Identity()
     for module in net.modules():
