@@ -192,6 +192,7 @@ class Method:
         """
 
         def read_weighted() -> Iterator[tuple[float, Tensors]]:
+            """Yield weight and model tensors of each update, as it is read."""
             for update in updates:
                 weight = update.weight if self.weighting == "samples" else 1.0
                 if note is None:
@@ -286,12 +287,14 @@ class Method:
 
         Where batch norm stays with clients no head is exact: a device gets the pooled one.
         """
-        other = f"not part of {self.name}: another classifier on its frozen features"
-        grade, reason = self.exactness.get(head, ("approximate", other))
+        foreign_reason = f"not part of {self.name}: another classifier on its frozen features"
+        grade, reason = self.exactness.get(head, ("approximate", foreign_reason))
         if self.norm == "global":
             return grade, reason
+        if grade == "exact":
+            grade = "same form"
         pooled = f"the exported encoder has batch norm pooled over the clients (norm = {self.norm})"
-        return "same form" if grade == "exact" else grade, f"{reason}; {pooled}, where a client of the run has its own"
+        return grade, f"{reason}; {pooled}, where a client of the run has its own"
 
     def global_head(self, state: State) -> Tensors | None:
         """Return the shared linear classifier (``weight`` (K, d), ``bias`` (K,)) on raw features, or None."""

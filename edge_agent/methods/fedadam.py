@@ -43,6 +43,6 @@ class FedAdam(ServerSteps):
         """Return lr times the mean over the root of the mean square."""
         params = self.params
         mean = params.beta1 * self.moment(state, "mean", name) + (1 - params.beta1) * change
-        old = self.moment(state, "square", name, params.adaptivity**2)
-        square = params.beta2 * old + (1 - params.beta2) * change**2
+        square_before = self.moment(state, "square", name, params.adaptivity**2)
+        square = params.beta2 * square_before + (1 - params.beta2) * change**2
         return params.server_lr * mean / (np.sqrt(square) + params.adaptivity), {"mean": mean, "square": square}

@@ -116,7 +116,8 @@ class FedALA(Method):
         losses: list[float] = []
         is_first = not any(name.startswith(_SHARES) for name in client.memory)
         model.eval()
-        for _ in range(params.ala_most_epochs if is_first else 1):
+        epochs = params.ala_most_epochs if is_first else 1
+        for _ in range(epochs):
             sides[2], loss = one_pass(model, sides, part, params)
             losses.append(loss)
             if len(losses) > params.ala_window and np.std(losses[-params.ala_window :]) < params.ala_threshold:
@@ -125,6 +126,7 @@ class FedALA(Method):
 
 
 def _on(device: torch.device, arrays: Tensors) -> Weights:
+    """Return copies of named arrays as tensors on a device."""
     return {name: torch.tensor(array, device=device) for name, array in arrays.items()}
 
 

@@ -84,8 +84,10 @@ class FedFomo(TwoNetworks):
         """Return the models of the peers, stacked."""
         names = names_in(state, _NAMES)
         rows = [names.index(peer) for peer in self.offered(state, client)]
-        stacks = {name: array for name, array in state.items() if name.startswith(_MODEL)} if rows else {}
-        return {_PEER + name.removeprefix(_MODEL): array[rows] for name, array in stacks.items()}
+        if not rows:
+            return {}
+        stacks = {name.removeprefix(_MODEL): array for name, array in state.items() if name.startswith(_MODEL)}
+        return {_PEER + name: array[rows] for name, array in stacks.items()}
 
     def offered(self, state: State, client: str) -> list[str]:
         """Return the clients whose models this one gets: those of largest affinity, sometimes any.
@@ -93,19 +95,23 @@ class FedFomo(TwoNetworks):
         It depends on the state.
         """
         names = names_in(state, _NAMES)
-        others = [name for name in names if name != client]
-        if not others:
+        peers = [name for name in names if name != client]
+        if not peers:
             return []
         number = int(state[_ROUND][0])
         rng = rng_of(client, _EXPLORING, number)
         chance = self.params.explore - self.params.explore_decay * (number - 1)
-        others = [others[index] for index in rng.permutation(len(others))]  # equal affinities stand in random order
+        peers = [peers[index] for index in rng.permutation(len(peers))]  # equal affinities stand in random order
         if client in names:
             row = state[_AFFINITY][names.index(client)]
-            others.sort(key=lambda name: -row[names.index(name)])
+            peers.sort(key=lambda name: -row[names.index(name)])
+        # The next one is that of largest affinity, or by this chance any.
         chosen = list[str]()
-        while others and len(chosen) < self.params.peers:
-            chosen.append(others.pop(int(rng.integers(len(others))) if rng.random() < chance else 0))
+        while peers and len(chosen) < self.params.peers:
+            position = 0
+            if rng.random() < chance:
+                position = int(rng.integers(len(peers)))
+            chosen.append(peers.pop(position))
         return chosen
 
     def aggregate(self, state: State, updates: Iterable[Update]) -> State:
@@ -114,6 +120,7 @@ class FedFomo(TwoNetworks):
         helped = dict[str, np.ndarray]()
 
         def take(update: Update, extras: Tensors) -> None:
+            """Note a client's model, and how much those that it got have helped."""
             model = {name: array for name, array in update.tensors.items() if name != _HELPED}
             models[update.client] = {_MODEL + name: np.array(array) for name, array in model.items()}
             helped[update.client] = extras["helped"]
@@ -125,8 +132,8 @@ class FedFomo(TwoNetworks):
         before = names_in(state, _NAMES)
         affinities = np.zeros((len(clients), len(clients)))
         if before:
-            old = [clients.index(name) for name in before]
-            affinities[np.ix_(old, old)] = state[_AFFINITY]
+            positions = [clients.index(name) for name in before]
+            affinities[np.ix_(positions, positions)] = state[_AFFINITY]
         for client, amounts in helped.items():
             for peer, amount in zip(self.offered(state, client), amounts, strict=False):
                 affinities[clients.index(client), clients.index(peer)] += amount

@@ -186,11 +186,11 @@ def mutual_loss(model: Parts) -> Loss:
         z_t = teacher(model).features(inputs)
         logits_s = model.head(z_s)
         logits_t = teacher(model).head(z_t)
-        seen = model.part("projection")(z_s)
+        projected = model.part("projection")(z_s)
         entropies = F.cross_entropy(logits_t, labels), F.cross_entropy(logits_s, labels)
         doubt = (entropies[0] + entropies[1]).detach().clamp(min=torch.finfo(z_s.dtype).eps)
-        taught = learned_from(logits_t, logits_s) + F.mse_loss(z_t, seen.detach())
-        learned = learned_from(logits_s, logits_t) + F.mse_loss(seen, z_t.detach())
+        taught = learned_from(logits_t, logits_s) + F.mse_loss(z_t, projected.detach())
+        learned = learned_from(logits_s, logits_t) + F.mse_loss(projected, z_t.detach())
         return entropies[0] + entropies[1] + (taught + learned) / doubt
 
     return loss

@@ -310,6 +310,6 @@ def prototype_losses(members: Sequence[Update], *, by_prior: bool) -> np.ndarray
     for row, member in zip(losses, members, strict=True):
         logits = means @ member.tensors["head.weight"].T + member.tensors["head.bias"]
         top = logits.max(axis=1)
-        each = np.log(np.exp(logits - top[:, None]).sum(axis=1)) + top - logits[np.arange(len(labels)), labels]
-        np.divide(np.bincount(owners, shares * each, len(members)), sums, out=row, where=sums > 0)
+        entropies = np.log(np.exp(logits - top[:, None]).sum(axis=1)) + top - logits[np.arange(len(labels)), labels]
+        np.divide(np.bincount(owners, shares * entropies, len(members)), sums, out=row, where=sums > 0)
     return losses

@@ -213,9 +213,10 @@ class FedRIR(Method):
             idm.step()
         with torch.no_grad():
             mean, logvar = q(c)
-        is_drawn = params.negatives == "permutation"
-        others = torch.randperm(len(g), generator=client.generator, device=client.device) if is_drawn else None
-        bound = vclub(g, mean, logvar, others)
+        negatives = None
+        if params.negatives == "permutation":
+            negatives = torch.randperm(len(g), generator=client.generator, device=client.device)
+        bound = vclub(g, mean, logvar, negatives)
         return bound.clamp(min=0.0) if params.id_floor else bound
 
     def _train(

@@ -104,16 +104,23 @@ class KNNPer(Method):
         if len(offered) == 1 or not 0 < held < total:
             return float(params.neighbours[0]), params.scales[0], 0.5 if params.mix is None else params.mix
         held_out = order[:held]
-        rest = order[held:]
+        memorised = order[held:]
         queries = features[held_out].astype(np.float64)
         shared = _probabilities(client, features[held_out])
 
-        def near(neighbours: int, scale: float) -> np.ndarray:
-            return count_votes(queries, features[rest], labels[rest], client.task.num_classes, neighbours, scale)
+        # The votes depend on k and the scale alone, so they are counted once for all mixtures.
+        votes: dict[tuple[int, float], np.ndarray] = {}
+        for neighbours, scale in itertools.product(params.neighbours, params.scales):
+            votes[neighbours, scale] = count_votes(
+                queries, features[memorised], labels[memorised], client.task.num_classes, neighbours, scale
+            )
 
-        answers = {pair: near(*pair) for pair in itertools.product(params.neighbours, params.scales)}
-        best = max(offered, key=lambda one: quality(answers[one[:2]], shared, labels[held_out], one[2]))
-        return float(best[0]), float(best[1]), float(best[2])
+        def rate(choice: tuple[int, float, float]) -> tuple[int, float]:
+            neighbours, scale, share = choice
+            return quality(votes[neighbours, scale], shared, labels[held_out], share)
+
+        neighbours, scale, share = max(offered, key=rate)
+        return float(neighbours), float(scale), float(share)
 
 
 def _probabilities(client: Client, features: np.ndarray) -> np.ndarray:

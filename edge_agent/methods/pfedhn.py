@@ -131,22 +131,25 @@ class PFedHN(Method):
         before = names_in(state, _NAMES)
 
         def differentiate(update: Update, _: Tensors) -> None:
-            old = self._embedding(state, update.client)
-            embedding = torch.from_numpy(old.copy()).requires_grad_()
+            """Add the slopes of a client's update to the sums, and take the step of its embedding."""
+            present = self._embedding(state, update.client)
+            embedding = torch.from_numpy(present.copy()).requires_grad_()
             weights = [*network.parameters(), embedding]
             *products, slope = clipped(pull_back(network, embedding, update.tensors, weights), self.params.clip)
             for total, product in zip(summed, products, strict=True):
                 total.add_(product)
-            is_known = update.client in before
-            speed = state[_EMBEDDING_SPEED][before.index(update.client)] if is_known else np.zeros_like(old)
-            moved = self._step(old, speed, slope.numpy())
+            if update.client in before:
+                speed = state[_EMBEDDING_SPEED][before.index(update.client)]
+            else:
+                speed = np.zeros_like(present)
+            moved = self._step(present, speed, slope.numpy())
             embeddings[update.client] = dict(zip((_EMBEDDING, _EMBEDDING_SPEED), moved, strict=True))
 
         result = {**state, **self.mean(updates, differentiate)}
         for (name, _), slope in zip(network.named_parameters(), summed, strict=True):
-            old = state[_HYPER + name]
-            speed = state[_SPEED + name]
-            result[_HYPER + name], result[_SPEED + name] = self._step(old, speed, slope.numpy())
+            weights, speed = self._step(state[_HYPER + name], state[_SPEED + name], slope.numpy())
+            result[_HYPER + name] = weights
+            result[_SPEED + name] = speed
         return {**result, **with_rows(state, _NAMES, embeddings)}
 
     def _step(self, weights: np.ndarray, speed: np.ndarray, slope: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -156,16 +159,19 @@ class PFedHN(Method):
         return (weights - params.server_lr * faster).astype(np.float32), faster.astype(np.float32)
 
     def _network(self, state: State) -> Hypernetwork:
-        network = Hypernetwork(_shapes({n: a for n, a in state.items() if n.split(".")[0] in self.shared}), self.params)
-        load_arrays(network, {n.removeprefix(_HYPER): a for n, a in state.items() if n.startswith(_HYPER)})
+        """Return H with the weights that the state has."""
+        shared_tensors = {name: array for name, array in state.items() if name.split(".")[0] in self.shared}
+        network = Hypernetwork(_shapes(shared_tensors), self.params)
+        weights = {name.removeprefix(_HYPER): array for name, array in state.items() if name.startswith(_HYPER)}
+        load_arrays(network, weights)
         return network
 
     def _embedding(self, state: State, client: str) -> np.ndarray:
         """Return e (size,) float32 of a client, for one never seen before as its id makes it."""
         names = names_in(state, _NAMES)
         if client in names:
-            known: np.ndarray = state[_EMBEDDING][names.index(client)].copy()
-            return known
+            trained: np.ndarray = state[_EMBEDDING][names.index(client)].copy()
+            return trained
         fresh: np.ndarray = rng_of(client).standard_normal(self.params.embedding_size).astype(np.float32)
         return fresh
 

@@ -65,18 +65,20 @@ class Scaffold(Method):
 
     def aggregate(self, state: State, updates: Iterable[Update]) -> State:
         """Take one step of the model, and the control variate after the changes of the round's clients."""
-        seen: list[str] = []
+        round_clients: list[str] = []
 
-        def noted() -> Iterator[Update]:
+        def note_clients() -> Iterator[Update]:
             for update in updates:
-                seen.append(update.client)
+                round_clients.append(update.client)
                 yield update
 
-        mean = self.mean(noted())
-        seen_clients = names_in(state, _SEEN)
-        clients = sorted({*seen_clients, *seen})
+        mean = self.mean(note_clients())
+        earlier_clients = names_in(state, _SEEN)
+        clients = sorted({*earlier_clients, *round_clients})
+        # The control variate of the server is the mean of those of all clients that ever took part.
         for name in [name for name in mean if name.startswith(_SENT)]:
-            summed = len(seen_clients) * state[name].astype(np.float64) + len(seen) * mean[name].astype(np.float64)
+            earlier_sum = len(earlier_clients) * state[name].astype(np.float64)
+            summed = earlier_sum + len(round_clients) * mean[name].astype(np.float64)
             mean[name] = (summed / len(clients)).astype(np.float32)
         return {**state, **towards(state, mean, self.params.server_lr), _SEEN: packed(clients)}
 
@@ -95,6 +97,7 @@ class Scaffold(Method):
         ]
 
         def correct() -> None:
+            """Add c - c_i to the gradient."""
             nonlocal steps
             steps += 1
             for weight, shift in shifts:
@@ -113,4 +116,5 @@ class Scaffold(Method):
 
 
 def _zeros(tensors: Tensors) -> Tensors:
+    """Return a control variate of zeros for the tensors that training changes."""
     return {_SENT + name: np.zeros_like(array) for name, array in tensors.items() if is_learned(name, array)}
