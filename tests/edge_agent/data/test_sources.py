@@ -15,6 +15,7 @@ from edge_agent.core.config import DataConfig
 from edge_agent.core.errors import ConfigError, DataError, MissingCapability, UnknownName
 from edge_agent.core.task import ImageInput, WindowInput
 from edge_agent.data import check, from_files, label_array, load, parse_source, registry
+from edge_agent.data.base import DataSource, Options, Raw
 from edge_agent.data.images import files_by_class
 from edge_agent.data.partition import Pool, divided, own_samples, read_pools
 
@@ -522,3 +523,14 @@ def test_one_number_to_predict_is_expected_for_each_input(tmp_path, targets):
     np.savez(tmp_path / "t.npz", inputs=np.zeros((5, 8, 8), np.uint8), labels=targets)
     with pytest.raises(DataError, match=r"targets of shape .* for 5 inputs; expected one for each"):
         load(f"npz:{tmp_path / 't.npz'}", labelled=False)
+
+
+def test_a_recording_whose_targets_cannot_be_cut_is_left_out_as_a_whole(monkeypatch):
+    recordings = [np.full((8, 1), value, np.float32) for value in (1, 2, 3)]
+    targets = [np.zeros(8), np.full(8, np.nan), np.full(8, 5.0)]
+    raw = Raw("recording", recordings, np.zeros(3, np.int64), ("a",), targets=targets)
+    monkeypatch.setitem(registry._extra, "plugged", DataSource(Options, lambda _where, _options: raw))
+    samples = load("plugged:", WindowInput(channels=1, length=4, stride=4), strict=False)
+    assert samples.inputs[:, 0, 0].tolist() == [1, 1, 3, 3]
+    assert samples.targets.tolist() == [0, 0, 5, 5]
+    assert samples.skipped == ("1: holds NaN or infinity",)
