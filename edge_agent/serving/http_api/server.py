@@ -32,7 +32,8 @@ from ...core.errors import HeadwaterError, UsageError, cause
 from ...version import __version__
 from .access import Guard
 from .certificate import ServerCertificate
-from .messages import Request, Response, Route, error_response, response_to_error
+from .messages import Access, Request, Response, Route, error_response, response_to_error
+from .slots import Slot, Slots
 
 log = logging.getLogger(__name__)
 
@@ -216,7 +217,7 @@ class _ConnectionServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
         """
         self.shared = shared
         self.budget = BodyBudget(shared.limits.all_bodies_bytes)
-        self.connection_slots = threading.BoundedSemaphore(shared.limits.connections)
+        self.slots = Slots(shared.limits.connections)
         self._stop_reader, self._stop_writer = socket.socketpair()
         if isinstance(address, str):
             self.address_family = socket.AF_UNIX
@@ -254,8 +255,8 @@ class _ConnectionServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
         self._stop_writer.close()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve a connection in a thread of its own; if there are too many, send 503 and close it."""
-        if not self.connection_slots.acquire(blocking=False):
+        """Serve a connection in a thread of its own; if no slot can be had for it, send 503 and close it."""
+        if not self.slots.take():
             with contextlib.suppress(OSError):
                 request.settimeout(0.1)
                 request.sendall(_TOO_MANY_CONNECTIONS)
@@ -263,8 +264,8 @@ class _ConnectionServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
             return
         try:
             super().process_request(request, client_address)
-        except BaseException:  # no thread could be started, so nothing else would release the slot
-            self.connection_slots.release()
+        except BaseException:  # no thread could be started, so nothing else would leave the slot
+            self.slots.leave()
             raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
@@ -272,17 +273,22 @@ class _ConnectionServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self.connection_slots.release()
+            self.slots.leave()
 
     def finish_request(self, request: Any, client_address: Any) -> None:
         """Do the TLS handshake if the server uses TLS, and serve the requests of the connection."""
-        if self.shared.tls is not None:
+        tls = self.shared.tls
+        if tls is not None:
             request.settimeout(self.shared.limits.request_s)
-            request = self.shared.tls.context().wrap_socket(request, server_side=True)
+            # The handshake comes later, so that the connection is among the idle ones by then.
+            request = tls.context().wrap_socket(request, server_side=True, do_handshake_on_connect=False)
         try:
-            _RequestHandler(request, client_address, self)
+            with self.slots.hold(request) as slot:
+                if tls is not None:
+                    request.do_handshake()
+                _RequestHandler(request, client_address, self, slot)
         finally:
-            if self.shared.tls is not None:
+            if tls is not None:
                 with contextlib.suppress(OSError):
                     request.close()
 
@@ -333,6 +339,11 @@ class _RequestHandler(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     server: _ConnectionServer
+
+    def __init__(self, request: Any, client_address: Any, server: _ConnectionServer, slot: Slot) -> None:
+        """Serve all requests of the connection in this slot."""
+        self._slot = slot
+        super().__init__(request, client_address, server)
 
     def setup(self) -> None:
         """Prepare the connection. Responses are sent by `_send`, each in one piece."""
@@ -403,7 +414,7 @@ class _RequestHandler(BaseHTTPRequestHandler):
         return True
 
     def _answer(self) -> None:
-        """Answer the request whose header was read: route, access, body, response."""
+        """Answer the request whose header was read: route and access, then the rest."""
         shared = self.server.shared
         target = self._target()
         if target is None:
@@ -420,6 +431,15 @@ class _RequestHandler(BaseHTTPRequestHandler):
         if refusal is not None:
             self._refuse(refusal)
             return
+        with contextlib.ExitStack() as stack:
+            if route.access is not Access.OPEN:
+                stack.enter_context(self.server.slots.asking(self._slot))
+            self._answer_allowed(route, names, target, headers)
+
+    def _answer_allowed(
+        self, route: Route, names: dict[str, str], target: SplitResult, headers: dict[str, str]
+    ) -> None:
+        """Answer a request that is allowed: body, response."""
         # 3. The body. Its size is checked, and its memory reserved, before a byte of it is read.
         size = self._body_size(headers)
         if isinstance(size, Response):

@@ -7,6 +7,7 @@ import datetime as dt
 import ipaddress
 import socket
 import ssl
+import threading
 import urllib.request
 
 import pytest
@@ -82,6 +83,16 @@ def test_answers_are_encrypted_and_a_renewed_certificate_is_taken_without_a_rest
     old.write_bytes(before)
     with pytest.raises(OSError, match="CERTIFICATE_VERIFY_FAILED"):
         ask(site.port, old, photo)
+
+
+def test_a_client_that_never_begins_the_handshake_makes_room(serve, source, tmp_path):
+    cert, key = write_certificate(tmp_path)
+    site = serve(source, tls=ServerCertificate(cert, key), limits=HttpLimits(connections=1))
+    with socket.create_connection(("127.0.0.1", site.port), timeout=30) as silent:
+        while not site.service.http._server.slots._held:
+            threading.Event().wait(0.01)
+        assert ask(site.port, cert, png(square("red")))[0] == 200
+        assert silent.recv(100) == b""
 
 
 def test_files_that_are_half_renewed_leave_the_one_before(tmp_path):

@@ -213,21 +213,75 @@ def test_a_connection_without_a_request_is_closed(echo):
     assert raw_exchange(echo(HttpLimits(idle_s=0.2)).port) == b""
 
 
+def connect(server):
+    return socket.create_connection(("127.0.0.1", server.port), timeout=WAIT_S)
+
+
+def hold_place(server, path="/echo/x", token=""):
+    """Return a connection with a request under way: the server waits for its body."""
+    connection = connect(server)
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {token}\r\nExpect: 100-continue\r\n"
+    connection.sendall(f"{head}Content-Length: 2\r\n\r\n".encode())
+    assert connection.recv(100).startswith(b"HTTP/1.1 100")
+    return connection
+
+
+def get(connection, path="/open"):
+    """Return whether a request over an open connection is answered, not ended."""
+    try:
+        connection.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+        return connection.recv(1000) != b""
+    except ConnectionError:
+        return False
+
+
 def test_more_connections_than_may_are_turned_away_and_others_go_on(echo):
     server = echo(HttpLimits(connections=3))
-    held = [socket.create_connection(("127.0.0.1", server.port), timeout=WAIT_S) for _ in range(3)]
-    for connection in held:  # each has its thread once it has an answer
-        connection.sendall(b"GET /open HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        assert connection.recv(100).startswith(b"HTTP/1.1 200")
+    held = [hold_place(server) for _ in range(3)]
     assert raw_exchange(server.port).startswith(b"HTTP/1.1 503")
-    held[0].sendall(b"GET /open HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-    while held[0].recv(65536):
-        pass
-    # Its thread ends a moment after its connection.
-    while raw_exchange(server.port, b"GET /open HTTP/1.0\r\nHost: localhost\r\n\r\n").startswith(b"HTTP/1.1 503"):
-        pass
+    for connection in held:
+        connection.sendall(b"ab")
+        assert b'"body":"ab"' in connection.recv(65536)
+    # They are idle now, so that one of them makes room.
+    assert ask(server, "GET", "/open")[0] == 200
     for connection in held:
         connection.close()
+
+
+def test_the_connection_that_has_been_idle_longest_makes_room_and_requests_under_way_go_on(echo):
+    server = echo(HttpLimits(connections=3))
+    with hold_place(server) as busy, connect(server) as first:
+        assert get(first)  # it has its place once it has an answer
+        with connect(server) as second, connect(server) as third:
+            assert get(second)
+            assert get(third)
+            assert not get(first)
+            assert get(second)
+            assert get(third)
+        busy.sendall(b"ab")
+        assert b'"body":"ab"' in busy.recv(65536)
+
+
+def test_connections_without_the_token_make_room_before_others(echo):
+    server = echo(HttpLimits(connections=2), is_local=False)
+    with hold_place(server, token=TOKEN) as known, connect(server) as stranger:
+        known.sendall(b"ab")
+        assert b'"body":"ab"' in known.recv(65536)
+        assert get(stranger)  # has been idle for a shorter time
+        with connect(server) as other:
+            assert get(other)
+            assert not get(stranger)
+            assert get(known)
+
+
+def test_idle_clients_keep_nobody_out(echo):
+    server = echo(HttpLimits(connections=4))
+    with contextlib.ExitStack() as stack:
+        for _ in range(20):
+            stack.enter_context(connect(server))
+        # Only connections that are just being opened cannot make room yet.
+        while ask(server, "GET", "/open")[0] != 200:
+            pass
 
 
 def test_bodies_share_a_budget():
