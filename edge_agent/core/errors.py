@@ -30,6 +30,7 @@ HeadwaterError                  exit 1   something failed
 │   └── SumRefused              exit 1   a secure sum would reveal more than the sum, or cannot be shown not to
 │       └── SharesWrong         exit 1   shares of other devices do not open
 ├── Busy                        exit 1   more inputs wait to be answered than may; trying again later helps
+│   └── SamplesBusy             exit 1   another program is changing the samples of the device
 ├── NotReady                    exit 1   there is no model yet that could answer
 ├── SourceLost                  exit 1   a camera, an address or a folder gives no inputs any more
 │   └── SourceEnded             exit 1   a source has given all that it had
@@ -247,6 +248,18 @@ class Busy(HeadwaterError):
     def __init__(self, waiting: int, retry_s: int) -> None:
         self.retry_s = retry_s
         super().__init__(f"{waiting} inputs are waiting, which is the most; try again in {retry_s} s")
+
+
+class SamplesBusy(Busy):
+    """Another program is changing the samples of the device, and takes long."""
+
+    def __init__(self, retry_s: int) -> None:
+        HeadwaterError.__init__(
+            self,
+            "nothing was added: another program, such as 'edge-agent add', is changing the samples of this device; "
+            f"try again in {retry_s} s, or end it if it hangs",
+        )
+        self.retry_s = retry_s
 
 
 class NotReady(HeadwaterError):

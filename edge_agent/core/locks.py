@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import stat
 import threading
@@ -190,18 +191,50 @@ def remove_lock(folder: Path, holder: LockHolder) -> bool:
 
 
 @contextlib.contextmanager
-def waited_lock(folder: Path) -> Iterator[None]:
-    """Hold ``folder`` for some milliseconds, after waiting for other holders: for commands that change a file in it."""
+def waited_lock(folder: Path, limit_s: float = math.inf) -> Iterator[None]:
+    """Hold ``folder`` for some milliseconds, after waiting for other holders: for commands that change a file in it.
+
+    Args:
+        folder: An existing folder.
+        limit_s: Seconds to wait. Other holders may take long: a command that adds many files, or was suspended.
+
+    Raises:
+        TimeoutError: Another program has held the folder for longer.
+    """
     if os.name == "nt":  # pragma: no cover - folders cannot be opened there
         yield
         return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if math.isinf(limit_s):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        else:
+            _lock_within(descriptor, limit_s)
         yield
     finally:
         os.close(descriptor)
 
+
+def _lock_within(descriptor: int, limit_s: float) -> None:
+    """Lock a folder within so many seconds; there is no call of the system that waits for a lock that long.
+
+    Raises:
+        TimeoutError: Another program has held it for longer.
+    """
+    give_up_at = time.monotonic() + limit_s
+    while True:
+        try:
+            _lock(descriptor)
+        except BlockingIOError as error:
+            if time.monotonic() >= give_up_at:
+                raise TimeoutError(f"another program has held the folder for {limit_s:g} s") from error
+            time.sleep(_LOOK_S)
+        else:
+            return
+
+
+_LOOK_S = 0.02
+"""Seconds between two attempts of `_lock_within`."""
 
 if os.name == "nt":  # pragma: no cover - exercised on Windows only
     import msvcrt

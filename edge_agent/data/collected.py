@@ -9,6 +9,7 @@ index alone, and hold for the device's other samples, too.
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -97,7 +98,7 @@ class Collection:
             mistakes = "; ".join(mistakes_of(error, Index)[:5])
             raise StateError(f"{self.folder / INDEX}: {mistakes}; put it back from a backup, or remove it") from error
 
-    def add(self, samples: Samples, budget: int = BUDGET) -> Added:
+    def add(self, samples: Samples, budget: int = BUDGET, wait_s: float = math.inf) -> Added:
         """Keep samples; beyond ``budget`` the oldest ones of the class with most samples are dropped.
 
         A sample that is there already gets its new class. Labels that were renamed get their new names, and a class
@@ -105,10 +106,11 @@ class Collection:
 
         Raises:
             StateError: The collection is damaged.
+            TimeoutError: Another program has been changing the collection for more than ``wait_s`` seconds.
             OSError: The disk is full; the collection is unchanged.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        with waited_lock(self.folder):
+        with waited_lock(self.folder, wait_s):
             index = self.index()
             entries = {entry.id: entry for entry in index.samples}
             count_before = len(entries)

@@ -17,7 +17,7 @@ import numpy as np
 
 from ..agent.head_tier import collection_of
 from ..core.config import AgentConfig
-from ..core.errors import DataError, HeadwaterError, StateError, UsageError, cause
+from ..core.errors import DataError, HeadwaterError, SamplesBusy, StateError, UsageError, cause
 from ..core.task import ImageInput
 from ..data import Samples
 from ..data.collected import labelled
@@ -27,6 +27,13 @@ from .pair import Pair
 from .refit import Refit, refit_in_child
 
 log = logging.getLogger(__name__)
+
+
+WAIT_S = 10.0
+"""Seconds for which a correction waits for another program that changes the samples, such as ``edge-agent add``."""
+
+_RETRY_S = 5
+"""Seconds after which a correction may be tried again that has waited in vain."""
 
 
 class FitState(enum.Enum):
@@ -68,6 +75,7 @@ class Corrections:
         history: History,
         why_not: str = "",
         refit: Callable[[AgentConfig], Refit] = refit_in_child,
+        wait_s: float = WAIT_S,
     ) -> None:
         """Create the object; nothing is fitted before the first correction.
 
@@ -76,10 +84,12 @@ class Corrections:
             history: The answers that may be corrected.
             why_not: Why corrections are rejected here, for people; empty: they are accepted.
             refit: Fits the head of a device again; a parameter for tests.
+            wait_s: Seconds for which a correction waits for another program that changes the samples.
         """
         self._config = config
         self._history = history
         self._refit = refit
+        self._wait_s = wait_s
         self.why_not = why_not
         self.status = FitStatus()
         self._lock = threading.Lock()
@@ -108,6 +118,7 @@ class Corrections:
         Raises:
             UsageError: Corrections are not accepted here, or the answer is no longer kept.
             DataError: The label is not a valid class name, or the input cannot become a sample.
+            SamplesBusy: Another program has been changing the samples for too long; nothing has changed.
             OSError: The disk is full; nothing has changed.
         """
         config = self._config
@@ -119,7 +130,10 @@ class Corrections:
         if not pair.class_names:
             raise UsageError("this head answers with numbers, which have no class to correct")
         samples = labelled(_to_sample(entry, pair), label)
-        added = collection_of(config).add(samples, config.data.budget)
+        try:
+            added = collection_of(config).add(samples, config.data.budget, self._wait_s)
+        except TimeoutError as error:
+            raise SamplesBusy(_RETRY_S) from error
         self._history.correct(number, label)
         self._request_fit(config)
         return {"added": added.added, "known": added.known, "moved": added.moved, "class": label}
@@ -129,9 +143,10 @@ class Corrections:
         self._is_fit_requested = False
 
     def _request_fit(self, config: AgentConfig) -> None:
-        """Start a fit; if one is running, another one follows it."""
+        """Start a fit; if one is running, another one follows it. From now on the status says so."""
         with self._lock:
             self._is_fit_requested = True
+            self.status = FitStatus(FitState.FITTING)
             if self._thread is not None and self._thread.is_alive():
                 return
             self._thread = threading.Thread(target=self._fit_while_requested, args=(config,), name="fit", daemon=True)
@@ -141,12 +156,14 @@ class Corrections:
         """Fit again and again, until no correction has come since the last fit began."""
         while True:
             with self._lock:
+                self._is_fit_requested = False
+            outcome = self._fit(config)
+            with self._lock:
+                # If another fit follows, its outcome counts; the status still says that the head is being fitted.
                 if not self._is_fit_requested:
+                    self.status = outcome
                     self._thread = None
                     return
-                self._is_fit_requested = False
-            self.status = FitStatus(FitState.FITTING)
-            self.status = self._fit(config)
 
     def _fit(self, config: AgentConfig) -> FitStatus:
         """Fit once, and return the outcome."""

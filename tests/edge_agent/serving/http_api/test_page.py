@@ -15,6 +15,7 @@ from serving_site import COLOURS, TOKEN, Site, fill_state, png, square
 from edge_agent.agent.head_tier import refit, why_not_from_added
 from edge_agent.cli.where import config_of_folder
 from edge_agent.core.errors import StateError
+from edge_agent.core.locks import waited_lock
 from edge_agent.core.task import Task, WindowInput
 from edge_agent.data import from_files
 from edge_agent.data.collected import Collection, labelled
@@ -321,6 +322,39 @@ def test_corrections_while_a_fit_runs_are_one_more_fit(device, state):
     go_on.release()
     wait_for(lambda: corrections.status.state is FitState.FITTED)
     assert len(fits) == 2
+
+
+def test_every_correction_is_told_that_a_fit_follows(device):
+    go_on = threading.Event()
+
+    def fit(_config):
+        assert go_on.wait(30)
+        return REFIT
+
+    device.service.corrections._refit = fit
+    real = threading.Thread.start
+    with pytest.MonkeyPatch.context() as patch:
+        # The first fit begins only after its correction was answered.
+        patch.setattr(threading.Thread, "start", lambda thread: None if thread.name == "fit" else real(thread))
+        device.classify(png(square("red", 300)))
+        assert correct(device, 1, "red")[1]["fit"]["state"] == "fitting"
+    device.classify(png(square("red", 301)))
+    assert correct(device, 2, "red")[1]["fit"]["state"] == "fitting"
+    go_on.set()
+    wait_for(lambda: device.service.corrections.status.state is FitState.FITTED)
+
+
+def test_while_another_command_changes_the_samples_for_long_a_correction_is_put_off(device, state):
+    device.service.corrections._wait_s = 0.05
+    device.classify(png(square("red", 400)))
+    count = len(Collection(state / "samples").index().samples)
+    with waited_lock(state / "samples"):
+        status, content, headers = correct(device, 1, "red")
+    assert (status, content["error"]["kind"], headers["retry-after"]) == (503, "SamplesBusy", "5")
+    assert "another program, such as 'edge-agent add'" in content["error"]["message"]
+    assert len(Collection(state / "samples").index().samples) == count
+    status, content, _ = correct(device, 1, "red")
+    assert (status, content["added"]) == (200, 1)
 
 
 @pytest.mark.parametrize(
