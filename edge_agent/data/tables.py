@@ -226,30 +226,36 @@ def _shape_of_rows(columns: int, options: CsvOptions, where: str) -> tuple[int, 
     return shape
 
 
-def read_recording(path: Path) -> np.ndarray:
+def read_recording(path: Path, *, has_options: bool = True) -> np.ndarray:
     """Return the recording (time, channels) in a file whose columns are all values.
+
+    Args:
+        path: The file.
+        has_options: Whether columns could be chosen by options instead, as on the command line; errors then say how.
 
     Raises:
         DataError: The file does not exist, or a cell is not a number.
     """
     try:
-        segments = _segments(path, path.name, _table(path, CsvOptions()))
+        segments = _segments(path, path.name, _table(path, CsvOptions(), has_options=has_options))
     except DataError as error:
+        if not has_options:
+            raise
         raise DataError(f"{error}; --data 'csv:{path}?columns=NAME,NAME' takes some of its columns") from error
     if not segments:
         raise DataError("has no rows of data")
     return segments[0].values
 
 
-def _table(path: Path, options: CsvOptions) -> _Table:
-    """Return the columns of a file.
+def _table(path: Path, options: CsvOptions, *, has_options: bool = True) -> _Table:
+    """Return the columns of a file; ``has_options``: whether errors name the options that would help.
 
     Raises:
         DataError: The file cannot be read; every mistake is listed.
     """
     try:
         with _opened(path) as file:
-            table = _Table(file, options)
+            table = _Table(file, options, has_options=has_options)
     except (OSError, EOFError, UnicodeDecodeError, CsvError) as error:
         raise DataError(f"csv: '{path}' cannot be read: {cause(error)}; expected a table in UTF-8") from error
     table.check(path)
@@ -322,8 +328,12 @@ def _texts_of(table: _Table, column: str | None) -> np.ndarray:
 class _Table:
     """The columns of a file that the options name, the line of each row, and everything that is wrong with them."""
 
-    def __init__(self, file: TextIO, options: CsvOptions) -> None:
-        """Read a file that is open as text; mistakes are noted, and raised by `check`."""
+    def __init__(self, file: TextIO, options: CsvOptions, *, has_options: bool = True) -> None:
+        """Read a file that is open as text; mistakes are noted, and raised by `check`.
+
+        ``has_options``: whether its sender could give options, so that advice may name them.
+        """
+        self._has_options = has_options
         # 1. The names of the columns, in the first line.
         lines = _lines(file)
         first = next(lines, "")
@@ -460,7 +470,7 @@ class _Table:
         hint = ""
         if "," in cell and _is_number(cell.replace(",", ".", 1)):
             hint += "; write decimals with a point"
-        if self._is_text(name, count):
+        if self._has_options and self._is_text(name, count):
             hint += f"; if it has the classes: label={name}"
         return f"column '{name}': {count} cells are {mistake}, first '{cell[:40]}' in line {line}{hint}"
 
@@ -475,7 +485,8 @@ class _Table:
             gaps = np.flatnonzero(~np.isfinite(np.array(self.numbers[name])))
             if len(gaps):
                 line = self.lines[int(gaps[0])]
-                advice = "; correct them" if name == self.options.time else "; gaps=cut leaves these rows out"
+                can_be_cut = self._has_options and name != self.options.time
+                advice = "; gaps=cut leaves these rows out" if can_be_cut else "; correct them"
                 yield f"column '{name}': {len(gaps)} values are missing or not finite, first in line {line}{advice}"
         if not self.options.label:
             return

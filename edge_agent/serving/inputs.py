@@ -103,12 +103,12 @@ class Decoder:
             [recording] = self._sound_items(raw)
         elif _is_text(raw):
             self._check_lines(raw, spec)
-            with _as_file(raw) as path:
-                recording = tables.read_recording(path)
+            recording = _table_recording(raw, spec)
         else:
             raise DataError(f"{len(raw)} bytes of an unknown format; expected {self.expected}")
-        # Recordings of another shape are rejected by `preprocess.cut`.
-        count = (len(recording) - spec.length) // spec.stride + 1 if recording.ndim == 2 else 0
+        if recording.ndim != 2 or recording.shape[1] != spec.channels:
+            raise DataError(f"has shape {recording.shape}, expected (time, {spec.channels}): {_columns_advice(spec)}")
+        count = (len(recording) - spec.length) // spec.stride + 1
         if count > self.most_windows:
             raise DataError(
                 f"has {len(recording)} samples, {count} windows; at most {self.most_windows} are answered at once: "
@@ -159,6 +159,25 @@ def sound_options(text: str) -> WavOptions:
         return parse(WavOptions, options, where="--sound")
     except ConfigError as error:
         raise ConfigError("--sound", error.mistakes) from error
+
+
+def _table_recording(raw: bytes, spec: WindowInput) -> np.ndarray:
+    """Return the recording (time, channels) in a table.
+
+    Raises:
+        DataError: The table has mistakes.
+    """
+    with _as_file(raw) as path:
+        try:
+            return tables.read_recording(path, has_options=False)
+        except DataError as error:
+            raise DataError(f"{error}; {_columns_advice(spec)}") from error
+
+
+def _columns_advice(spec: WindowInput) -> str:
+    """Return which columns a client has to send."""
+    count = "column" if spec.channels == 1 else f"{spec.channels} columns"
+    return f"send only the {count} of values that the encoder takes, in its order, without times and classes"
 
 
 def _is_text(raw: bytes) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from ...core.errors import DataError
 from ...data.wav import WavOptions
 from ..inputs import Decoder
 from ..pair import Pair
@@ -26,7 +27,17 @@ class ClassifyRoutes:
         yield Route("POST", "/classify", Access.ASK, self._classify)
 
     def _classify(self, request: Request) -> Response:
-        """Answer the input in the body; observers see it with the source ``http``."""
+        """Answer the input in the body; observers see it with the source ``http``.
+
+        Raises:
+            DataError: The body is a form, or no input.
+            HeadwaterError: The same as in `Predictor.answer`.
+        """
+        if request.content_type == "multipart/form-data" and request.body.startswith(b"--"):
+            raise DataError(
+                "the body is a form, which is not read here; send the bytes of the file alone, as "
+                "'curl --data-binary @FILE' does"
+            )
 
         def decode(pair: Pair) -> np.ndarray:
             return Decoder(pair.input, self._sound).decode(request.body)

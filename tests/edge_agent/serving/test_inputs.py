@@ -165,3 +165,19 @@ def test_a_message_about_a_table_names_no_path_of_this_machine():
     with pytest.raises(DataError, match=r"csv: 'the input': .*first 'a' in line 2") as refused:
         Decoder(WINDOW).decode(b"x,y\na,b\n")
     assert "/proc" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "raw, says",
+    [
+        (b"x,y,label\n" + b"1,2,walk\n" * 20, "column 'label': 20 cells are no number, first 'walk' in line 2"),
+        (b"x,y,t\n" + b"1,2,3\n" * 20, r"has shape \(20, 3\), expected \(time, 2\)"),
+        (b"x,y\n" + b"1,\n" * 20, "column 'y': 20 values are missing"),
+    ],
+)
+def test_a_message_about_a_table_says_what_a_client_can_do(raw, says):
+    with pytest.raises(DataError, match=says) as refused:
+        Decoder(WINDOW).decode(raw)
+    assert "send only the 2 columns of values that the encoder takes, in its order" in str(refused.value)
+    for option in ("--data", "columns=", "label=", "gaps="):
+        assert option not in str(refused.value)

@@ -25,6 +25,16 @@ def test_what_is_no_image_says_what_was_expected(site):
     assert "JPEG or PNG" in content["error"]["message"]
 
 
+def test_a_form_is_not_read_and_says_how_to_send_a_file(site):
+    boundary = b"--abc\r\n"
+    form = boundary + b'Content-Disposition: form-data; name="file"; filename="a.png"\r\n\r\n' + png(square("red"))
+    fields = {"Content-Type": "multipart/form-data; boundary=abc"}
+    status, content, _ = site.ask("POST", "/classify", form + b"\r\n--abc--\r\n", fields)
+    assert status == 400
+    assert "the body is a form" in content["error"]["message"]
+    assert "--data-binary" in content["error"]["message"]
+
+
 def test_metrics_count_answers_by_class_and_stage(site):
     for label, times in (("red", 2), ("blue", 3)):
         for number in range(times):
