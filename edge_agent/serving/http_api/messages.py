@@ -95,8 +95,10 @@ class Routes(Protocol):
 
 
 def json_response(content: Mapping[str, Any], status: int = 200, headers: tuple[tuple[str, str], ...] = ()) -> Response:
-    """Return a JSON object as a response."""
-    body = json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
+    """Return a JSON object as a response, in UTF-8, so that a person can read names in any language."""
+    text = json.dumps(content, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+    # Names of files may hold bytes that are no text, as surrogates. UTF-8 has none; JSON can write them as escapes.
+    body = text.encode(errors="backslashreplace")
     return Response(status, body, headers=headers)
 
 

@@ -404,6 +404,12 @@ def test_the_socket_of_a_killed_server_is_taken_over_and_other_files_stay(echo, 
     assert precious.read_text() == "mine"
 
 
+def test_names_of_any_language_are_sent_as_they_are():
+    response = json_response({"class": "Kätzchen …", "file": "a\udcff.png"})
+    assert "Kätzchen …".encode() in response.body
+    assert json.loads(response.body) == {"class": "Kätzchen …", "file": "a\udcff.png"}
+
+
 def test_errors_are_json():
     response = error_response(400, "DataError", "no image")
     assert json.loads(response.body) == {"error": {"kind": "DataError", "message": "no image"}}
