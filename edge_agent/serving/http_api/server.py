@@ -8,6 +8,7 @@ client that hangs up, never reads, or sends one byte a second does not affect ot
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import logging
 import os
@@ -28,7 +29,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, parse_qsl, urlsplit
 
-from ...core.errors import HeadwaterError, UsageError, cause
+from ...core.errors import HeadwaterError, UsageError, cause, remedy
 from ...version import __version__
 from .access import Guard
 from .certificate import ServerCertificate
@@ -120,10 +121,7 @@ class HttpServer:
                 _remove_old_socket(address)
             self._server = _ConnectionServer(str(address) if isinstance(address, Path) else address, shared)
         except OSError as error:
-            raise UsageError(
-                f"{where}: cannot be listened on: {cause(error)}; end the other program, or choose another address "
-                "(--port, --host, --unix)"
-            ) from error
+            raise UsageError(f"{where}: cannot be listened on: {cause(error)}; {_advice(address, error)}") from error
         self._socket_path = address if isinstance(address, Path) else None
         self._socket_inode = None if self._socket_path is None else self._socket_path.stat().st_ino
         self._thread = threading.Thread(target=self._server.serve_until_stopped, name="http", daemon=True)
@@ -154,6 +152,23 @@ class HttpServer:
                 path.unlink()
 
 
+def _advice(address: tuple[str, int] | Path, error: OSError) -> str:
+    """Return what to do about an address that cannot be listened on."""
+    is_in_use = error.errno == errno.EADDRINUSE
+    if isinstance(address, Path):
+        if is_in_use:
+            return "end the other program, or name another path (--unix)"
+        if isinstance(error, FileNotFoundError):
+            return f"create the folder {address.parent}, or name another path (--unix)"
+        return remedy(error) or "name another path (--unix)"
+    if is_in_use:
+        return "end the other program, or choose another port (--port)"
+    if isinstance(error, PermissionError):
+        return "choose a port from 1024 on (--port)"
+    # The name is unknown, or its address is of another machine.
+    return "name an address of this machine (--host): 127.0.0.1 for programs here, 0.0.0.0 for other machines, too"
+
+
 def _remove_old_socket(path: Path) -> None:
     """Remove the socket of a program that has ended. A socket that is in use and files of another kind stay.
 
@@ -162,7 +177,7 @@ def _remove_old_socket(path: Path) -> None:
     """
     try:
         if not stat.S_ISSOCK(path.stat().st_mode):
-            raise FileExistsError(f"{path} exists already and is not a socket")
+            raise FileExistsError(errno.EEXIST, "there is a file, which is not a socket")
     except FileNotFoundError:
         return
     with contextlib.closing(socket.socket(socket.AF_UNIX)) as probe:
@@ -172,7 +187,7 @@ def _remove_old_socket(path: Path) -> None:
         except ConnectionRefusedError:
             path.unlink()
             return
-    raise OSError(f"another program listens at {path}")
+    raise OSError(errno.EADDRINUSE, "another program listens there")
 
 
 @dataclass(frozen=True)

@@ -174,6 +174,7 @@ def test_a_message_about_a_table_names_no_path_of_this_machine():
         (b"x,y,t\n" + b"1,2,3\n" * 20, r"has shape \(20, 3\), expected \(time, 2\)"),
         (b"x,y\n" + b"1,\n" * 20, "column 'y': 20 values are missing"),
     ],
+    ids=["a class", "the time", "a gap"],
 )
 def test_a_message_about_a_table_says_what_a_client_can_do(raw, says):
     with pytest.raises(DataError, match=says) as refused:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import http.client
 import json
 import socket
@@ -15,7 +16,7 @@ from serving_site import TOKEN, png, settings_for_tests, square
 from edge_agent.core.errors import UsageError
 from edge_agent.serving.http_api.access import Guard, host_name, load_or_create_token
 from edge_agent.serving.http_api.messages import Access, Route, error_response, json_response
-from edge_agent.serving.http_api.server import BodyBudget, HttpLimits, HttpServer, _TimedReader
+from edge_agent.serving.http_api.server import BodyBudget, HttpLimits, HttpServer, _ConnectionServer, _TimedReader
 from edge_agent.serving.service import HttpSettings, Service
 
 RED = png(square("red"))
@@ -373,8 +374,35 @@ def test_a_token_is_made_once_and_is_its_owners_alone(tmp_path):
 
 def test_an_address_in_use_is_named(echo):
     server = echo()
-    with pytest.raises(UsageError, match=f"127.0.0.1:{server.port}: cannot be listened on"):
+    with pytest.raises(UsageError, match=f"127.0.0.1:{server.port}: cannot be listened on: .*end the other program"):
         echo(address=("127.0.0.1", server.port))
+
+
+def test_an_address_that_cannot_be_listened_on_has_its_own_remedy(echo, tmp_path, monkeypatch):
+    with pytest.raises(UsageError) as refused:
+        echo(address=("192.0.2.1", 0))
+    assert "name an address of this machine (--host)" in str(refused.value)
+    with pytest.raises(UsageError) as refused:
+        echo(address=tmp_path / "nodir" / "x.sock")
+    assert f"create the folder {tmp_path / 'nodir'}" in str(refused.value)
+    with pytest.raises(UsageError) as refused:
+        echo(address=tmp_path / ("x" * 200))
+    assert "path too long; name another path (--unix)" in str(refused.value)
+
+    def fail(error):
+        def raise_error(*_arguments):
+            raise error
+
+        monkeypatch.setattr(_ConnectionServer, "server_bind", raise_error)
+
+    fail(socket.gaierror(socket.EAI_NONAME, "Name or service not known"))
+    with pytest.raises(UsageError) as refused:
+        echo(address=("nowhere.invalid", 0))
+    assert "the host name cannot be resolved; name an address of this machine (--host)" in str(refused.value)
+    fail(PermissionError(errno.EACCES, "Permission denied"))
+    with pytest.raises(UsageError) as refused:
+        echo(address=("127.0.0.1", 80))
+    assert "choose a port from 1024 on" in str(refused.value)
 
 
 def test_a_unix_socket_serves_its_owner_and_goes_at_the_end(echo, tmp_path):
