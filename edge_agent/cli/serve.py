@@ -311,7 +311,8 @@ def _print_start(arguments: argparse.Namespace, settings: HttpSettings, service:
         answers = (
             f"{pair.id.head}{classes}; bundle '{pair.bundle.manifest.name}' {pair.id.bundle}, {pair.encoder.precision}"
         )
-    command = f"curl --data-binary @FILE {url}classify"
+    header = "" if settings.is_local else f"-H 'Authorization: Bearer {settings.token}' "
+    command = f"curl {header}--data-binary @FILE {url}classify"
     if isinstance(settings.address, Path):
         command = f"curl --unix-socket {settings.address} --data-binary @FILE http://localhost/classify"
     rows: list[tuple[str, object]] = [("answers", answers), ("page", page), ("try", command)]

@@ -350,6 +350,18 @@ def show_utc(unix_s: float) -> str:
         return "a time that no calendar has"
 
 
+def subject_names(pem: bytes) -> list[str]:
+    """Return the names that the first certificate in a PEM file is for, then its IP addresses; none if unknown."""
+    from cryptography import x509
+
+    try:
+        certificate = x509.load_pem_x509_certificate(pem)
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except (ValueError, x509.ExtensionNotFound):
+        return []
+    return [*names.get_values_for_type(x509.DNSName), *map(str, names.get_values_for_type(x509.IPAddress))]
+
+
 def check_name(config: AgentConfig) -> None:
     """Require that the agent logs in with a certificate of its own name and federation, if with any from enrolment.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -71,15 +72,42 @@ class HttpSettings:
         return isinstance(self.address, Path) or is_loopback(self.address[0])
 
     def url(self, port: int) -> str:
-        """Return the URL of the page at this port, for a browser; for a Unix socket, ``unix:`` and its path."""
+        """Return the URL of the page at this port, for a browser; for a Unix socket, ``unix:`` and its path.
+
+        If other machines can connect, they can use the URL, too.
+        """
         if isinstance(self.address, Path):
             return f"unix:{self.address}"
         scheme = "http" if self.tls is None else "https"
         host = self.address[0]
-        if host in {"0.0.0.0", "::"}:  # noqa: S104 - all addresses of this machine; one of them is shown
-            host = "localhost"
+        # With TLS, clients accept the names in the certificate only.
+        names = [] if self.tls is None or self.is_local else self.tls.names()
+        if names and host not in names:
+            host = names[0]
+        elif host in {"0.0.0.0", "::"}:  # noqa: S104 - all addresses of this machine; one of them is shown
+            host = find_own_address(host)
         name = f"[{host}]" if ":" in host else host
         return f"{scheme}://{name}:{port}/"
+
+
+def find_own_address(wildcard: str) -> str:
+    """Return an address of this machine that others on its network can use; ``localhost`` where it has none.
+
+    Args:
+        wildcard: All addresses of this machine: ``0.0.0.0``, or ``::`` for those of IPv6, too.
+    """
+    targets = [(socket.AF_INET, "192.0.2.1")]
+    if wildcard == "::":
+        targets.append((socket.AF_INET6, "2001:db8::1"))
+    for family, address in targets:
+        # The system chooses the address from which it would send to this address, which is of examples. To connect a
+        # socket for datagrams sends nothing.
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 9))
+            own = str(probe.getsockname()[0])
+            if not is_loopback(own):
+                return own
+    return "localhost"
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,8 @@ import threading
 from pathlib import Path
 
 from ...core.errors import UsageError, cause
+from ...core.storage import read_regular
+from ...identity.certificates import subject_names
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +58,14 @@ class ServerCertificate:
                 # While the files are being replaced, they may not belong together. The next call tries again.
                 log.warning("certificate_not_loaded file=%s reason=%s", self._cert, cause(error))
             return self._context
+
+    def names(self) -> list[str]:
+        """Return the names and addresses that the certificate is valid for, without wildcards; names come first."""
+        try:
+            names = subject_names(read_regular(self._cert))
+        except OSError:
+            return []
+        return [name for name in names if "*" not in name]
 
     def _file_versions(self) -> list[tuple[int, int]]:
         """Return time of change in nanoseconds and inode of each file; they differ after a file was renewed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -83,6 +84,22 @@ def test_a_new_head_is_taken_while_it_runs(start, make_bundle, tmp_path):
     while classify(started)["head"] == before["head"]:
         assert process.poll() is None
         threading.Event().wait(0.05)
+
+
+def test_what_it_prints_for_other_machines_can_be_used_as_it_is(make_bundle, tmp_path):
+    bundle = make_bundle(global_head=True).path
+    command = [sys.executable, "-m", "edge_agent", "serve", "--port", "0", "--host", "0.0.0.0"]
+    command += ["--bundle", str(bundle), "--cache", str(tmp_path / "cache")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            rows = [process.stdout.readline().split(maxsplit=1) for _ in range(4)]
+        finally:
+            process.terminate()
+            process.communicate(timeout=STARTED_S)
+    printed = dict(rows)
+    url, _, token = printed["page"].strip().partition("#token=")
+    curl = shlex.split(printed["try"])
+    assert curl == ["curl", "-H", f"Authorization: Bearer {token}", "--data-binary", "@FILE", f"{url}classify"]
 
 
 @pytest.mark.parametrize(

@@ -24,11 +24,13 @@ from edge_agent.serving.http_api.server import HttpLimits
 from edge_agent.serving.service import HttpSettings
 from edge_agent.serving.settings import http_settings
 
+LOOPBACK = (x509.IPAddress(ipaddress.ip_address("127.0.0.1")),)
 
-def write_certificate(folder, name="serve"):
-    """A certificate of its own authority for 127.0.0.1, and its key; returns both files."""
+
+def write_certificate(folder, names=LOOPBACK):
+    """A certificate of its own authority for these names, and its key; returns both files."""
     key = ec.generate_private_key(ec.SECP256R1())
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "serve")])
     now = dt.datetime.now(dt.timezone.utc)
     certificate = (
         x509.CertificateBuilder()
@@ -38,7 +40,7 @@ def write_certificate(folder, name="serve"):
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - dt.timedelta(hours=1))
         .not_valid_after(now + dt.timedelta(hours=1))
-        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False)
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
         .sign(key, hashes.SHA256())
     )
     cert_file = folder / "cert.pem"
@@ -128,6 +130,11 @@ def test_the_settings_of_the_file_and_the_address_of_the_page(tmp_path):
     settings = http_settings(config, tmp_path / "token")
     assert settings.url(5) == "https://[::1]:5/"
     assert isinstance(settings, HttpSettings)
+    # Other machines have to use a name in the certificate.
+    names = [x509.DNSName("*.lan"), x509.IPAddress(ipaddress.ip_address("192.0.2.7")), x509.DNSName("porch.lan")]
+    certificate = ServerCertificate(*write_certificate(tmp_path, names))
+    for host, expected in (("0.0.0.0", "porch.lan"), ("192.0.2.9", "porch.lan"), ("192.0.2.7", "192.0.2.7")):
+        assert HttpSettings((host, 0), "token", tls=certificate).url(5) == f"https://{expected}:5/"
     with pytest.raises(ConfigError, match="cert is not set"):
         parse(ServeConfig, {"key": str(key)}, where="test")
 

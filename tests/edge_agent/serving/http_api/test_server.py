@@ -8,6 +8,7 @@ import http.client
 import json
 import socket
 import threading
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from edge_agent.core.errors import UsageError
 from edge_agent.serving.http_api.access import Guard, host_name, load_or_create_token
 from edge_agent.serving.http_api.messages import Access, Route, error_response, json_response
 from edge_agent.serving.http_api.server import BodyBudget, HttpLimits, HttpServer, _ConnectionServer, _TimedReader
-from edge_agent.serving.service import HttpSettings, Service
+from edge_agent.serving.service import HttpSettings, Service, find_own_address
 
 RED = png(square("red"))
 WAIT_S = 30
@@ -380,7 +381,7 @@ def test_an_address_in_use_is_named(echo):
 
 def test_an_address_that_cannot_be_listened_on_has_its_own_remedy(echo, tmp_path, monkeypatch):
     with pytest.raises(UsageError) as refused:
-        echo(address=("192.0.2.1", 0))
+        echo(address=("203.0.113.1", 0))
     assert "name an address of this machine (--host)" in str(refused.value)
     with pytest.raises(UsageError) as refused:
         echo(address=tmp_path / "nodir" / "x.sock")
@@ -443,12 +444,40 @@ def test_errors_are_json():
     assert json.loads(response.body) == {"error": {"kind": "DataError", "message": "no image"}}
 
 
-def test_the_page_of_an_address(tmp_path):
+def test_the_page_of_an_address():
     assert settings_for_tests().url(5) == "http://127.0.0.1:5/"
-    assert HttpSettings(("0.0.0.0", 0), TOKEN).url(5) == "http://localhost:5/"
+    assert HttpSettings(("192.0.2.7", 0), TOKEN).url(5) == "http://192.0.2.7:5/"
     assert HttpSettings(Path("/run/x"), TOKEN).url(0) == "unix:/run/x"
     assert HttpSettings(Path("/run/x"), TOKEN).is_local
     assert not HttpSettings(("0.0.0.0", 0), TOKEN).is_local
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_the_page_of_all_addresses_is_one_that_other_machines_can_open(echo, monkeypatch, host):
+    class Network(socket.socket):
+        def connect(self, address):
+            assert self.type == socket.SOCK_DGRAM
+            if ":" in address[0]:
+                raise OSError(errno.ENETUNREACH, "Network is unreachable")
+
+        def getsockname(self):
+            return ("192.168.1.23", 40000)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "socket", Network)
+        assert HttpSettings((host, 0), TOKEN).url(5) == "http://192.168.1.23:5/"
+    server = echo(is_local=False, address=("0.0.0.0", 0))
+    with urllib.request.urlopen(HttpSettings((host, 0), TOKEN).url(server.port) + "open", timeout=WAIT_S) as response:
+        assert response.status == 200
+
+
+def test_a_machine_without_a_network_is_localhost(monkeypatch):
+    class NoNetwork(socket.socket):
+        def connect(self, _address):
+            raise OSError(errno.ENETUNREACH, "Network is unreachable")
+
+    monkeypatch.setattr(socket, "socket", NoNetwork)
+    assert find_own_address("::") == "localhost"
 
 
 def test_a_service_without_a_pair_is_alive_and_not_ready(serve, tmp_path):
