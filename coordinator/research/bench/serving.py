@@ -31,10 +31,12 @@ _LOOPS = 200
 
 @dataclass(frozen=True)
 class _Timed:
-    """Milliseconds of one answer: all of it, of its encoder, and what is neither decoding, encoder nor head."""
+    """Milliseconds of one answer: all of it, and its parts; overhead is what is neither decoding, encoder nor head."""
 
     whole: float
+    decoding: float
     encoder: float
+    head: float
     overhead: float
 
 
@@ -55,8 +57,9 @@ def rows(plan: ServePlan, folder: Path) -> Iterator[Row]:
         timed = _at_rate(client, body, plan.rate, plan.seconds)
         yield from _quantiles(f"answer at {plan.rate:g} a second", [answer.whole for answer in timed])
         yield from _quantiles("of it overhead", [answer.overhead for answer in timed])
-        encoder_ms = quantile([answer.encoder for answer in timed], 0.5)
-        yield Row("of it encoder, p50", encoder_ms, "ms")
+        yield Row("of it decoding, p50", quantile([answer.decoding for answer in timed], 0.5), "ms")
+        yield Row("of it encoder, p50", quantile([answer.encoder for answer in timed], 0.5), "ms")
+        yield Row("of it head, p50", quantile([answer.head for answer in timed], 0.5), "ms")
         yield Row("answers a second, one after the other", _throughput(client, body, plan.seconds), "1/s")
         yield Row("memory after the first answer", loaded.rss_mb, "MB")
         yield Row("memory at the most", usage(server.process.pid).peak_mb, "MB")
@@ -95,7 +98,8 @@ class _Client:
         if status != 200:
             raise MeasuringFailed(f"the server answers {status}: {content.decode(errors='replace')[:300]}")
         stages: dict[str, float] = json.loads(content)["ms"]
-        return _Timed(whole, stages["encode"], whole - sum(stages.values()))
+        overhead = whole - sum(stages.values())
+        return _Timed(whole, stages["decode"], stages["encode"], stages["head"], overhead)
 
     def _read(self) -> tuple[int, bytes]:
         """Return status and body of one response."""

@@ -24,7 +24,8 @@ def test_the_figures_belong_together(plan, tmp_path):
     for name in ("answer at 100 a second", "of it overhead"):
         assert 0 < figures[f"{name}, p50"] <= figures[f"{name}, p90"] <= figures[f"{name}, p99"]
     assert figures["of it overhead, p50"] < figures["answer at 100 a second, p50"]
-    assert 0 < figures["of it encoder, p50"] < figures["answer at 100 a second, p50"]
+    for part in ("decoding", "encoder", "head"):
+        assert 0 < figures[f"of it {part}, p50"] < figures["answer at 100 a second, p50"]
     assert figures["answers a second, one after the other"] > 1
     assert 20 < figures["memory after the first answer"] <= figures["memory at the most"] + 1
     assert figures["encoder alone, a bare loop of ONNX Runtime, p50"] > 0
