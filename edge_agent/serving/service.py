@@ -110,6 +110,20 @@ def find_own_address(wildcard: str) -> str:
     return "localhost"
 
 
+def describe_what_leaves(http: HttpSettings, mqtt: MqttSettings | None) -> str:
+    """Return what of the inputs and answers leaves the device, in sentences for people."""
+    sentences = []
+    if mqtt is None:
+        sentences.append("Nothing on this page is sent from the device.")
+    elif mqtt.description.has_image:
+        sentences.append(f"The last image, answers, classes and changes of inputs are sent to {mqtt.broker.url}.")
+    else:
+        sentences.append(f"Answers, classes and changes of inputs are sent to {mqtt.broker.url}; inputs are not.")
+    if not http.is_local:
+        sentences.append("Other machines can open this page with the token.")
+    return " ".join(sentences)
+
+
 @dataclass(frozen=True)
 class Device:
     """The device whose samples may be corrected.
@@ -200,7 +214,7 @@ class Service:
         self.metrics.show_sources(self.feeds)
         self.metrics.show_inputs(self.inputs)
         guard = Guard(http.token, http.is_local, http.host_names)
-        self.http = HttpServer(http.address, self._routes(http.sound), guard, http.limits, http.tls)
+        self.http = HttpServer(http.address, self._routes(http, io), guard, http.limits, http.tls)
 
     def _create_feeds(self, io: IoSettings, sound: WavOptions | None) -> list[SourceLoop[Any]]:
         """Return a loop for each source and each sensor."""
@@ -212,11 +226,16 @@ class Service:
         sensor_feeds = [SensorFeed(lines, self.predictor, hop=io.hop, rate=io.rate) for lines in io.sensors]
         return [*feeds, *sensor_feeds]
 
-    def _routes(self, sound: WavOptions | None) -> list[Route]:
+    def _routes(self, http: HttpSettings, io: IoSettings) -> list[Route]:
         """Return the routes of the HTTP server."""
-        status_parts = {"sources": lambda: [feed.as_json() for feed in self.feeds], "inputs": self.inputs.as_json}
+        status_parts = {
+            "sources": lambda: [feed.as_json() for feed in self.feeds],
+            "inputs": self.inputs.as_json,
+            "needs_token": lambda: not http.is_local,
+            "leaves": lambda: describe_what_leaves(http, io.mqtt),
+        }
         groups: list[Routes] = [
-            ClassifyRoutes(self.predictor, sound),
+            ClassifyRoutes(self.predictor, http.sound),
             OpenInferenceRoutes(self.predictor),
             HealthRoutes(self.predictor),
             self.metrics,

@@ -89,6 +89,7 @@ class PageRoutes:
                 "precision": pair.encoder.precision,
                 "unknown": pair.unknown_text,
                 "takes": "images" if isinstance(pair.input, ImageInput) else "recordings",
+                "knows": list(pair.class_names),
             }
             content["classes"] = self._corrections.labels(pair) if pair.class_names else []
         content["fit"] = self._corrections.status.as_json()

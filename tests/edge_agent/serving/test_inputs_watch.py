@@ -15,6 +15,7 @@ from edge_agent.serving.inputs_state import InputsState, read_record, record_fil
 from edge_agent.serving.inputs_watch import STRANGEST, InputsWatch
 from edge_agent.serving.pair import Pair
 from edge_agent.serving.predictor import Predictor
+from edge_agent.serving.service import Device
 
 COLOURS = ("red", "green", "blue")
 
@@ -166,18 +167,36 @@ def test_page_and_metrics_show_it(serve, bundle, bundle_path, tmp_path):
     from serving_site import named_source
 
     head = fit_squares(bundle_path, tmp_path / "many", tmp_path / "cache", count=40)
-    site = serve(named_source(bundle, head))
+    why_not = "corrections need the state folder of a device: 'edge-agent serve --state DIR'"
+    site = serve(named_source(bundle, head), Device(why_not=why_not))
     assert "headwater_inputs_changed" not in site.ask("GET", "/metrics")[1].decode()
     # The reference is prepared beside the first answers.
     for number in range(3 * WINDOW):
         site.classify(lights_off(number))
     assert "headwater_inputs_changed 1" in site.ask("GET", "/metrics")[1].decode()
-    with browser() as chromium, seen(chromium, f"http://127.0.0.1:{site.port}/#token={TOKEN}", width=390) as view:
-        view.page.wait_for_selector("#strangest button")
-        assert view.page.locator("#strangest button").count() == STRANGEST
-        assert "changed since" in view.page.inner_text("#facts")
-        view.page.locator("#strangest button").first.click()
-        view.page.wait_for_selector('#strangest button[aria-current="true"]')
-        assert view.violations() == []
-        assert view.page.evaluate("document.documentElement.scrollWidth") <= 390
-        assert view.troubles == []
+    address = f"http://127.0.0.1:{site.port}/#token={TOKEN}"
+    with browser() as chromium:
+        for scheme in ("light", "dark"):
+            with seen(chromium, address, scheme, width=390) as view:
+                view.page.wait_for_selector("#strangest button")
+                assert view.page.locator("#strangest button").count() == STRANGEST
+                assert "changed since" in view.page.inner_text("#facts")
+                # At the top, before a person scrolls, it says so and what can be done.
+                line = view.page.locator("#changed")
+                assert line.get_attribute("role") == "status"
+                assert "Inputs have changed since" in line.inner_text()
+                assert f"Nothing can be corrected here: {why_not}" in line.inner_text()
+                assert f"Nothing can be corrected here: {why_not}" in view.page.inner_text("#advice")
+                assert line.bounding_box()["y"] < 300
+                view.page.locator("#strangest button").first.click()
+                view.page.wait_for_selector('#strangest button[aria-current="true"]')
+                assert view.violations() == []
+                assert view.page.evaluate("document.documentElement.scrollWidth") <= 390
+                assert view.troubles == []
+        # Where the inputs can be corrected, it says that instead.
+        site.service.corrections.why_not = ""
+        with seen(chromium, address, width=390) as view:
+            view.page.wait_for_selector("#strangest button")
+            for element in ("#changed", "#advice"):
+                assert "the head learns from them" in view.page.inner_text(element)
+                assert "Nothing can be corrected" not in view.page.inner_text(element)

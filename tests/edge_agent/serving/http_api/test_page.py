@@ -14,6 +14,7 @@ from serving_site import COLOURS, TOKEN, Site, fill_state, png, square
 
 from edge_agent.agent.head_tier import refit, why_not_from_added
 from edge_agent.cli.where import config_of_folder
+from edge_agent.core.config import ServeConfig, parse
 from edge_agent.core.errors import StateError
 from edge_agent.core.locks import waited_lock
 from edge_agent.core.task import Task, WindowInput
@@ -27,7 +28,8 @@ from edge_agent.serving.http_api.page import content_security_policy
 from edge_agent.serving.pair import Pair
 from edge_agent.serving.pair_source import StatePair
 from edge_agent.serving.refit import Refit
-from edge_agent.serving.service import Device
+from edge_agent.serving.service import Device, HttpSettings, describe_what_leaves
+from edge_agent.serving.settings import mqtt_settings
 
 AUTHORISED = {"Authorization": f"Bearer {TOKEN}"}
 REFIT = Refit("lr", 3, 1.0, 3, 3, 3)
@@ -195,10 +197,58 @@ def test_the_page_shows_answers_and_is_accessible(device, scheme, width):
             view.page.wait_for_selector("#list button")
             assert view.page.inner_text("#state") == "blue"
             assert view.page.locator("#list button").count() == 3
+            assert sorted(view.page.inner_text("#knows").removeprefix("knows: ").split(", ")) == sorted(COLOURS)
+            assert view.page.inner_text("#leaves") == "Nothing on this page is sent from the device."
+            assert not view.page.is_visible("#changed")
             assert TOKEN not in view.page.url
             assert view.violations() == []
             assert view.page.evaluate("document.documentElement.scrollWidth") <= width
             assert view.troubles == []
+
+
+def test_of_many_classes_the_page_names_some(site):
+    names = [f"class {number}" for number in range(40)]
+    status = site.ask("GET", "/status")[1]
+    assert status["pair"]["knows"] == [*site.service.predictor.pair.class_names]
+    with browser() as chromium, seen(chromium, f"http://127.0.0.1:{site.port}/") as view:
+        view.page.locator("#knows:not(:empty)").wait_for()
+        text = view.page.evaluate("(knows) => knowsText({ knows })", names)
+        assert text == f"knows: {', '.join(names[:12])} and 28 more"
+        long_text = view.page.evaluate("(knows) => knowsText({ knows })", ["x" * 100, "y" * 100])
+        assert long_text == f"knows: {'x' * 100} and 1 more"
+        assert view.page.evaluate("knowsText({ knows: [] })") == "answers with numbers"
+
+
+@pytest.mark.parametrize(
+    "host, options, says",
+    [
+        ("127.0.0.1", {}, "Nothing on this page is sent from the device."),
+        (
+            "0.0.0.0",
+            {},
+            "Nothing on this page is sent from the device. Other machines can open this page with the token.",
+        ),
+        (
+            "127.0.0.1",
+            {"mqtt": "mqtt://broker.lan"},
+            "Answers, classes and changes of inputs are sent to mqtt://broker.lan; inputs are not.",
+        ),
+        (
+            "127.0.0.1",
+            {"mqtt": "mqtt://broker.lan", "share_image": True},
+            "The last image, answers, classes and changes of inputs are sent to mqtt://broker.lan.",
+        ),
+    ],
+)
+def test_the_page_says_what_is_sent_from_the_device(host, options, says):
+    mqtt = mqtt_settings(parse(ServeConfig, options, where="test"))
+    assert describe_what_leaves(HttpSettings((host, 0), TOKEN), mqtt) == says
+
+
+def test_the_status_says_what_leaves_and_whether_the_token_is_needed(site):
+    status = site.ask("GET", "/status")[1]
+    assert status["leaves"] == "Nothing on this page is sent from the device."
+    assert status["needs_token"] is False
 
 
 def test_a_correction_on_the_page_becomes_a_sample_and_a_new_head(device, state):
