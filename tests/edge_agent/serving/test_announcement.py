@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 import subprocess
@@ -45,9 +46,12 @@ def test_the_states_of_sources_are_in_the_record_from_the_start_and_after_each_c
 
     with serving(StatePair(state), settings, device, io, lambda _service: None):
         assert source().name == "folder inbox"
-        (inbox / "a.png").write_bytes(png(square("red")))
-        while source().condition != "ok":
-            pause.wait(0.01)
+        # Files that are there when the folder is opened do not count, so one more is written until one is answered.
+        for number in itertools.count():
+            if source().condition == "ok":
+                break
+            (inbox / f"{number}.png").write_bytes(png(square("red")))
+            pause.wait(0.1)
         inbox.rename(tmp_path / "away")
         while source().condition != "lost":
             pause.wait(0.01)
