@@ -58,9 +58,10 @@ class Misses:
     @property
     def text(self) -> str:
         """The mean and the extremes, for people."""
-        extremes = f"{formats.percent(min(self.shares))} to {formats.percent(max(self.shares))}"
-        left_out = "the class that was left out" if len(self.shares) == 1 else f"{len(self.shares)} classes left out"
-        return f"misses about {formats.percent(self.share)} of inputs of an unknown class ({extremes} of {left_out})"
+        mean, least, most = (formats.percent(share) for share in (self.share, min(self.shares), max(self.shares)))
+        extremes = "as" if least == most else f"{least} to {most}"
+        classes = f"{len(self.shares)} class{'es' * (len(self.shares) > 1)}"
+        return f"misses about {mean} of inputs of an unknown class ({extremes} of {classes} left out in turn)"
 
 
 @dataclass(frozen=True)

@@ -166,8 +166,10 @@ def test_features_that_do_not_separate_are_called_that():
     assert apart.tells_apart
     assert (
         Misses((0.25, 0.5)).text
-        == "misses about 37.5 % of inputs of an unknown class (25.0 % to 50.0 % of 2 classes left out)"
+        == "misses about 37.5 % of inputs of an unknown class (25.0 % to 50.0 % of 2 classes left out in turn)"
     )
+    alike = Misses((0.5,)).text
+    assert alike == "misses about 50.0 % of inputs of an unknown class (as of 1 class left out in turn)"
     assert apart.misses_text == apart.misses.text
 
 
