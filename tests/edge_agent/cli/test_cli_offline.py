@@ -7,6 +7,7 @@ import resource
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -182,6 +183,19 @@ def test_a_head_for_own_classes_is_fitted_used_and_scored(pets, capsys):
     assert "no acc.global: the bundle's shared classifier does not know cat" in capsys.readouterr().out
     compared = ("evaluate", "--bundle", "b.hwb", "--data", "images:photos", "--own-classes", "--heads", "lr,knn")
     assert {row["acc.global"] for row in answer(capsys, *compared)["heads"]} == {None}
+
+
+def test_the_commands_of_the_readme_take_photos_of_own_things(pets, capsys):
+    """They ended with exit code 2: the photos have other classes than the encoder that the README makes."""
+    text = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
+    commands = re.findall(r"^edge-agent ((?:fit|predict|evaluate) .*)$", text, re.MULTILINE)
+    assert [command.split()[0] for command in commands] == ["fit", "predict", "evaluate"]
+    (pets / "b.hwb").rename("encoder.hwb")
+    (pets / "photos" / "cat" / "0.png").rename("cat.png")
+    for command in commands:
+        assert main(command.split()) == 0, capsys.readouterr().err
+    (call,) = re.findall(r"\.fit\((\"images:photos\".*?)\)", text)
+    assert "own_classes=True" in call
 
 
 def test_strange_inputs_are_unknown_and_many_of_them_are_drift(pets, capsys):
