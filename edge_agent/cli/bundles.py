@@ -14,7 +14,7 @@ from ..core.locks import folder_lock
 from ..core.own_folders import check_own_folder
 from ..core.storage import check_writable
 from . import output
-from .where import add_agent, check_exists, state_of
+from .where import add_agent, check_exists, check_may_be_state, state_of
 
 if TYPE_CHECKING:
     from ..agent.release_record import ReleaseRecord, RolledBack
@@ -56,6 +56,7 @@ def import_bundle(arguments: argparse.Namespace) -> int:
 
     check_exists(arguments.bundle, "a bundle file (*.hwb)")
     state = state_of(arguments)
+    check_may_be_state(state)
     check_writable(state)
     check_own_folder(state / "bundles")
     with folder_lock(state, "edge-agent import"):

@@ -34,6 +34,7 @@ from .scores import (
     numeric_result,
     same_sitting_rows,
 )
+from .where import check_no_state
 
 if TYPE_CHECKING:
     from ..bundle.unpacked import Bundle
@@ -98,6 +99,7 @@ def fit(arguments: argparse.Namespace) -> int:
         heads.check(arguments.head, params)  # mistakes are found before the features are computed
     except UnknownName as error:
         raise UnknownName("head", arguments.head, [*error.known, *numeric.names(), heads.AUTO]) from error
+    check_no_state(arguments.out)
     check_writable(arguments.out)
     check_writable(cache_of(arguments))
     bundle = bundle_of(arguments)
@@ -224,6 +226,7 @@ def _fit_numeric(arguments: argparse.Namespace, params: dict[str, Any]) -> int:
 
     begin = time.perf_counter()
     head = numeric.create(arguments.head, params)
+    check_no_state(arguments.out)
     check_writable(arguments.out)
     check_writable(cache_of(arguments))
     bundle = bundle_of(arguments)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,29 @@ from ..core.storage import read_toml
 
 if TYPE_CHECKING:
     from ..core.config import AgentConfig
+
+_OF_A_DEVICE = ("bundles", "status.json")
+"""What the state folder of every device holds that has a bundle, or whose agent has run."""
+
+_PERHAPS_OF_A_DEVICE = (
+    *_OF_A_DEVICE,
+    "identity",
+    "head/head.json",
+    "samples/index.json",
+    "releases.json",
+    "federation.json",
+    "pin.json",
+)
+"""Of these there is one in each folder that a device or an earlier version has left its state in."""
+
+_LOCK = "lock"
+"""File in each folder that a command has held: of a device, of a coordinator, or of unpacked bundles."""
+
+_BROUGHT_BY_HAND = frozenset({".toml", ".pem", ".crt", ".key", ".hwb"})
+"""How files end that are put into a state folder before its first use: configuration, keys, a bundle."""
+
+_SHOWN_ENTRIES = 3
+"""Entries of a folder that is refused are named, up to so many."""
 
 
 def add_agent(parser: argparse.ArgumentParser) -> None:
@@ -68,3 +92,45 @@ def check_exists(path: Path, expected: str) -> None:
     """Raises UsageError where there is no such file or folder; ``expected`` says what should be there."""
     if not path.exists():
         raise UsageError(f"{path}: it is not there; expected {expected}, check the path")
+
+
+def check_may_be_state(folder: Path) -> None:
+    """Require that a folder is a device's state folder, or may become one; a folder that is not there may.
+
+    A folder of photos that was named by mistake would get bundles and a lock beside its classes.
+
+    Raises:
+        UsageError: the folder holds only files of somebody else.
+    """
+    if not folder.is_dir():  # not there yet, or a file, which `check_writable` refuses
+        return
+    # What a file system or a desktop leaves in every folder says nothing.
+    names = sorted(path.name for path in folder.iterdir() if path.name[0] != "." and path.name != "lost+found")
+    if not names or _has_any(folder, _PERHAPS_OF_A_DEVICE) or (folder / _LOCK).is_file():
+        return
+    if any(Path(name).suffix in _BROUGHT_BY_HAND for name in names) or "root.json" in names:
+        return
+    more = ""
+    if len(names) > _SHOWN_ENTRIES:
+        more = f" and {len(names) - _SHOWN_ENTRIES} more"
+    raise UsageError(
+        f"{folder}: holds {', '.join(names[:_SHOWN_ENTRIES])}{more}, and nothing of a device; expected the state "
+        "folder of a device, or a new or empty one; name another folder"
+    )
+
+
+def check_no_state(folder: Path) -> None:
+    """Require that a folder for a result is no state folder of a device, whose files would be mixed with it.
+
+    Raises:
+        UsageError: a device keeps its state there.
+    """
+    if _has_any(folder, _OF_A_DEVICE):
+        raise UsageError(
+            f"{folder}: the state folder of a device, expected a folder for the head alone; name another one, or have "
+            f"the device fit its own head: 'edge-agent add --state {folder}'"
+        )
+
+
+def _has_any(folder: Path, names: Iterable[str]) -> bool:
+    return any((folder / name).exists() for name in names)

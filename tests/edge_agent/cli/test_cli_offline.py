@@ -316,6 +316,34 @@ def test_import_waits_for_no_running_agent(place, capsys):
         assert answer(capsys, "import", "b.hwb", "--state", "state", code=1)["error"]["kind"] == "StateError"
 
 
+def test_import_leaves_a_folder_of_photos_as_it_is(pets, capsys):
+    said = answer(capsys, "import", "b.hwb", "--state", "photos", code=2)["error"]["message"]
+    assert said.startswith("photos: holds cat, dog, tree, and nothing of a device; expected the state folder of ")
+    assert sorted(path.name for path in (pets / "photos").iterdir()) == ["cat", "dog", "tree"]
+
+
+@pytest.mark.parametrize(
+    "name", [None, ".gitkeep", "agent.toml", "identity/agent.pem", "root.json", "b.hwb", "head/head.json", "lock"]
+)
+def test_import_takes_folders_that_are_empty_or_of_a_device(place, capsys, name):
+    state = place / "state"
+    state.mkdir()
+    if name is not None:
+        (state / name).parent.mkdir(exist_ok=True)
+        (state / name).write_bytes(b"{}")
+    assert answer(capsys, "import", "b.hwb", "--state", "state")["self_test"] is True
+    assert answer(capsys, "import", "b.hwb", "--state", "state")["self_test"] is True
+
+
+@pytest.mark.parametrize("head", ["lr", "mahalanobis"])
+def test_fit_writes_no_head_into_the_state_folder_of_a_device(place, capsys, head):
+    answer(capsys, "import", "b.hwb", "--state", "dev")
+    before = sorted(path.name for path in (place / "dev").iterdir())
+    said = answer(capsys, *FIT[:-1], "dev", "--head", head, code=2)["error"]["message"]
+    assert said.startswith("dev: the state folder of a device, expected a folder for the head alone; name another one")
+    assert sorted(path.name for path in (place / "dev").iterdir()) == before
+
+
 ERRORS = {
     "no bundle": (("fit", "--bundle", "gone.hwb", "--data", "digits", "--out", "h"), 2, "gone.hwb"),
     "empty folder": (("fit", "--bundle", ".", "--data", "digits", "--out", "h"), 2, "no bundle"),
