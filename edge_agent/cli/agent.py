@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -25,7 +24,8 @@ from ..identity.certificates import show_utc
 from ..version import __version__
 from ..wire.seal import key_file
 from . import output
-from .where import add_agent, check_exists, config_of_folder
+from .scores import same_sitting_rows
+from .where import add_agent, check_exists, config_of_folder, named
 
 _REPORTED = (
     "version",
@@ -118,13 +118,13 @@ def status(arguments: argparse.Namespace) -> int:
     and are not used, with reasons.
 
     ``condition`` is ok, fault (the last thing that it was asked for failed) or stalled (its disk cannot be written);
-    the exit code is 1 unless it is ok. Bundle, head and its metrics are those that are installed now, also while no
-    agent runs. It also shows samples that were added on this device, whether the head has learned from them, files that
-    wait in the watch folder, how many images or recordings of the data source cannot be used, and what the agent has on
-    its disk beside the bounds of its configuration. ``serves`` says where 'edge-agent serve' answers for this device
-    now, with its cameras and other sources, and ``inputs`` whether what it answers has changed since the head was
-    fitted. With --state, in place of --config, what only the configuration says is left out: the bounds, the watch
-    folder, and whether unsigned bundles are installed.
+    the exit code is 1 unless it is ok. Bundle, head and its accuracies are those that are installed now, also while no
+    agent runs; all figures of the head are in --json. It also shows samples that were added on this device, whether the
+    head has learned from them, files that wait in the watch folder, how many images or recordings of the data source
+    cannot be used, and what the agent has on its disk beside the bounds of its configuration. ``serves`` says where
+    'edge-agent serve' answers for this device now, with its cameras and other sources, and ``inputs`` whether what it
+    answers has changed since the head was fitted. With --state, in place of --config, what only the configuration says
+    is left out: the bounds, the watch folder, and whether unsigned bundles are installed.
 
     Example:
       edge-agent status --config agent.toml --json
@@ -158,12 +158,17 @@ def status(arguments: argparse.Namespace) -> int:
     if arguments.state is None:
         result["tier"] = result["tier"] or config.tier
     result["commands"] = _commands(config, result["commands"] or {}, by_folder=arguments.state is not None)
+    # Where no agent has ever run, only commands by hand use the folder: there is no coordinator to command it.
+    is_offline = arguments.state is not None and not reported and not result["commands"]["authenticated"]
     # What lies in the folder now. A part that cannot be read is the fault that is shown; the others are shown as well.
     try:
         trust = TrustStore(config.state / "bundles").described(time.time())
         takes_unsigned = config.takes_unsigned if arguments.state is None else None
         result["trust"] = {**trust, "unsigned": takes_unsigned if trust["root"] is None else False}
         result.update(_installed(config.state, reported, running=running))
+        if is_offline and result["waits_for"]:
+            add = f"'edge-agent add{named(arguments)} --label NAME FILE ...'"
+            result["waits_for"] = f"labelled samples: {add} fits a head for this bundle"
     except HeadwaterError as error:
         result.update(condition="fault", fault=problem_of("bundle", error).as_json())
     try:
@@ -182,7 +187,8 @@ def status(arguments: argparse.Namespace) -> int:
         result.update(condition="fault", fault={**missing.as_json(), "message": "no data are named", "remedy": remedy})
     if config.state.is_dir() and (problem := look_at_disk(config.state)) is not None:
         result.update(condition="stalled", fault=problem)  # which the agent itself could not write down
-    output.result(arguments, result, lambda: formats.pairs(_rows(result)))
+    shown = {**result, "commands": None} if is_offline else result
+    output.result(arguments, result, lambda: formats.pairs(_rows(shown)))
     return 0 if result["condition"] in {None, "ok"} else 1
 
 
@@ -329,20 +335,8 @@ _TEXTS: dict[str, Callable[[Any], str]] = {
 """How parts of the status are shown, where they are not None."""
 
 
-NO_BREAK = "\N{NO-BREAK SPACE}"
-
-METRICS_WIDTH = 64
-"""Columns of the metrics, which beside their name fit into a terminal of 80."""
-
 _ALWAYS = ("bundle_id", "head", "condition")
 """What is shown also where there is none; everything else is left out then."""
-
-
-def _wrapped(parts: Iterable[str]) -> list[str]:
-    """Return parts with commas between them, in lines of at most `METRICS_WIDTH` columns; no part is torn."""
-    whole = ", ".join(part.replace(" ", NO_BREAK) for part in parts)
-    lines = textwrap.wrap(whole, METRICS_WIDTH, break_long_words=False, break_on_hyphens=False)
-    return [line.replace(NO_BREAK, " ") for line in lines]
 
 
 def _values_to_show(status: dict[str, Any]) -> dict[str, Any]:
@@ -384,13 +378,55 @@ def _refused_rows(refused: list[dict[str, Any]]) -> Iterator[tuple[str, object]]
         yield "refused", f"bundle {bundle['bundle_id'][:12]} at {show_time(bundle['at'])}: {bundle['reason']}"
 
 
+_ACCURACIES = ("acc.personal", "acc.global", "acc.local")
+_SHARES = ("false_alarms", "detected")
+_NUMBERS = ("rmse.personal", "rmse.mean", "auroc")
+"""Of the metrics of a head that answers with numbers, those that its owner can use."""
+
+
 def _metric_rows(metrics: dict[str, Any]) -> Iterator[tuple[str, object]]:
-    lines = _wrapped(f"{key} {formats.value_text(value)}" for key, value in metrics.items())
-    yield from (("" if number else "metrics", line) for number, line in enumerate(lines))
+    """Yield what the owner of a device can use of its head's metrics; ``--json`` has all of them."""
+    for name in _ACCURACIES:
+        if name in metrics:
+            yield name, _accuracy_text(name, metrics)
+    for name in _NUMBERS:
+        if name in metrics:
+            yield name, formats.number(metrics[name])
+    if metrics.get("n_train") is not None:
+        yield "learned from", f"{metrics['n_train']} samples to fit, {metrics.get('n_test') or 0} held out"
+    yield from same_sitting_rows(metrics.get("same_sitting"))
+    if "unknown_rate" in metrics:
+        yield "unknown inputs", _unknown_text(metrics)
+    else:
+        yield from ((name, formats.percent(metrics[name])) for name in _SHARES if name in metrics)
     if metrics.get("n_skipped"):
         yield "skipped", f"{metrics['n_skipped']} cannot be used, first {metrics.get('skipped_first')}"
     if metrics.get("better_alone"):
         yield "note", output.BETTER_ALONE.removeprefix("note: ")
+
+
+def _accuracy_text(name: str, metrics: dict[str, Any]) -> str:
+    """Return one accuracy with what has to be known about it."""
+    share = metrics[name]
+    text = formats.percent(share)
+    if name == "acc.global" and share is None and metrics.get("no_global"):
+        return f"{text}  ({metrics['no_global']})"
+    if name == "acc.local" and metrics.get("local_model"):
+        text += f"  {metrics['local_model']}"
+    if share is not None and metrics.get("one_class"):
+        text += f"  ({output.ONE_CLASS})"
+    return text
+
+
+def _unknown_text(metrics: dict[str, Any]) -> str:
+    """Return how often the head calls an input unknown that is like its samples."""
+    rate = metrics["unknown_rate"]
+    if rate is None:
+        return "none: the head has no rule for them (too few samples, or not asked for)"
+    text = f"false alarms {formats.percent(rate)} asked for"
+    if metrics.get("false_alarms") is not None:
+        text += f", {formats.percent(metrics['false_alarms'])} of the held-out samples"
+    return text
 
 
 def _server_rows(server: dict[str, Any]) -> Iterator[tuple[str, object]]:

@@ -245,6 +245,8 @@ def _accuracy_text(metrics: dict[str, Any], before: dict[str, Any]) -> str:
         count = int(metrics.get("n_test") or 0)
         low, high = interval(round(share * count), count)
         text += f"  (95 %: {100 * low:.1f} to {100 * high:.1f} %)"
+        if metrics.get("one_class"):
+            text += f"  ({output.ONE_CLASS})"
     if before:
         samples = f"{before.get('n_test')} held-out samples"
         text += f"; before {formats.percent(before.get('acc.personal'))} of {samples}, which were others in part"

@@ -105,6 +105,7 @@ def _evaluate_saved(arguments: argparse.Namespace, bundle: Bundle) -> int:
         bundle, saved, encoder_of(arguments, bundle, saved), test, fit_options(arguments), train
     )
     parts = (test if train is None else train, test)
+    one_class = of_one_class(*parts)
     count = len(test)
     no_global = why_no_global(bundle, saved.class_names)
     content: dict[str, Any] = {
@@ -115,7 +116,7 @@ def _evaluate_saved(arguments: argparse.Namespace, bundle: Bundle) -> int:
         "n_fitted_on": known,
         "same_sitting": sitting,
         "intervals": intervals_of(scores, count),
-        "one_class": of_one_class(*parts),
+        "one_class": one_class,
         "no_global": no_global,
         "skipped": len(test.skipped),
         "unknown_classes": others,
@@ -148,7 +149,7 @@ def _evaluate_saved(arguments: argparse.Namespace, bundle: Bundle) -> int:
     rows = [
         ("head", f"{saved.title}, {learns_from}"),
         ("samples", _known_text(count, known, saved.learned)),
-        *accuracy_rows(scores, count),
+        *accuracy_rows(scores, count, one_class=one_class),
         *same_sitting_rows(sitting),
         ("calibration error", _error_text(error, count)),
         ("called unknown", "–  (the head has no rule for that)" if rule is None else formats.percent(alarms)),
@@ -187,6 +188,8 @@ def _compare(arguments: argparse.Namespace, bundle: Bundle, parts: tuple[Samples
     content: dict[str, Any] = {"heads": [_metrics(result) for result in results], "failed": failed, "curve": None}
     if results:
         best = results[0]
+        if best.one_class:
+            lines = [f"note: {output.ONE_CLASS}", *lines]
         lines += ["", *_describe_best(best, features.steps)]
         if _CURVE_FITS * best.seconds <= _CURVE_BUDGET_S:
             points = curve(features, best.head.name)
@@ -211,7 +214,7 @@ def _describe_best(best: Result, steps: Mapping[str, float]) -> Iterator[str]:
         best: The head and its figures.
         steps: Step before the fits, such as the features -> seconds that it took.
     """
-    shown = dict(accuracy_rows(best.scores, best.n_test))
+    shown = dict(accuracy_rows(best.scores, best.n_test, one_class=best.one_class))
     yield f"acc.global  {shown['acc.global']}"
     yield f"acc.local   {shown['acc.local']}"
     yield f"{best.n_train} samples to fit, {best.n_test} held out"

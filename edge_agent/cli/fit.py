@@ -126,7 +126,7 @@ def fit(arguments: argparse.Namespace) -> int:
         ("head", head if result.local is None else f"{result.title}, without the encoder: the model of acc.local"),
         ("batch norm", norm_text(result)),
         ("samples", f"{result.n_train} to fit, {result.n_test} held out"),
-        *accuracy_rows(result.scores, result.n_test),
+        *accuracy_rows(result.scores, result.n_test, one_class=result.one_class),
         *same_sitting_rows(result.same_sitting),
         *_confidence_rows(result.confidence, arguments.unknown, result.n_train, result.false_alarms),
         (

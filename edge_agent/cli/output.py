@@ -45,7 +45,9 @@ def skipped(reasons: Sequence[str]) -> list[str]:
     return [f"left out because they cannot be used: {len(reasons)}", *(f"  {reason}" for reason in reasons[:5]), *more]
 
 
-ONE_CLASS = "note: all samples are of one class, so accuracies on them say nothing"
+ONE_CLASS = "all samples are of one class, so accuracies say nothing"
+"""Stands beside an accuracy."""
+
 BETTER_ALONE = "note: this device is better off alone: acc.local is above acc.personal by more than noise"
 
 

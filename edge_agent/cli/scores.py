@@ -29,14 +29,24 @@ def intervals_of(scores: Scores, count: int) -> dict[str, tuple[float, float] | 
     return {name: None if share is None else interval(round(share * count), count) for name, share in shares}
 
 
-def accuracy_rows(scores: Scores, count: int) -> Iterator[tuple[str, str]]:
-    """Yield the accuracies with their intervals, and what ``acc.local`` is of."""
+def accuracy_rows(scores: Scores, count: int, *, one_class: bool) -> Iterator[tuple[str, str]]:
+    """Yield the accuracies with their intervals, what ``acc.local`` is of, and that they say nothing of one class.
+
+    Args:
+        scores: The accuracies.
+        count: The number of held-out samples.
+        one_class: Whether all samples are of one class.
+    """
     intervals = intervals_of(scores, count)
     for name, share in scores.accuracies().items():
         text = formats.percent(share)
         if (ends := intervals[name]) is not None:
             text += f"  (95 %: {100 * ends[0]:.1f} to {100 * ends[1]:.1f} %)"
-        yield name, f"{text}  {scores.local_model}" if name == "acc.local" and scores.local_model else text
+        if name == "acc.local" and scores.local_model:
+            text += f"  {scores.local_model}"
+        if share is not None and one_class:
+            text += f"  ({output.ONE_CLASS})"
+        yield name, text
 
 
 def detail_tables(result: Result) -> list[str]:
@@ -65,9 +75,8 @@ def detail_tables(result: Result) -> list[str]:
 def notes_on(scores: Scores, parts: tuple[Samples, Samples]) -> list[str]:
     """Return what has to be known about the accuracies."""
     from ..personal.local.details import not_held_out
-    from ..personal.personalize import of_one_class
 
-    notes = [output.ONE_CLASS] * of_one_class(*parts) + [output.BETTER_ALONE] * scores.better_alone
+    notes = [output.BETTER_ALONE] if scores.better_alone else []
     if not scores.better_alone and (scores.local or 0.0) > (scores.personal or 0.0):
         notes.append("note: acc.local is above acc.personal by no more than noise: either is as good")
     if missing := not_held_out(*parts):

@@ -340,8 +340,8 @@ def test_the_owner_sees_for_what_the_operator_pins_a_device(site, made, capsys):
     config = site.folder / "porch.toml"
     config.write_text(f'id = "porch"\nstate = "{site.folder / "porch"}"\n[data]\nsource = "digits:optdigits?n=60"\n')
     main(["status", "--config", str(config)])
-    row = "operator_pin   release 1, until 2030-01-01T13:00+00:00: measurements; no other release comes before"
-    assert row in capsys.readouterr().out
+    row = "operator_pin release 1, until 2030-01-01T13:00+00:00: measurements; no other release comes before"
+    assert row in " ".join(capsys.readouterr().out.split())
     site.restart("porch")
     site.until(lambda: pin() == known, limit_s=30)
     site.release("unpin", "porch")

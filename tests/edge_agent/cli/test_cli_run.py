@@ -163,7 +163,7 @@ def test_status_tells_what_a_running_agent_wrote(config, capsys):
         said = capsys.readouterr().out
         assert main(["status", "--config", str(config), "--json"]) == 0
     assert re.search(r"^running +yes$", said, re.MULTILINE)
-    assert re.search(r"^metrics +acc.personal 0.903, n_test 113$", said, re.MULTILINE)
+    assert re.search(r"^acc.personal +90.3 %$", said, re.MULTILINE)
     found = json.loads(capsys.readouterr().out)
     assert (found["running"], found["head"], found["metrics"]["n_test"]) == (True, "lr", 113)
 
@@ -273,22 +273,58 @@ def pinnable(config, make_bundle, capsys):
     return state
 
 
-def test_status_names_the_release_of_the_bundle_and_wraps_its_metrics(config, pinnable, capsys):
+def test_status_names_the_release_of_the_bundle_and_shows_of_the_metrics_what_is_of_use(config, pinnable, capsys):
+    """They were 20 lines of internal names, such as better_alone 0.000 and norm_inputs 0."""
     bundle = current_id(pinnable / "bundles")
-    metrics = {f"a.rather.long.name.{number:02}": number / 7 for number in range(20)}
+    metrics = {
+        "acc.personal": 0.75,
+        "acc.global": None,
+        "acc.local": 0.5,
+        "local_model": "raw inputs + lr",
+        "better_alone": 0.0,
+        "norm_inputs": 0,
+        "n_train": 60,
+        "n_test": 20,
+        "one_class": 0.0,
+        "no_global": "the bundle has no shared classifier",
+        "unknown_rate": 0.05,
+        "false_alarms": 0.1,
+        "cv.lr": 0.7,
+    }
     fingerprints = [one.fingerprint for one in current_manifest(pinnable / "bundles").variants.values()]
     write_json(pinnable / "head" / "head.json", {"head": "lr", "metrics": metrics, "fingerprint": fingerprints[0]})
     write_json(pinnable / "status.json", {"candidate": {"bundle_id": bundle, "release": 7, "state": "is tried"}})
     with folder_lock(pinnable, "edge-agent porch"):
         assert main(["status", "--config", str(config)]) == 0
-    lines = capsys.readouterr().out.splitlines()
+        lines = capsys.readouterr().out.splitlines()
+        assert status_of(config, capsys)["metrics"] == metrics
     names = [line.split("  ")[0] for line in lines]
     assert f"{bundle[:12]}, release 7" in lines[names.index("bundle_id")]
-    assert not {"candidate", "rolled_back", "refused", "pinned"} & {*names}
-    begin = names.index("metrics")
-    shown = "".join(f"{line} " for line in lines[begin : begin + 10]).rstrip().split(", ")
-    assert [part.split()[-1] for part in shown] == [f"{number / 7:.3f}" for number in range(20)]
-    assert all(len(line) <= 80 for line in lines[begin : begin + 10])
+    assert not {"candidate", "rolled_back", "refused", "pinned", "metrics"} & {*names}
+    begin = names.index("head") + 1
+    assert [" ".join(line.split()) for line in lines[begin : begin + 5]] == [
+        "acc.personal 75.0 %",
+        "acc.global – (the bundle has no shared classifier)",
+        "acc.local 50.0 % raw inputs + lr",
+        "learned from 60 samples to fit, 20 held out",
+        "unknown inputs false alarms 5.0 % asked for, 10.0 % of the held-out samples",
+    ]
+    assert "0.000" not in "".join(lines)
+
+
+def test_status_of_an_offline_device_names_what_can_be_done_there(config, make_bundle, capsys):
+    """It said 'commands not authenticated; enroll the agent' where no agent is meant to run."""
+    state = config.parent / "offline"
+    made = make_bundle("b.hwb")
+    assert main(["import", str(made.path), "--state", str(state)]) == 0
+    capsys.readouterr()
+    assert main(["status", "--state", str(state)]) == 0
+    said = capsys.readouterr().out
+    assert "authenticated" not in said
+    assert f"'edge-agent add --state {state} --label NAME FILE ...' fits a head for this bundle" in said
+    write_json(state / "status.json", {"tier": "head", "condition": "ok"})
+    assert main(["status", "--state", str(state)]) == 0
+    assert "not authenticated" in capsys.readouterr().out
 
 
 def test_pin_needs_no_reason(config, pinnable, capsys, monkeypatch):
