@@ -363,7 +363,7 @@ def _rows(status: dict[str, Any]) -> Iterator[tuple[str, object]]:
         elif isinstance(value, dict):
             yield name, ", ".join(f"{key} {formats.value_text(inner)}" for key, inner in value.items())
         elif isinstance(value, bool):
-            yield name, "yes" if value else "no"
+            yield name, output.yes_or_no(value)
         else:
             yield name, value
 

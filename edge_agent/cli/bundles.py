@@ -12,9 +12,9 @@ from ..core import formats
 from ..core.errors import BundleDamaged, BundleUntrusted, UsageError, cause
 from ..core.locks import folder_lock
 from ..core.own_folders import check_own_folder
-from ..core.storage import check_writable
+from ..core.storage import IDENTITY, check_writable
 from . import output
-from .where import add_agent, check_exists, check_may_be_state, state_of
+from .where import add_agent, check_exists, check_may_be_state, named, state_of
 
 if TYPE_CHECKING:
     from ..agent.release_record import ReleaseRecord, RolledBack
@@ -42,8 +42,9 @@ def import_bundle(arguments: argparse.Namespace) -> int:
     Where the device trusts keys, the bundle has to be signed by them, not expired and not older than the newest one.
 
     For devices that get their bundles on a stick. The agent must not be running; it fits its head for the bundle when
-    it starts. The bundle before stays for 'edge-agent rollback'. What the coordinator released before is declined from
-    then on: the imported bundle stays until there is a release that is newer than the one it took the place of.
+    it starts. Without an agent 'edge-agent add' or 'fit' does. The bundle before stays for 'edge-agent rollback'. What
+    the coordinator released before is declined from then on: the imported bundle stays until there is a release that is
+    newer than the one it took the place of.
 
     Example:
       edge-agent import b.hwb --state /var/lib/headwater
@@ -91,10 +92,21 @@ def import_bundle(arguments: argparse.Namespace) -> int:
         "int8_note": notes.get("int8"),
         "declines": None if declined is None else declined.source.bundle_id,
     }
-    rows = {**content, "precisions": ", ".join(sorted(bundle.manifest.variants)), "bundle_id": bundle.id[:12]}
-    rows |= _by_hand(declined)
-    shown = [*rows.items(), *figure_rows.variant_rows(figures)]
-    return output.result(arguments, {**content, "figures": figures}, lambda: formats.pairs(shown))
+    rows: list[tuple[str, object]] = [
+        ("name", bundle.manifest.name),
+        ("method", bundle.manifest.method),
+        ("bundle", bundle.id[:12]),
+        ("precisions", ", ".join(sorted(bundle.manifest.variants))),
+        ("classes", bundle.manifest.task.num_classes),
+        ("folder", bundle.folder),
+        ("self-test", "not run" if arguments.no_self_test else "passed"),
+        ("signed", output.yes_or_no(trust.known() is not None)),
+    ]
+    if "int8" in notes:
+        rows.append(("int8", notes["int8"]))
+    rows += _by_hand(declined, _next_step(arguments, state))
+    rows += figure_rows.variant_rows(figures)
+    return output.result(arguments, {**content, "figures": figures}, lambda: formats.pairs(rows))
 
 
 def _roots(path: Path) -> tuple[Envelope, ...]:
@@ -145,8 +157,17 @@ def verify(arguments: argparse.Namespace) -> int:
         "signers": [{"id": keyid, "name": root.names.get(keyid)} for keyid in signers],
         "lineage": origin(opened.manifest, release),
     }
-    rows = [(name, value) for name, value in content.items() if name not in {"lineage", "signers"}]
-    rows.append(("signed by", ", ".join(map(root.named, signers))))
+    rows: list[tuple[str, object]] = [
+        ("bundle", release.bundle_id),
+        ("federation", release.federation),
+        ("version", release.version),
+        ("expires", release.expires),
+        ("expired", output.yes_or_no(content["expired"])),
+        ("for agents of", f"version {release.min_agent} or newer"),
+        ("root", root.version),
+        ("keys needed", content["threshold"]),
+        ("signed by", ", ".join(map(root.named, signers))),
+    ]
     return output.result(
         arguments, content, lambda: formats.pairs([*rows, *figure_rows.lineage_rows(content["lineage"])])
     )
@@ -191,17 +212,32 @@ def rollback(arguments: argparse.Namespace) -> int:
         "bundle_id": bundle.id,
         "declines": None if declined is None else declined.source.bundle_id,
     }
-    rows = {**content, "bundle_id": bundle.id[:12]} | _by_hand(declined)
-    return output.result(arguments, content, lambda: formats.pairs(rows.items()))
+    rows: list[tuple[str, object]] = [
+        ("name", bundle.manifest.name),
+        ("method", bundle.manifest.method),
+        ("bundle", bundle.id[:12]),
+        *_by_hand(declined, _next_step(arguments, state)),
+    ]
+    return output.result(arguments, content, lambda: formats.pairs(rows))
 
 
-def _by_hand(declined: RolledBack | None) -> dict[str, str]:
+def _by_hand(declined: RolledBack | None, next_step: str) -> list[tuple[str, object]]:
     """Return rows about what follows from a bundle that was installed by hand."""
-    rows = {"next": "'edge-agent run' fits its head for this bundle when it starts"}
-    if declined is None:
-        return rows
-    what = f"bundle {declined.source.bundle_id[:12]} and older releases, until there is a newer one"
-    return {"declines": what, **rows}
+    rows: list[tuple[str, object]] = [("next", next_step)]
+    if declined is not None:
+        what = f"bundle {declined.source.bundle_id[:12]} and older releases, until there is a newer one"
+        rows.insert(0, ("declines", what))
+    return rows
+
+
+def _next_step(arguments: argparse.Namespace, state: Path) -> str:
+    """Return what fits a head for the bundle: the agent of this device, or commands where none has ever been here."""
+    has_agent = arguments.state is None or (state / "status.json").exists() or (state / IDENTITY).is_dir()
+    if has_agent:
+        return "'edge-agent run' fits its head for this bundle when it starts"
+    add = f"edge-agent add{named(arguments)} --label NAME FILE ..."
+    fit = f"edge-agent fit --bundle {state} --data SOURCE --out DIR"
+    return f"'{add}' or '{fit}' fits a head; an agent ('edge-agent run') does so when it starts"
 
 
 def _check_unpinned(record: ReleaseRecord) -> None:

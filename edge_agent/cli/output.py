@@ -26,6 +26,11 @@ def result(arguments: argparse.Namespace, content: Mapping[str, Any], text: Call
     return 0
 
 
+def yes_or_no(value: bool) -> str:
+    """Return a truth value in words."""
+    return "yes" if value else "no"
+
+
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
     """Return aligned lines, the header first; the first column to the left, the others to the right."""
     cells = [list(header), *([formats.value_text(value) for value in row] for row in rows)]

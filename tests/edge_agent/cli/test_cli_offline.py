@@ -309,6 +309,22 @@ def test_import_installs_into_a_state_folder_that_other_commands_accept(place, c
     assert main(["import", "bad.hwb", "--state", "state", "--no-self-test"]) == 0
 
 
+def test_import_names_the_next_step_of_a_device_with_an_agent_and_of_one_without(place, capsys):
+    """An offline device was sent to 'edge-agent run', among raw keys and True."""
+
+    def rows():
+        assert main(["import", "b.hwb", "--state", "state"]) == 0
+        return dict(re.split(r"  +", line, maxsplit=1) for line in capsys.readouterr().out.splitlines())
+
+    shown = rows()
+    assert (shown["self-test"], shown["signed"]) == ("passed", "no")
+    assert "'edge-agent add --state state --label NAME FILE ...'" in shown["next"]
+    assert "'edge-agent fit --bundle state --data SOURCE --out DIR'" in shown["next"]
+    assert not [name for name in shown if "_" in name]
+    (place / "state" / "status.json").write_text("{}")
+    assert rows()["next"] == "'edge-agent run' fits its head for this bundle when it starts"
+
+
 def test_import_waits_for_no_running_agent(place, capsys):
     from edge_agent.core.locks import folder_lock
 
