@@ -79,6 +79,8 @@ class _Parser(argparse.ArgumentParser):
     """A parser that states a mistake in one line, and as one JSON object where ``--json`` was given."""
 
     as_json = False
+    command: _Parser | None = None
+    """Of the program's parser: that of the command that was requested."""
 
     def error(self, message: str) -> NoReturn:
         """Print the mistake and where the options are explained to stderr; exit code 2."""
@@ -99,14 +101,39 @@ class _Parser(argparse.ArgumentParser):
                 hints.append(f", did you mean {similar}?")
         self.error(f"unknown arguments: {' '.join(unknown)}{''.join(hints)}")
 
+    def unknown_options(self, arguments: Sequence[str]) -> list[str]:
+        """Return the arguments that look like options of this command and are none."""
+        known = {option for action in self._actions for option in action.option_strings}
+        if "--" in arguments:
+            arguments = arguments[: arguments.index("--")]
+        return [word for word in arguments if word.startswith("--") and word.partition("=")[0] not in known]
+
 
 def _parse(given: Sequence[str]) -> argparse.Namespace:
     """Return the arguments of one command; a mistake is reported by the command's own parser, not by the program's."""
-    arguments, unknown = _parser(given).parse_known_args(given)
+    parser = _parser(given)
+    if not given:
+        parser.print_help(sys.stderr)
+        sys.exit(UsageError.exit_code)
+    wanted = _wanted_command(given)
+    if wanted is not None and wanted not in COMMANDS:
+        similar = nearest(wanted, COMMANDS)
+        hint = "" if similar is None else f", did you mean '{similar}'?"
+        parser.error(f"no such command '{wanted}'{hint}")
+    if parser.command is not None:  # before argparse, which would first miss what is misspelt here
+        misspelt = parser.command.unknown_options(given[given.index(wanted) + 1 :])
+        if misspelt:
+            parser.command.refuse_unknown(misspelt)
+    arguments, unknown = parser.parse_known_args(given)
     if unknown:
         command: _Parser = arguments.parser
         command.refuse_unknown(unknown)
     return arguments
+
+
+def _wanted_command(given: Sequence[str]) -> str | None:
+    """Return the first word that is no option; None where there is none."""
+    return next((word for word in given if not word.startswith("-")), None)
 
 
 def _parser(given: Sequence[str]) -> _Parser:
@@ -116,12 +143,15 @@ def _parser(given: Sequence[str]) -> _Parser:
         description="Personal models on a device: an encoder from a bundle, and a head that is fitted and stays here.",
         epilog="example:\n  edge-agent fit --bundle b.hwb --data images:photos --head lr --out head",
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"headwater {__version__}")
     commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
-    wanted = next((argument for argument in given if not argument.startswith("-")), None)
+    wanted = _wanted_command(given)
     for name, (module_name, function, summary) in COMMANDS.items():
-        command = commands.add_parser(name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter)
+        command = commands.add_parser(
+            name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        )
         if name == wanted:
             module = importlib.import_module(f"{__name__}.{module_name}")
             run = getattr(module, function)
@@ -132,6 +162,7 @@ def _parser(given: Sequence[str]) -> _Parser:
             command.add_argument("--json", action="store_true", help="print one JSON object instead of text")
             command.add_argument("-v", "--verbose", action="store_true", help="verbose logging on stderr")
             command.set_defaults(run=run, parser=command)
+            parser.command = command
     return parser
 
 

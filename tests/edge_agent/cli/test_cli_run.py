@@ -79,7 +79,10 @@ def test_wrong_usage_is_one_line_that_names_the_command_and_similar_options(caps
     for words, said in (
         (["fit"], "edge-agent fit: the following arguments are required: --bundle, --data, --out; "),
         (["status", "--confg=x"], "edge-agent status: unknown arguments: --confg=x, did you mean --config?; "),
-        (["rnu"], "edge-agent: argument COMMAND: invalid choice: 'rnu'"),
+        (["fit", "--bundl", "b.hwb"], "edge-agent fit: unknown arguments: --bundl, did you mean --bundle?; "),
+        (["fit", "--bundle", "b.hwb", "--ou=x"], "edge-agent fit: unknown arguments: --ou=x, did you mean --out?; "),
+        (["evaluat"], "edge-agent: no such command 'evaluat', did you mean 'evaluate'?; "),
+        (["xyzzy", "--json"], "edge-agent: no such command 'xyzzy'; "),
     ):
         with pytest.raises(SystemExit) as ended:
             main(words)
@@ -88,6 +91,15 @@ def test_wrong_usage_is_one_line_that_names_the_command_and_similar_options(caps
         assert err.startswith(said)
         assert err.count("\n") == 1
         assert "--help' explains the options" in err
+
+
+def test_the_program_alone_shows_its_help(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    said = capsys.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        main([])
+    assert (ended.value.code, capsys.readouterr()) == (2, ("", said))
 
 
 def test_status_of_a_state_folder_needs_no_configuration(tmp_path, capsys):
