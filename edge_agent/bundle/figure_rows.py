@@ -40,9 +40,16 @@ def _domain_rows(figures: Mapping[str, Any]) -> list[tuple[str, object]]:
         [(name, domain)] = domains
         return [(f"on {name}", _both_precisions(domain))]
     rows: list[tuple[str, object]] = []
-    for (name, domain), verb in ((domains[0], "loses"), (domains[-1], "gains")):
-        rank = f"of {len(domains)} domains int8 {verb} most here"
-        rows.append((f"on {name}", f"{_both_precisions(domain)}; {rank}"))
+    worst_name, worst = domains[0]
+    best_name, best = domains[-1]
+    if worst["int8"] < worst["fp32"]:
+        what = f"of {len(domains)} domains int8 loses most here"
+        rows.append((f"on {worst_name}", f"{_both_precisions(worst)}; {what}"))
+    if best["int8"] > best["fp32"]:
+        what = f"of {len(domains)} domains int8 gains most here"
+        rows.append((f"on {best_name}", f"{_both_precisions(best)}; {what}"))
+    if not rows:
+        rows.append(("on domains", f"int8 is as often right as fp32 on each of {len(domains)} held-out domains"))
     return rows
 
 
