@@ -10,6 +10,7 @@ import typer
 from rich.table import Table
 
 from edge_agent.core.config import parse
+from edge_agent.core.errors import UsageError
 
 from ..research.bench.measuring import (
     FleetPlan,
@@ -112,6 +113,10 @@ def serve(given: Given, folder: Folder = None, as_json: Json = False) -> None:
     from ..research.bench import serving as bench
 
     plan = parse(ServePlan, given, where="the options")
+    paths = {"--bundle": plan.bundle, "--head": plan.head, "--input": plan.input}
+    missing = [f"{option} {path}" for option, path in paths.items() if path is not None and not path.exists()]
+    if missing:
+        raise UsageError(f"{', '.join(missing)}: no such file or folder; check the path")
     here = machine()
     with scratch(folder) as temporary:
         rows = list(bench.rows(plan, temporary))

@@ -16,7 +16,7 @@ from ..core.errors import HeadwaterError, StateError, UsageError
 from ..core.locks import folder_lock
 from ..core.storage import check_writable, read_json
 from . import output
-from .where import config_of_folder, named
+from .where import check_exists, config_of_folder, named
 
 if TYPE_CHECKING:
     from ..agent.head_tier import Refitted
@@ -182,7 +182,11 @@ def _opened(arguments: argparse.Namespace) -> tuple[AgentConfig, Manifest, Colle
             f"{arguments.config}: it is not there; name the agent's file (--config FILE), or, without one, a state "
             "folder (--state DIR), into which 'edge-agent import' has put a bundle"
         )
-    config = load(AgentConfig, arguments.config) if arguments.state is None else config_of_folder(arguments.state)
+    if arguments.state is None:
+        config = load(AgentConfig, arguments.config)
+    else:
+        check_exists(arguments.state, "a device's state folder")
+        config = config_of_folder(arguments.state)
     manifest = current_manifest(config.state / "bundles") if config.state.is_dir() else None
     if manifest is None:
         raise StateError(f"{config.state}: no bundle is in use; install one first with 'edge-agent import'")

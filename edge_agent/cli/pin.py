@@ -10,7 +10,7 @@ from ..core.errors import UsageError
 from ..core.time_and_text import moment_of
 from ..wire.messages.fields import printable
 from . import output
-from .where import add_agent, named, state_of
+from .where import add_agent, check_exists, named, state_of
 
 
 def add_pin_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,6 +35,7 @@ def pin(arguments: argparse.Namespace) -> int:
     from ..bundle.installed import current_id
 
     state = state_of(arguments)
+    check_exists(state, "an agent's state folder")
     until = ""
     reason = "pinned on the device"
     if arguments.reason is not None:
@@ -75,6 +76,7 @@ def unpin(arguments: argparse.Namespace) -> int:
     from ..agent.release_record import ReleaseRecord
 
     state = state_of(arguments)
+    check_exists(state, "an agent's state folder")
     record = ReleaseRecord(state)
     if (pin := record.pinned()) is None:
         raise UsageError(f"{state}: no bundle is pinned")

@@ -382,6 +382,8 @@ def from_files(
 
 def _recording(path: Path) -> np.ndarray:
     """Return the recording (time, channels) in a file."""
+    if path.is_file() and path.stat().st_size == 0:
+        raise DataError("the file is empty; take another copy of it")
     if path.suffix.lower() == ".npy":
         return load_array(path)
     if path.name.lower().endswith((".csv", ".csv.gz")):
@@ -525,7 +527,7 @@ def _resolve(source: str, folder: Path | None) -> _Resolved:
             raise
         raise DataError(
             f"data source '{source}': names no kind; did you mean '{_likely_kind(path)}:{source}'? kinds: "
-            f"{', '.join(error.known)}; images are given as a folder of them, or to 'edge-agent predict' as --input"
+            f"{', '.join(error.known)}; images are given as a folder of them, or to 'edge-agent predict' as FILE"
         ) from error
     anchored = str(_path(where, folder)) if kind.needs_path else absolute(where, folder)
     return _Resolved(source, name, kind, where, anchored, texts)

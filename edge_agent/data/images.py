@@ -100,6 +100,8 @@ def decode_image(file: BinaryIO, *, is_sound: bool = False) -> Any:
         most = (Image.MAX_IMAGE_PIXELS or 0) // 10**6
         raise DataError(f"is too large to be decoded: above {most} million pixels; make it smaller first") from error
     except UnidentifiedImageError as error:
+        if file.seek(0, os.SEEK_END) == 0:
+            raise DataError("cannot be read as an image: the file is empty; take another copy of it") from error
         sound = "; sounds are given as --data 'wav:FILE?form=image'" if is_sound else ""
         raise DataError(f"cannot be read as an image: its form is not known; save it as JPEG or PNG{sound}") from error
     except DataError:
@@ -156,7 +158,10 @@ def files_by_class(root: Path, kind: str, suffixes: tuple[str, ...], limit: int 
         DataError: The folder does not exist, or holds no such files.
     """
     if not root.is_dir():
-        raise DataError(f"{kind}: no folder '{root}'; expected a folder with one sub-folder of files for each class")
+        problem = "is no folder" if root.exists() else "is not there"
+        raise DataError(
+            f"{kind}: '{root}' {problem}; expected a folder with one sub-folder of files for each class, check the path"
+        )
 
     here = _Folder.of(root, kind, suffixes)
     folders = {name: _Folder.of(root / name, kind, suffixes) for name in here.folders}

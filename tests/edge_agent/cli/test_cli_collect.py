@@ -274,7 +274,7 @@ def test_a_running_agent_fits_the_head_itself(place, capsys):
             "cannot be read as an image",
         ),
         (("add", "--label", "cat", "cat0.png"), 2, "agent.toml: it is not there; name the agent's file"),
-        (("add", "--state", "nowhere", "--label", "cat", "cat0.png"), 1, "no bundle is in use"),
+        (("add", "--state", "nowhere", "--label", "cat", "cat0.png"), 2, "nowhere: it is not there"),
         (("classes", "rename", "cat", "--state", "state"), 2, "rename OLD NEW"),
         (("classes", "remove", "cow", "--state", "state"), 2, "no class 'cow'"),
         (("rollback", "--state", "state", "--head"), 1, "no earlier head"),

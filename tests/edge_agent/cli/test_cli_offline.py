@@ -368,7 +368,8 @@ ERRORS = {
     "parameter without value": ((*FIT, "--param", "c"), 2, "NAME=VALUE"),
     "unknown source": ((*FIT[:4], "digitz", *FIT[5:]), 2, "digits"),
     "folder without its kind": ((*FIT[:4], "cache/", *FIT[5:]), 2, "did you mean 'images:cache/'?"),
-    "missing data": ((*FIT[:4], "images:nowhere", *FIT[5:]), 2, "nowhere"),
+    "missing data": ((*FIT[:4], "images:nowhere", *FIT[5:]), 2, "nowhere' is not there"),
+    "a file as folder": ((*FIT[:4], "images:b.hwb", *FIT[5:]), 2, "b.hwb' is no folder"),
     "impossible share": ((*FIT, "--test-fraction", "1.5"), 2, "below 1"),
     "impossible seed and threads": ((*FIT, "--seed", "-1", "--threads", "-2"), 2, "--threads"),
     "missing picture": (("predict", "--bundle", "b.hwb", "--input", "gone.png"), 2, "gone.png"),
@@ -638,7 +639,7 @@ def test_a_test_set_is_held_out_as_a_whole(place, photos, capsys):
         (("--client", "c0"), "without partition; name the file"),
         (("--partition", "p.json", "--client", "c0", "--test-fraction", "0.5"), "already names the held-out rows"),
         (("--partition", "nowhere.json", "--client", "c0"), "no such file"),
-        (("--test", "images:nowhere"), "no folder"),
+        (("--test", "images:nowhere"), "'nowhere' is not there"),
     ],
 )
 def test_what_does_not_go_together_is_a_message(place, photos, capsys, given, words):

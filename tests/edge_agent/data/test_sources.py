@@ -95,12 +95,14 @@ def test_the_camera_is_turned_upright(tmp_path):
 
 def test_all_unreadable_images_are_listed_at_once(folder):
     (folder / "red" / "broken.jpg").write_bytes(b"\xff\xd8 no picture")
+    (folder / "red" / "text.png").write_bytes(b"no picture")
     (folder / "blue" / "empty.png").write_bytes(b"")
     good = (folder / "red" / "0.png").read_bytes()
     (folder / "red" / "cut.png").write_bytes(good[: len(good) // 2])
-    with pytest.raises(DataError, match=r"(?s)3 of 9.*empty\.png.*broken\.jpg.*cut\.png") as caught:
+    with pytest.raises(DataError, match=r"(?s)4 of 10.*empty\.png.*broken\.jpg.*cut\.png") as caught:
         load(f"images:{folder}", SPEC)
     assert str(caught.value).count("its form is not known; save it as JPEG or PNG") == 1, "each reason once"
+    assert "blue/empty.png: cannot be read as an image: the file is empty" in str(caught.value)
     assert str(caught.value).endswith("Without --strict (strict = false, strict=False in Python) these are left out.")
     assert str(folder) not in str(caught.value).splitlines()[1], "names are enough"
 
@@ -110,7 +112,7 @@ def test_inputs_of_another_kind_say_how_they_are_given(folder):
     with pytest.raises(DataError, match=r"sounds are given as --data 'wav:FILE\?form=image'"):
         from_files([str(folder / "a.wav")], SPEC)
     for name, kind in (("a.wav", "wav:"), ("red/0.png", "images:")):
-        with pytest.raises(DataError, match=rf"did you mean '{kind}.*as --input"):
+        with pytest.raises(DataError, match=rf"did you mean '{kind}.*as FILE"):
             load(str(folder / name))
 
 
@@ -190,7 +192,7 @@ def test_a_folder_of_nothing_but_other_forms_says_which(tmp_path):
 
 
 def test_missing_and_empty_folders_say_what_was_expected(tmp_path):
-    with pytest.raises(DataError, match="no folder"):
+    with pytest.raises(DataError, match="x. is not there; expected a folder"):
         load(f"images:{tmp_path / 'x'}")
     with pytest.raises(DataError, match="sub-folder"):
         load(f"images:{tmp_path}")
