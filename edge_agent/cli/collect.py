@@ -133,6 +133,9 @@ def classes(arguments: argparse.Namespace) -> int:
             arguments, listed, lambda: output.table(("class", "added to train", "held out", "state"), lines)
         )
     known = [*manifest.task.class_names, *class_names(config.state / "head")]
+    merged = [name for name in names[:-1] if name != names[-1]]
+    changed = {"rename": names[:1], "merge": merged, "remove": names}[action]
+    _check_classes(changed, collection.names(known), _states(config, collection, manifest))
     content: dict[str, Any]
     if action == "rename":
         collection.rename(names[0], names[1], known)
@@ -156,6 +159,25 @@ def classes(arguments: argparse.Namespace) -> int:
             hint = "'edge-agent rollback --head' brings back the head alone"
             rows.append(("samples", f"{removed} removed for good; {hint}"))
     return _refitted(arguments, config, content, rows)
+
+
+def _check_classes(changed: Sequence[str], names: Sequence[str], listed: dict[str, Any]) -> None:
+    """Require that the classes that are to be changed exist.
+
+    Args:
+        changed: The names of these classes.
+        names: The classes of head, collection and bundle.
+        listed: What ``classes list`` shows: those of the bundle alone are not among them.
+
+    Raises:
+        UsageError: There is no such class.
+    """
+    from ..data.base import near
+
+    missing = [f"'{name}'{near(name, names)}" for name in changed if name not in names]
+    if missing:
+        shown = ", ".join(row["class"] for row in listed["classes"])
+        raise UsageError(f"no class {', '.join(missing)}; 'edge-agent classes list' shows {shown or 'none yet'}")
 
 
 def _add_where(parser: argparse.ArgumentParser) -> None:

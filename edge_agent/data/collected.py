@@ -149,7 +149,7 @@ class Collection:
             UsageError: The class does not exist, or another one is called ``new`` already.
             DataError: ``new`` is not a name for a class.
         """
-        names = self._names(known)
+        names = self.names(known)
         if new in names and old in names:
             raise UsageError(
                 f"there is a class '{new}' already; 'edge-agent classes merge {old} {new} {new}' joins them"
@@ -183,6 +183,12 @@ class Collection:
         with waited_lock(self.folder):
             index = self.index()
             write_json(self.folder / INDEX, index.model_copy(update={"fitted": version}).model_dump(mode="json"))
+
+    def names(self, known: Sequence[str] = ()) -> list[str]:
+        """Return the present names of the ``known`` classes and of the collection's own."""
+        index = self.index()
+        names = (index.name_of(label) for label in [*known, *index.classes])
+        return list(dict.fromkeys(name for name in names if name is not None))
 
     def combined(
         self, own: tuple[Samples, Samples] | None, spec: InputSpec, bundle: Sequence[str], before: Sequence[str] = ()
@@ -222,19 +228,13 @@ class Collection:
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
-    def _names(self, known: Sequence[str]) -> list[str]:
-        """Return the present names of the ``known`` classes and of the collection's own."""
-        index = self.index()
-        names = (index.name_of(label) for label in [*known, *index.classes])
-        return list(dict.fromkeys(name for name in names if name is not None))
-
     def _relabel(self, changes: dict[str, str | None], known: Sequence[str]) -> None:
         """Give classes new names, or remove them with their samples where the new name is None.
 
         Raises:
             UsageError: A class does not exist, or a new name is that of a class which was renamed.
         """
-        names = self._names(known)
+        names = self.names(known)
         missing = [f"'{label}'{near(label, names)}" for label in changes if label not in names]
         if missing:
             raise UsageError(f"no class {', '.join(missing)}; there are {', '.join(names) or 'none'}")

@@ -112,6 +112,15 @@ def test_classes_are_renamed_merged_and_removed(place, capsys):
     assert predicted(capsys, "cat") == "pet"
 
 
+def test_a_class_that_is_none_is_told_those_that_the_list_shows(place, capsys):
+    """It named the ten classes of the bundle, which the list does not show."""
+    add(capsys, "cat")
+    add(capsys, "dog")
+    for words in (("remove", "cow"), ("rename", "cow", "calf"), ("merge", "cow", "cat", "pet")):
+        said = answer(capsys, "classes", *words, "--state", "state", code=2)["error"]["message"]
+        assert said == "no class 'cow'; 'edge-agent classes list' shows cat, dog"
+
+
 def test_what_changed_in_the_classes_is_told(place, capsys):
     for name in COLOURS:
         add(capsys, name)
@@ -276,7 +285,11 @@ def test_a_running_agent_fits_the_head_itself(place, capsys):
         (("add", "--label", "cat", "cat0.png"), 2, "agent.toml: it is not there; name the agent's file"),
         (("add", "--state", "nowhere", "--label", "cat", "cat0.png"), 2, "nowhere: it is not there"),
         (("classes", "rename", "cat", "--state", "state"), 2, "rename OLD NEW"),
-        (("classes", "remove", "cow", "--state", "state"), 2, "no class 'cow'"),
+        (
+            ("classes", "remove", "cow", "--state", "state"),
+            2,
+            "no class 'cow'; 'edge-agent classes list' shows none yet",
+        ),
         (("rollback", "--state", "state", "--head"), 1, "no earlier head"),
     ],
 )
