@@ -192,7 +192,7 @@ def prepare_here(
     read_s = time.perf_counter() - started_at
     trial = _try_head(config, message, bundle, old_pair, samples, progress)
     if trial.result is not None:
-        trial = replace(trial, result=trial.result.with_reading(read_s))
+        trial = replace(trial, result=trial.result.with_earlier_steps({"read": read_s}))
     # 4. The new head waits beside the pair in use until both are switched.
     if trial.result is not None:
         log_if_better_alone(trial.result.scores)

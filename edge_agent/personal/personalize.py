@@ -170,7 +170,7 @@ class Result:
     """Whether the data have a single class, so that the scores are meaningless."""
 
     seconds: float = 0.0
-    """The seconds of features, fit and scores, and of reading the samples where `with_reading` added it."""
+    """The seconds of features, fit and scores, and of the steps before that `with_earlier_steps` added."""
 
     no_global: str | None = None
     """The reason why there is no ``acc.global``; None where there is one."""
@@ -258,9 +258,9 @@ class Result:
             **(self.choice.metrics() if self.choice is not None else {}),
         }
 
-    def with_reading(self, seconds: float) -> Result:
-        """Return this result with the seconds that reading its samples took, as the first of its steps."""
-        return replace(self, steps={"read": seconds, **self.steps}, seconds=self.seconds + seconds)
+    def with_earlier_steps(self, steps: Mapping[str, float]) -> Result:
+        """Return this result with the seconds of steps before its own, such as reading the samples."""
+        return replace(self, steps={**steps, **self.steps}, seconds=self.seconds + sum(steps.values()))
 
     def save(self, folder: Path) -> Path:
         """Write the head into ``folder``; returns the path of its JSON file."""
