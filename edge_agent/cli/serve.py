@@ -119,7 +119,8 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         "--token-file",
         type=Path,
         metavar="FILE",
-        help="file of the token, created if it is missing (default: serve/token in the state folder)",
+        help="file of the token, created if it is missing (default: serve/token in the state folder, with --bundle in "
+        "the folder of --cache)",
     )
     where.add_argument(
         "--cert", type=Path, metavar="FILE", help="certificate of this server (PEM): encrypts connections"

@@ -192,7 +192,7 @@ def test_a_folder_of_nothing_but_other_forms_says_which(tmp_path):
 
 
 def test_missing_and_empty_folders_say_what_was_expected(tmp_path):
-    with pytest.raises(DataError, match="x. is not there; expected a folder"):
+    with pytest.raises(DataError, match=r"x. is not there; expected a folder"):
         load(f"images:{tmp_path / 'x'}")
     with pytest.raises(DataError, match="sub-folder"):
         load(f"images:{tmp_path}")
