@@ -13,7 +13,7 @@ import json
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from ..core.config import mistakes_of
 from ..core.errors import BundleDamaged, BundleError, cause
@@ -293,7 +293,7 @@ def origin(manifest: Manifest, release: Release | None = None) -> dict[str, Any]
 
 def fingerprint(encoder_sha256: str, spec: InputSpec) -> str:
     """Return the SHA-256 (hex) of a variant's file and its preprocessing, which a head must share with its encoder."""
-    content = {"encoder": encoder_sha256, "input": TypeAdapter(InputSpec).dump_python(spec, mode="json")}
+    content = {"encoder": encoder_sha256, "input": spec.model_dump(mode="json")}
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
