@@ -41,6 +41,8 @@ from edge_agent.wire.topics import Topics
 
 LONGEST_PAUSE_S = 0.5
 """The most seconds by which the clock moves at once, unless a federation says otherwise."""
+SHORTEST_PAUSE_S = 0.01
+"""The least seconds by which the clock moves, although somebody would look around earlier."""
 NOON = datetime(2030, 1, 1, 12, tzinfo=timezone.utc)
 """The wall clock of a federation when it begins."""
 
@@ -132,6 +134,7 @@ class Federation:
         self.heartbeat_s = heartbeat_s
         self.clock = Clock()
         self.longest_pause_s = LONGEST_PAUSE_S
+        self.shortest_pause_s = SHORTEST_PAUSE_S
         self.probe_s = probe_s
         self.keyed = keyed
         self.compute = compute
@@ -332,7 +335,8 @@ class Federation:
 
     def _pause(self) -> float:
         parties = [*self.agents.values(), *([self.coordinator] if self.coordinator else [])]
-        return min(self.longest_pause_s, max(0.01, min((party.idle_s() for party in parties), default=1.0)))
+        due_s = min((party.idle_s() for party in parties), default=1.0)
+        return min(self.longest_pause_s, max(self.shortest_pause_s, due_s))
 
     def _step_coordinator(self) -> bool:
         try:

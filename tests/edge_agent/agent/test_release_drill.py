@@ -17,7 +17,8 @@ NAMES = ("d0", "d1", "d2", "d3", "d4", "d5")
 @pytest.fixture
 def site(tmp_path, capsys):
     with ReleaseSite(tmp_path, capsys) as opened:
-        opened.longest_pause_s = 5.0  # two hours pass, in which seven devices mostly send heartbeats
+        # Two hours pass, in which seven devices mostly send heartbeats.
+        opened.longest_pause_s = opened.shortest_pause_s = 5.0
         yield opened
 
 

@@ -659,4 +659,5 @@ def test_a_device_whose_clock_or_data_are_wrong_does_not_stop_a_release(site, ma
     assert (row["outcome"], "expired" in row["reason"]) == ("unable", True)
     assert site.stages() == ["everybody", "everybody"]
     ahead_s[0] = 0.0
+    site.longest_pause_s = site.shortest_pause_s = 5.0  # ten minutes pass, and nothing asks for their seconds
     site.until(lambda: set(site.running().values()) == {2}, limit_s=700)
