@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import importlib
 import io
@@ -12,7 +11,7 @@ import random
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -121,34 +120,22 @@ def trials() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _answers_here(
-    request: pytest.FixtureRequest,
-    monkeypatch: pytest.MonkeyPatch,
-    advice_of_torchvision: Callable[[], tuple[str, ...]],
-) -> None:
+def _answers_here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Local data are checked and certificates renewed in this process, unless a test asks for ``children``.
 
     A device does both in a new interpreter, which takes 0.3 s for each of many agents. Whether torchvision can be
-    imported is tried once for all tests, because that takes 2 s.
+    imported is not tried, because that takes 2 s; the tests of torchvision ask in processes of their own.
     """
     if "children" in request.fixturenames:
         return
     monkeypatch.setattr("edge_agent.agent.data_check.answer_of_child", answer_here)
     monkeypatch.setattr("edge_agent.identity.renewal.answer_of_child", answer_here)
-    monkeypatch.setattr("edge_agent.core.capabilities.torchvision_advice", advice_of_torchvision)
+    monkeypatch.setattr("edge_agent.core.capabilities.torchvision_advice", tuple)
 
 
 @pytest.fixture
 def children() -> None:
     """Children of agents and commands are processes, as on a device."""
-
-
-@pytest.fixture(scope="session")
-def advice_of_torchvision() -> Callable[[], tuple[str, ...]]:
-    """Return `torchvision_advice` in a form that tries the import once."""
-    from edge_agent.core import capabilities
-
-    return functools.cache(capabilities.torchvision_advice)
 
 
 @pytest.fixture
