@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
-import subprocess
 import sys
 import textwrap
 import types
@@ -24,7 +23,7 @@ from pydantic_core import PydanticUndefined
 
 from coordinator.cli import COMMANDS as HEADWATER
 from coordinator.cli import command_tree
-from coordinator.cli.methods import LISTED, marked_heads
+from coordinator.cli.methods import LISTED, describe, marked_heads
 from coordinator.config import CoordinatorConfig
 from edge_agent import data, heads
 from edge_agent import methods as method_registry
@@ -44,9 +43,8 @@ MADE = "<!-- Generated: python tests/harness/reference.py -->"
 
 def pages() -> dict[Path, str]:
     """Text of every page by its path in the project."""
-    command = [sys.executable, "-m", "coordinator", "methods", "--json"]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
-    methods = json.loads(done.stdout)["methods"]
+    # As 'headwater methods --json' has them, without a process that would import torch and all methods again.
+    methods = json.loads(json.dumps([describe(name) for name in method_registry.names()]))
     shown = ("name", "travels", "stays", "server", "paper", "heads")
     listed = {
         method["name"]: {
