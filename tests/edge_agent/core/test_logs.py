@@ -102,7 +102,10 @@ def test_every_message_of_ours_names_an_event_and_no_reserved_key(request):
     seen = 0
     wrong = []
     for path in (path for name in ("edge_agent", "export", "coordinator") for path in (root / name).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        text = path.read_text(encoding="utf-8")
+        if not re.search(r"\blog\s*\.", text):  # most files log nothing, and need not be parsed
+            continue
+        for node in ast.walk(ast.parse(text)):
             function = getattr(node, "func", None)
             if not isinstance(function, ast.Attribute) or getattr(function.value, "id", "") != "log":
                 continue
