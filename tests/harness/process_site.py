@@ -37,10 +37,11 @@ LARGE = Task(
 class Site:
     """A broker, one coordinator and agents as processes, all in one folder, all gone at the end."""
 
-    def __init__(self, folder, task, *, rules=EVERYBODY, of_agents="", log_format="text"):
+    def __init__(self, folder, task, *, agents=AGENTS, rules=EVERYBODY, of_agents="", log_format="text"):
         self.folder = folder
         self.task = task
-        self.rules = rules
+        self.agents = agents
+        self.rules = rules.replace(f"min_agents = {len(AGENTS)}", f"min_agents = {len(agents)}")
         self.of_agents = of_agents
         self.log_format = ("--log-format", log_format)
         self.state = StateFolder(folder / "state")
@@ -51,11 +52,11 @@ class Site:
         self.broker.start()
         (self.folder / "coordinator.toml").write_text(self.coordinator_toml())
         self.serve()
-        for number, name in enumerate(AGENTS):
+        for number, name in enumerate(self.agents):
             (self.folder / f"{name}.toml").write_text(
                 f'id = "{name}"\ntier = "train"\nstate = "{name}"\nheartbeat_s = 2\n{self.of_agents}\n'
                 f'[broker]\nurl = "{self.broker.url}"\n\n'
-                f'[data]\nsource = "digits:optdigits?n=240&client={number}&clients={len(AGENTS)}"\n'
+                f'[data]\nsource = "digits:optdigits?n=240&client={number}&clients={len(self.agents)}"\n'
             )
             self.agent(name)
         self.until(lambda: (self.folder / "state" / "journal.db").exists(), "the coordinator starts")
