@@ -9,6 +9,7 @@ import json
 import os
 import random
 import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Generator, Iterator
@@ -25,6 +26,7 @@ for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
 os.environ.setdefault("MPLBACKEND", "Agg")
 # Children import compiled modules: without them each of some hundred compiles the packages again, 0.1 s and more.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False  # so does the next run: pytest would rewrite the asserts of 430 files again, for 4 s
 
 # Folders of tests are in memory where there is room: a disk takes some 10 ms for each of thousands of syncs, and no
 # test depends on it. A place named by TMPDIR or --basetemp is taken as it is.
