@@ -181,6 +181,7 @@ def answers_of(config):
 
 
 def test_row_38_a_kill_at_any_step_of_a_change_leaves_the_old_pair_or_the_new_one(config, make_bundle, home, tmp_path):
+    config = config.model_copy(update={"data": DataConfig(source="digits:optdigits?n=30")})  # it is fitted 100 times
     TrustStore(config.state / "bundles").anchor(home.roots[0])
     old, new = (make_bundle(f"{dim}.hwb", dim=dim, seed=2) for dim in (24, 48))
     home.rotate(1, keys=(12,))  # the change of keys is one of the steps
