@@ -57,6 +57,7 @@ def import_bundle(arguments: argparse.Namespace) -> int:
 
     check_exists(arguments.bundle, "a bundle file (*.hwb)")
     state = state_of(arguments)
+    check_own_folder(state)  # a link is named as such, wherever it leads
     check_may_be_state(state)
     check_writable(state)
     check_own_folder(state / "bundles")
