@@ -22,7 +22,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from .detectors import part_of, unit
+from .detectors import distinct, part_of, unit
 from .unknown import UnknownRule
 
 WINDOW = 128
@@ -115,11 +115,11 @@ class Reference:
         self._means = np.tile(residuals.mean(axis=0), (classes, 1))
         self._counts = np.zeros(classes)
         self._far = np.zeros(classes)
-        for label in np.unique(labels):
+        for label in distinct(labels):
             is_of_class = labels == label
             self._means[label] = residuals[is_of_class].mean(axis=0)
             # The windows of a recording are alike, so a recording counts as one independent sample.
-            self._counts[label] = len(np.unique(recordings[is_of_class]))
+            self._counts[label] = len(distinct(recordings[is_of_class]))
             self._far[label] = float(is_far[is_of_class].mean()) * self._counts[label]
 
     def _learn_spread(self, residuals: np.ndarray, labels: np.ndarray) -> None:
@@ -134,7 +134,7 @@ class Reference:
         floor = 0.1 * float(np.sqrt(np.mean(deviation**2))) or 1.0
         self._scale = 1 / np.maximum(deviation, floor)
         centres = np.zeros_like(self._means)
-        for label in np.unique(labels):
+        for label in distinct(labels):
             centres[label] = self._rows[labels == label].mean(axis=0)
         centred_rows = (self._rows - centres[labels]) * correction
         self._moments = _Moments.from_rows(centred * self._scale, centred_rows * self._scale)

@@ -16,7 +16,7 @@ from ..core import formats
 from ..core.errors import StateError
 from ..core.graph import DOUBLE, FLOAT, Graph, Value
 from ..core.task import Tensors
-from .detectors import DETECTORS, NEIGHBOURS, ClassMeans, Detector, NearestRows, part_of, unit
+from .detectors import DETECTORS, NEIGHBOURS, ClassMeans, Detector, NearestRows, distinct, part_of, unit
 
 MOST_ROWS = 4096
 """Training samples that an unknown rule holds, or what its rate needs; of more, a random part."""
@@ -106,7 +106,7 @@ class UnknownRule:
             return None
         # Without several recordings each sample is a group of its own.
         row_groups = groups
-        if row_groups is None or len(np.unique(row_groups)) < 2:
+        if row_groups is None or len(distinct(row_groups)) < 2:
             row_groups = np.arange(len(features))
         # Less their mean, AUROC rises by 0.02, but samples of one class no longer tell what is far from all of them.
         rows = unit(features)
@@ -116,7 +116,7 @@ class UnknownRule:
         row_labels = np.zeros(len(rows), np.int64) if labels is None else labels[part].astype(np.int64)
         kind, misses = _choose(detectors, rows, row_labels, row_groups, rate)
         threshold = _threshold(kind.score_as_new(rows, row_labels, row_groups), rate)
-        has_recordings = len(np.unique(row_groups)) < len(rows)
+        has_recordings = len(distinct(row_groups)) < len(rows)
         return cls(
             rows,
             threshold,

@@ -13,7 +13,6 @@ from typing import Any
 
 from ..core.config import AgentConfig, BrokerConfig, is_loopback
 from ..data.wav import WavOptions
-from ..wire.mqtt import MqttTransport
 from .announcement import Announcement, announced
 from .corrections import Corrections
 from .history import History
@@ -269,6 +268,8 @@ class Service:
 
     def _create_publisher(self, settings: MqttSettings) -> Publisher:
         """Return a publisher that observes every answer and the state."""
+        from ..wire.mqtt import MqttTransport
+
         client_id = f"headwater-{settings.topics.device}"
         transport = MqttTransport(settings.broker, client_id, will=offline_will(settings.topics), advice=ANSWERS_ADVICE)
         publisher = Publisher(transport, settings.topics, settings.description, time.monotonic)

@@ -17,7 +17,6 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import paho.mqtt.client as paho
@@ -36,6 +35,7 @@ from ..core.errors import (
     is_of_another_time,
 )
 from .inbox import ORDINARY, Inbox, RankOf
+from .login import FEDERATION_ADVICE, LoginAdvice
 from .topics import matches
 from .transport import Connected, Disconnected, Event, Message, Subscribed, Traffic, WillOf, Woken
 
@@ -58,26 +58,6 @@ CONNECT_TIMEOUT_S = 10.0
 
 LEAVE_TIMEOUT_S = 2.0
 """Seconds by which a broker that has stopped reading may delay a disconnect."""
-
-
-@dataclass(frozen=True)
-class LoginAdvice:
-    """What to do when the broker refuses a login.
-
-    Attributes:
-        without_user: Where no user is configured.
-        refused: Where it does not know the user, or the password; ``{user}`` stands for the user.
-    """
-
-    without_user: str
-    refused: str
-
-
-FEDERATION_ADVICE = LoginAdvice(
-    "set broker.user and broker.password_file",
-    "'headwater password {user}' makes a new one, which a running Mosquitto has to reload",
-)
-"""For the broker of a federation, whose users the coordinator makes."""
 
 
 class MqttTransport:

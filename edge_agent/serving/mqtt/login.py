@@ -1,6 +1,6 @@
 """What to do when the broker of answers, such as Home Assistant's, refuses the login."""
 
-from ...wire.mqtt import LoginAdvice
+from ...wire.login import LoginAdvice
 
 ANSWERS_ADVICE = LoginAdvice(
     "name a user of this broker with --mqtt-user, and the file of the password with --mqtt-password-file (mqtt_user "

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from ...core.config import BrokerConfig
 from ...core.errors import MissingCapability, UsageError
-from ...wire.mqtt import MqttTransport
 from ...wire.topics import matches
+from ...wire.transport import Transport
 from ..mqtt.login import ANSWERS_ADVICE
 from .capture import CaptureSource
 from .folder import FolderSource
@@ -81,7 +81,7 @@ class Subscriptions:
     broker: BrokerConfig | None
     published: tuple[str, ...] = ()
 
-    def transport(self, option: str, topic: str) -> MqttTransport:
+    def transport(self, option: str, topic: str) -> Transport:
         """Return a new connection for a topic; ``option`` is named in errors.
 
         Raises:
@@ -97,6 +97,8 @@ class Subscriptions:
                     f"{option} {topic}: this device publishes on {published} itself, and would answer its own answers; "
                     "name another topic"
                 )
+        from ...wire.mqtt import MqttTransport
+
         return MqttTransport(self.broker, f"headwater-in-{zlib.crc32(topic.encode()):08x}", advice=ANSWERS_ADVICE)
 
 

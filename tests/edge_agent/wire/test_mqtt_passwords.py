@@ -9,7 +9,8 @@ from coordinator.broker import EmbeddedBroker, MosquittoBroker
 from coordinator.broker.access import set_password
 from edge_agent.core.config import BrokerConfig
 from edge_agent.core.errors import ConfigError, UsageError
-from edge_agent.wire.mqtt import LoginAdvice, MqttTransport
+from edge_agent.wire.login import LoginAdvice
+from edge_agent.wire.mqtt import MqttTransport
 from edge_agent.wire.transport import Connected, Disconnected
 
 REAL = [

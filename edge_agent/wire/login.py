@@ -1,0 +1,25 @@
+"""What to do when a broker refuses a login; apart from `mqtt`, whose client takes more than a megabyte of memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LoginAdvice:
+    """What to do when the broker refuses a login.
+
+    Attributes:
+        without_user: Where no user is configured.
+        refused: Where it does not know the user, or the password; ``{user}`` stands for the user.
+    """
+
+    without_user: str
+    refused: str
+
+
+FEDERATION_ADVICE = LoginAdvice(
+    "set broker.user and broker.password_file",
+    "'headwater password {user}' makes a new one, which a running Mosquitto has to reload",
+)
+"""For the broker of a federation, whose users the coordinator makes."""
