@@ -400,7 +400,8 @@ class Rollout:
     def _release_to_offer(self, agent: str) -> Release | None:
         """Return the release that a device is to be offered now; None where that was done, or there is none.
 
-        An offer of another release that it has not answered is withdrawn, and it is told of a new pin.
+        If the device has not answered an offer of another release, that offer is withdrawn. A new pin is sent to the
+        device.
         """
         offer = self._offers.get(agent)
         release = self._wanted(agent)

@@ -121,7 +121,7 @@ class FolderView:
         self._forget_journal()
 
     def _forget_journal(self) -> None:
-        """Begin anew with all that follows from the journal, which is another file now."""
+        """Forget what was read from the journal, because another file has taken its place."""
         with self._timelines_lock:
             self._timelines: dict[str, tuple[Timeline, deque[Event]]] = {}
         self.book = Book()

@@ -80,7 +80,7 @@ class _Parser(argparse.ArgumentParser):
 
     as_json = False
     command: _Parser | None = None
-    """Of the program's parser: that of the command that was requested."""
+    """The parser of the requested command; only the program's own parser has one."""
 
     def error(self, message: str) -> NoReturn:
         """Print the mistake and where the options are explained to stderr; exit code 2."""

@@ -381,7 +381,7 @@ def _refused_rows(refused: list[dict[str, Any]]) -> Iterator[tuple[str, object]]
 _ACCURACIES = ("acc.personal", "acc.global", "acc.local")
 _SHARES = ("false_alarms", "detected")
 _NUMBERS = ("rmse.personal", "rmse.mean", "auroc")
-"""Of the metrics of a head that answers with numbers, those that its owner can use."""
+"""The metrics of a head that answers with numbers which are shown to the owner of a device."""
 
 
 def _metric_rows(metrics: dict[str, Any]) -> Iterator[tuple[str, object]]:

@@ -707,7 +707,7 @@ def _for_all(
         source: The source, for messages.
         plural: What the items are called in messages.
         strict: What may be left out, see `load`.
-        progress: Is told after each row how many are done, and of how many.
+        progress: Called after each row with the number of rows that are done, and of all rows.
 
     Returns:
         The rows (n,) for which it worked; and a line for each item or other file that cannot be used, with its reason.
