@@ -126,7 +126,7 @@ def _show_fleet(result: dict[str, Any]) -> Iterator[Table | str]:
     states = ", ".join(f"{count} {state}" for state, count in result["states"].items())
     yield f"{counted(result['known'], 'agent')}: {states}"
     if result["inputs"]:
-        yield result["inputs"]
+        yield f"inputs: {result['inputs']}"
     if not shown:
         yield "none of them is selected (--faults, --find)"
         return

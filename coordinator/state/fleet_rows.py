@@ -253,9 +253,9 @@ def describe_inputs(since: Iterable[float | None]) -> str:
     if not known:
         return ""
     if not changed:
-        return f"inputs: as fitted on all {counted(len(known), 'device')} that tell it"
+        return f"as fitted on all {counted(len(known), 'device')} that tell it"
     first = show_utc(min(changed))
-    return f"inputs: changed on {len(changed)} of {counted(len(known), 'device')} that tell it, first {first}"
+    return f"changed on {len(changed)} of {counted(len(known), 'device')} that tell it, first {first}"
 
 
 def rows_of(facts: FleetFacts) -> list[AgentRow]:

@@ -70,10 +70,10 @@ def test_too_few_answers_tell_nothing(site):
     "since, said",
     [
         ([None, None], ""),
-        ([None, 0.0, 0.0], "inputs: as fitted on all 2 devices that tell it"),
+        ([None, 0.0, 0.0], "as fitted on all 2 devices that tell it"),
         (
             [0.0, CHANGED_AT + 60, CHANGED_AT, None],
-            "inputs: changed on 2 of 3 devices that tell it, first 2026-11-18 11:06 UTC",
+            "changed on 2 of 3 devices that tell it, first 2026-11-18 11:06 UTC",
         ),
     ],
 )
