@@ -25,7 +25,7 @@ _PERHAPS_OF_A_DEVICE = (
     "federation.json",
     "pin.json",
 )
-"""Files and folders of a device's state. Every state folder that was used, also by earlier versions, has one of them."""
+"""Files and folders of a device's state. Every folder that was used, also by earlier versions, has one of them."""
 
 _LOCK = "lock"
 """File in each folder that a command has held: of a device, of a coordinator, or of unpacked bundles."""
