@@ -343,7 +343,23 @@ def _read_input(request: InferRequest, expected: Tensor, binary_data: bytes) -> 
     Raises:
         DataError: The name, the type, the shape or the number of rows is wrong, or the data do not fit the shape.
     """
-    # 1. The only input has the name that the model expects, and a numeric type.
+    tensor, dtype = _find_input(request, expected)
+    # The shape bounds the size of the array before memory is allocated.
+    if len(tensor.shape) != len(expected.shape) or min(tensor.shape) < 1 or tensor.shape[0] > _MOST_ROWS:
+        allowed = f"{list(expected.shape)} with 1 to {_MOST_ROWS} rows"
+        raise DataError(f"'{tensor.name}' has shape {list(tensor.shape)}, expected {allowed}")
+    # The values are behind the JSON, or in it.
+    if "binary_data_size" in tensor.parameters:
+        return _read_binary(tensor, dtype, binary_data)
+    return _read_numbers(tensor, dtype)
+
+
+def _find_input(request: InferRequest, expected: Tensor) -> tuple[InputTensor, str]:
+    """Return the only input of a request, and the NumPy type of its values.
+
+    Raises:
+        DataError: There is another number of inputs, or the name or the type is wrong.
+    """
     if len(request.inputs) != 1 or request.inputs[0].name != expected.name:
         names = ", ".join(f"'{tensor.name}'" for tensor in request.inputs)
         raise DataError(f"inputs {names}; expected one, '{expected.name}' {expected.datatype} {list(expected.shape)}")
@@ -351,19 +367,28 @@ def _read_input(request: InferRequest, expected: Tensor, binary_data: bytes) -> 
     dtype = _NUMPY_TYPES.get(tensor.datatype)
     if dtype is None:
         raise DataError(f"'{tensor.name}' is {tensor.datatype}, expected {expected.datatype} or another numeric type")
-    # 2. The shape. It bounds the size of the array before memory is allocated.
+    return tensor, dtype
+
+
+def _read_binary(tensor: InputTensor, dtype: str, binary_data: bytes) -> np.ndarray:
+    """Return the values of an input that follow the JSON as bytes.
+
+    Raises:
+        DataError: Their number does not fit the shape.
+    """
+    size = math.prod(tensor.shape) * np.dtype(dtype).itemsize
+    if tensor.parameters["binary_data_size"] != size or len(binary_data) != size:
+        raise DataError(f"'{tensor.name}' has {len(binary_data)} bytes behind the JSON, its shape and type need {size}")
+    return np.frombuffer(binary_data, dtype).reshape(tensor.shape)
+
+
+def _read_numbers(tensor: InputTensor, dtype: str) -> np.ndarray:
+    """Return the values of an input that are in the JSON, as flat or nested lists.
+
+    Raises:
+        DataError: They are no numbers of that type, or do not fit the shape.
+    """
     count = math.prod(tensor.shape)
-    if len(tensor.shape) != len(expected.shape) or min(tensor.shape) < 1 or tensor.shape[0] > _MOST_ROWS:
-        allowed = f"{list(expected.shape)} with 1 to {_MOST_ROWS} rows"
-        raise DataError(f"'{tensor.name}' has shape {list(tensor.shape)}, expected {allowed}")
-    # 3. The values: behind the JSON, or in it.
-    if "binary_data_size" in tensor.parameters:
-        size = count * np.dtype(dtype).itemsize
-        if tensor.parameters["binary_data_size"] != size or len(binary_data) != size:
-            raise DataError(
-                f"'{tensor.name}' has {len(binary_data)} bytes behind the JSON, its shape and type need {size}"
-            )
-        return np.frombuffer(binary_data, dtype).reshape(tensor.shape)
     values = _flatten(tensor.data)
     if len(values) != count:
         raise DataError(f"'{tensor.name}' has {len(values)} values, its shape {list(tensor.shape)} needs {count}")
@@ -410,18 +435,14 @@ def _build_response(request: InferRequest, model: str, pair: Pair, arrays: Mappi
     unknown_names = [name for name in requested if name not in names]
     if unknown_names:
         raise DataError(f"model '{model}' has no output {', '.join(unknown_names)}; it has {', '.join(names)}")
-    # 2. The outputs. The form of each one is chosen by its own parameter, or else by that of the request.
-    is_binary_by_default = bool(request.parameters.get("binary_data_output"))
+    # 2. The outputs, as JSON or as bytes.
     outputs = []
     binary_data = b""
     for tensor, array in arrays.items():
         if requested and tensor.name not in requested:
             continue
         output: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": list(array.shape)}
-        is_binary = is_binary_by_default
-        if tensor.name in requested:
-            is_binary = bool(requested[tensor.name].parameters.get("binary_data", is_binary_by_default))
-        if is_binary:
+        if _is_binary(request, requested.get(tensor.name)):
             raw = _to_bytes(array, tensor.datatype)
             output["parameters"] = {"binary_data_size": len(raw)}
             binary_data += raw
@@ -438,6 +459,12 @@ def _build_response(request: InferRequest, model: str, pair: Pair, arrays: Mappi
         return Response(200, header)
     header_length = (("Inference-Header-Content-Length", str(len(header))),)
     return Response(200, header + binary_data, "application/octet-stream", header_length)
+
+
+def _is_binary(request: InferRequest, output: RequestedOutput | None) -> bool:
+    """Return whether an output is sent as bytes: by its own parameter, or else by that of the request."""
+    by_default = bool(request.parameters.get("binary_data_output"))
+    return by_default if output is None else bool(output.parameters.get("binary_data", by_default))
 
 
 def _to_bytes(array: np.ndarray, datatype: str) -> bytes:
