@@ -24,7 +24,7 @@ from ..identity.certificates import show_utc
 from ..version import __version__
 from ..wire.seal import key_file
 from . import output
-from .scores import same_sitting_rows
+from .scores import accuracy_notes, same_sitting_rows
 from .where import add_agent, check_exists, config_of_folder, named
 
 _REPORTED = (
@@ -411,11 +411,8 @@ def _accuracy_text(name: str, metrics: dict[str, Any]) -> str:
     text = formats.percent(share)
     if name == "acc.global" and share is None and metrics.get("no_global"):
         return f"{text}  ({metrics['no_global']})"
-    if name == "acc.local" and metrics.get("local_model"):
-        text += f"  {metrics['local_model']}"
-    if share is not None and metrics.get("one_class"):
-        text += f"  ({output.ONE_CLASS})"
-    return text
+    local_model = metrics.get("local_model") if name == "acc.local" else ""
+    return text + accuracy_notes(share, local_model or "", one_class=bool(metrics.get("one_class")))
 
 
 def _unknown_text(metrics: dict[str, Any]) -> str:

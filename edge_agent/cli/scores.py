@@ -42,11 +42,22 @@ def accuracy_rows(scores: Scores, count: int, *, one_class: bool) -> Iterator[tu
         text = formats.percent(share)
         if (ends := intervals[name]) is not None:
             text += f"  (95 %: {100 * ends[0]:.1f} to {100 * ends[1]:.1f} %)"
-        if name == "acc.local" and scores.local_model:
-            text += f"  {scores.local_model}"
-        if share is not None and one_class:
-            text += f"  ({output.ONE_CLASS})"
-        yield name, text
+        local_model = scores.local_model if name == "acc.local" else ""
+        yield name, text + accuracy_notes(share, local_model, one_class=one_class)
+
+
+def accuracy_notes(share: float | None, local_model: str, *, one_class: bool) -> str:
+    """Return what is written behind an accuracy.
+
+    Args:
+        share: The accuracy, 0..1; None: there is none.
+        local_model: The model that it is of, where that is not the head; empty: it is.
+        one_class: Whether all samples are of one class, so that an accuracy says nothing.
+    """
+    text = f"  {local_model}" if local_model else ""
+    if share is not None and one_class:
+        text += f"  ({output.ONE_CLASS})"
+    return text
 
 
 def detail_tables(result: Result) -> list[str]:

@@ -104,11 +104,10 @@ def check_may_be_state(folder: Path) -> None:
     """
     if not folder.is_dir():  # not there yet, or a file, which `check_writable` refuses
         return
-    # What a file system or a desktop leaves in every folder says nothing.
-    names = sorted(path.name for path in folder.iterdir() if path.name[0] != "." and path.name != "lost+found")
-    if not names or _has_any(folder, _PERHAPS_OF_A_DEVICE) or (folder / _LOCK).is_file():
-        return
-    if any(Path(name).suffix in _BROUGHT_BY_HAND for name in names) or "root.json" in names:
+    names = _entries(folder)
+    was_used = _has_any(folder, _PERHAPS_OF_A_DEVICE) or (folder / _LOCK).is_file()
+    is_prepared = "root.json" in names or any(Path(name).suffix in _BROUGHT_BY_HAND for name in names)
+    if not names or was_used or is_prepared:
         return
     more = ""
     if len(names) > _SHOWN_ENTRIES:
@@ -117,6 +116,12 @@ def check_may_be_state(folder: Path) -> None:
         f"{folder}: holds {', '.join(names[:_SHOWN_ENTRIES])}{more}, and nothing of a device; expected the state "
         "folder of a device, or a new or empty one; name another folder"
     )
+
+
+def _entries(folder: Path) -> list[str]:
+    """Return the names in a folder, without what a file system or a desktop leaves in every one."""
+    names = [path.name for path in folder.iterdir()]
+    return sorted(name for name in names if not name.startswith(".") and name != "lost+found")
 
 
 def check_no_state(folder: Path) -> None:
