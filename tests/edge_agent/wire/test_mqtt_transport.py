@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import random
@@ -107,17 +108,22 @@ def test_the_log_says_once_that_the_broker_is_back(open_transport, listener, cap
     caplog.set_level("INFO")
     transport = open_transport(BrokerConfig(url=url_of(listener)))
     transport.start()
-    with listener.accept()[0] as peer:
-        packet(peer)
-        peer.sendall(CONNACK)
-        wait_for(transport, Connected)
+    with accepted(listener, transport):
+        pass
     wait_for(transport, Disconnected)
-    with listener.accept()[0] as peer:
-        packet(peer)
-        peer.sendall(CONNACK)
-        wait_for(transport, Connected)
+    with accepted(listener, transport):
         lines = [record.message.split()[0] for record in caplog.records if "broker_" in record.message]
         assert lines == ["broker_away", "broker_back"]
+
+
+@contextlib.contextmanager
+def accepted(listener, transport):
+    """The broker's end of the next connection, which the transport knows."""
+    with listener.accept()[0] as peer:
+        packet(peer)
+        peer.sendall(CONNACK)
+        wait_for(transport, Connected)
+        yield peer
 
 
 def test_each_connection_is_a_clean_session_of_a_client_of_its_own(open_transport, listener):

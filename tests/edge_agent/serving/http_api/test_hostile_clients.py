@@ -23,9 +23,8 @@ from serving_site import TOKEN, fill_state, png, square
 
 from edge_agent.cli.where import config_of_folder
 from edge_agent.data.collected import Collection
-from edge_agent.serving.http_api.access import Guard
 from edge_agent.serving.http_api.messages import Access, Response, Route, json_response
-from edge_agent.serving.http_api.server import HttpLimits, HttpServer
+from edge_agent.serving.http_api.server import HttpLimits
 from edge_agent.serving.pair_source import StatePair
 from edge_agent.serving.refit import Refit
 from edge_agent.serving.service import Device
@@ -36,9 +35,8 @@ LARGE_BYTES = 16 << 20
 
 
 @pytest.fixture
-def serving():
+def serving(serve_routes):
     """A function that starts a server with a small route, one that takes a body, and one with a large response."""
-    running = []
 
     def start(limits, address=("127.0.0.1", 0)):
         routes = [
@@ -46,14 +44,9 @@ def serving():
             Route("POST", "/body", Access.ASK, lambda request: json_response({"size": len(request.body)})),
             Route("GET", "/large", Access.OPEN, lambda _request: Response(200, bytes(LARGE_BYTES))),
         ]
-        server = HttpServer(address, routes, Guard(TOKEN, is_local=True), limits)
-        running.append(server)
-        server.start()
-        return server
+        return serve_routes(routes, limits, address=address)
 
-    yield start
-    for server in running:
-        server.close()
+    return start
 
 
 def connect(port):

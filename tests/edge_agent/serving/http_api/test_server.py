@@ -17,7 +17,7 @@ from serving_site import TOKEN, png, settings_for_tests, square
 from edge_agent.core.errors import UsageError
 from edge_agent.serving.http_api.access import Guard, host_name, load_or_create_token
 from edge_agent.serving.http_api.messages import Access, Route, error_response, json_response
-from edge_agent.serving.http_api.server import BodyBudget, HttpLimits, HttpServer, _ConnectionServer, _TimedReader
+from edge_agent.serving.http_api.server import BodyBudget, HttpLimits, _ConnectionServer, _TimedReader
 from edge_agent.serving.service import HttpSettings, Service, find_own_address
 
 RED = png(square("red"))
@@ -25,9 +25,8 @@ WAIT_S = 30
 
 
 @pytest.fixture
-def echo():
+def echo(serve_routes):
     """A function that starts a server with a route that answers with what it was sent."""
-    running = []
 
     def start(limits=None, *, is_local=True, address=("127.0.0.1", 0)):
         def answer(request):
@@ -42,14 +41,9 @@ def echo():
             Route("POST", "/change", Access.CHANGE, answer),
             Route("GET", "/bug", Access.ASK, break_down),
         ]
-        server = HttpServer(address, routes, Guard(TOKEN, is_local), limits)
-        running.append(server)
-        server.start()
-        return server
+        return serve_routes(routes, limits, is_local=is_local, address=address)
 
-    yield start
-    for server in running:
-        server.close()
+    return start
 
 
 def ask(server, method, path, body=None, headers=None):
