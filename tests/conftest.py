@@ -109,6 +109,35 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items[:] = [item for file in files for item in by_file[file]]
 
 
+REGISTRIES = (
+    "edge_agent.data",
+    "edge_agent.heads",
+    "edge_agent.heads.numeric",
+    "edge_agent.methods",
+    "edge_agent.models",
+)
+
+
+def _registered() -> dict[str, dict[str, Any]]:
+    """Return what this process has registered so far, by registry; one that is not imported yet holds nothing."""
+    imported = [name for name in REGISTRIES if name in sys.modules]
+    return {name: sys.modules[name].registry._extra.copy() for name in imported}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _registered_parts_are_forgotten() -> Iterator[None]:
+    """Methods, encoders and other parts that the tests of a file register do not outlive that file.
+
+    Otherwise a page that lists all methods would show those of whatever file the same process has run before.
+    """
+    before = _registered()
+    yield
+    for name in _registered():
+        parts = sys.modules[name].registry._extra
+        parts.clear()
+        parts.update(before.get(name, {}))
+
+
 @pytest.fixture(autouse=True)
 def _no_trials(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Encoders are not tried in a process of their own, which takes 0.5 s for each, but where a test asks for it."""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import numpy as np
 import pytest
 
 from coordinator.research.bench import device as bench
 from coordinator.research.bench import workloads
-from edge_agent import data, heads, models
+from edge_agent import data, heads
 from edge_agent.heads import FitData, _layers
 from edge_agent.heads import lr as lr_module
 from edge_agent.heads import svm as svm_module
@@ -27,9 +25,7 @@ def found():
         "digits:slanted?client=2&clients=3",
     )
     train, *others = (data.load(source, task.input, task.class_names) for source in sources)
-    with contextlib.ExitStack() as stack:
-        stack.callback(models.registry._extra.pop, workloads.W1_ENCODER, None)
-        made = [bench.make(train, other, len(other))[0] for other in others]
+    made = [bench.make(train, other, len(other))[0] for other in others]
     return np.concatenate([one.features for one in made]), np.concatenate([one.labels for one in made])
 
 
