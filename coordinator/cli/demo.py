@@ -290,8 +290,8 @@ def _reading(summary: Mapping[str, Any], took: str) -> Iterator[str]:
     personal, local = ([acc[scope] for acc in heads if acc[scope] is not None] for scope in ("personal", "local"))
     if personal and local:
         yield (
-            f"The {len(heads)} new devices, without torch and with few samples, get {fmean(personal):.3f} with the "
-            f"best head on the shared encoder, {fmean(local):.3f} with the best model that each can fit alone."
+            f"The {len(heads)} new devices, without torch and with few samples, get {fmean(personal):.3f} with a "
+            f"personal head on the shared encoder, {fmean(local):.3f} with the best model that each can fit alone."
         )
     unchanged = [agent for agent in summary["agents"] if _classify_gain(agent) is Gain.WITHIN]
     if unchanged:

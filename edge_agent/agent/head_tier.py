@@ -46,8 +46,8 @@ from ..heads import FitData, saved
 from ..heads.base import softmax
 from ..heads.saved import SavedHead
 from ..personal.encoder import Encoder, remove_features, trim_features
+from ..personal.fitting import FitOptions
 from ..personal.personalize import (
-    FitOptions,
     Result,
     accuracy,
     load_head,
@@ -647,6 +647,7 @@ def _refit(config: AgentConfig, bundle: Bundle, samples: Split, progress: Progre
         head.unknown,
         of_step,
         local=head.local or head.allow_local,
+        blend=head.blend,
         allow_local=head.allow_local,
     )
     collected = len(collection_of(config).index().samples)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..data import Samples
     from ..heads.saved import SavedHead, SavedNumeric
     from ..personal.encoder import Encoder
-    from ..personal.personalize import FitOptions
+    from ..personal.fitting import FitOptions
 
 _SOURCES = """data sources (kind:where?option=value&option=value):
   images:DIR                     one sub-folder of image files for each class; without any for 'predict'
@@ -206,7 +206,7 @@ def encoder_of(
 
 def fit_options(arguments: argparse.Namespace, **more: Any) -> FitOptions:
     """Return seed, cache and progress of a fit by these arguments; ``more`` are fields of `FitOptions`."""
-    from ..personal.personalize import FitOptions
+    from ..personal.fitting import FitOptions
 
     cache = cache_of(arguments) / "features"
     allow_local = getattr(arguments, "allow_local", False)
@@ -215,6 +215,7 @@ def fit_options(arguments: argparse.Namespace, **more: Any) -> FitOptions:
         cache=cache,
         progress=output.progress,
         local=arguments.local,
+        blend=getattr(arguments, "blend", True),
         allow_local=allow_local,
         **more,
     )

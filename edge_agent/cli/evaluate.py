@@ -26,6 +26,7 @@ from .arguments import (
 from .scores import (
     accuracy_rows,
     detail_tables,
+    encoder_part_rows,
     folds_note,
     intervals_of,
     norm_text,
@@ -86,7 +87,7 @@ def _evaluate_saved(arguments: argparse.Namespace, bundle: Bundle) -> int:
     from ..data.base import same_sitting
     from ..personal.confidence import LEAST_FOR_CALIBRATION, calibration_error
     from ..personal.local.details import not_held_out
-    from ..personal.personalize import load_head, of_one_class, score_saved, why_no_global
+    from ..personal.personalize import load_head, of_one_class, score_encoder_part, score_saved, why_no_global
 
     saved = load_head(arguments.head, bundle, arguments.precision)
     # Step 1: samples that are new to the head, of classes that it knows.
@@ -104,6 +105,7 @@ def _evaluate_saved(arguments: argparse.Namespace, bundle: Bundle) -> int:
     scores, features = score_saved(
         bundle, saved, encoder_of(arguments, bundle, saved), test, fit_options(arguments), train
     )
+    encoder_part = score_encoder_part(saved.head, saved.takes, features, test.labels)
     parts = (test if train is None else train, test)
     one_class = of_one_class(*parts)
     count = len(test)
@@ -111,6 +113,7 @@ def _evaluate_saved(arguments: argparse.Namespace, bundle: Bundle) -> int:
     content: dict[str, Any] = {
         **scores.metrics(),
         "head": saved.title,
+        "acc.encoder_part": encoder_part,
         "precision": saved.precision,
         "n_test": count,
         "n_fitted_on": known,
@@ -140,16 +143,19 @@ def _evaluate_saved(arguments: argparse.Namespace, bundle: Bundle) -> int:
     drift = None
     rule = saved.confidence.unknown
     if rule is not None and count:
-        unknown = int(rule.is_unknown(features).sum())
+        unknown = int(rule.is_unknown(saved.takes.encoded(features)).sum())
         alarms = unknown / count
         drift = rule.has_drifted(unknown, count)
         notes += output.about_unknown(rule, unknown, count, drift)
     content |= {"ece": error, "false_alarms": alarms, "drift": drift}
-    learns_from = f"{saved.precision} features" if saved.local is None else "without the encoder"
+    learns_from = f"{saved.precision} features"
+    if saved.takes.local is not None and not saved.takes.split:
+        learns_from = "without the encoder"
     rows = [
         ("head", f"{saved.title}, {learns_from}"),
         ("samples", _known_text(count, known, saved.learned)),
         *accuracy_rows(scores, count, one_class=one_class),
+        *encoder_part_rows(encoder_part, saved.head),
         *same_sitting_rows(sitting),
         ("calibration error", _error_text(error, count)),
         ("called unknown", "–  (the head has no rule for that)" if rule is None else formats.percent(alarms)),
@@ -192,7 +198,7 @@ def _compare(arguments: argparse.Namespace, bundle: Bundle, parts: tuple[Samples
             lines = [f"note: {output.ONE_CLASS}", *lines]
         lines += ["", *_describe_best(best, features.steps)]
         if _CURVE_FITS * best.seconds <= _CURVE_BUDGET_S:
-            points = curve(features, best.head.name)
+            points = curve(features, best)
             content["curve"] = {**asdict(points), "advice": points.advice}
             lines += _describe_curve(best, points)
         else:

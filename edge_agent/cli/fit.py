@@ -27,6 +27,7 @@ from .arguments import (
 from .scores import (
     accuracy_rows,
     detail_tables,
+    encoder_part_rows,
     folds_note,
     intervals_of,
     norm_text,
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from ..heads.numeric import NumericHead
     from ..personal.choice import HeadChoice
     from ..personal.confidence import Confidence
+    from ..personal.personalize import Result
 
 
 def add_fit_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,8 +54,8 @@ def add_fit_arguments(parser: argparse.ArgumentParser) -> None:
         "--head",
         default="auto",
         metavar="NAME",
-        help="lr, svm, mlp, prototype …; auto: the best of them (default); ridge_regression for numbers, mahalanobis "
-        "for anomalies",
+        help="lr, svm, mlp, prototype …; auto: the best of them, or its blend with a model of the raw inputs "
+        "(default); blend: that blend in any case; ridge_regression for numbers, mahalanobis for anomalies",
     )
     parser.add_argument(
         "--param", action="append", default=[], metavar="NAME=VALUE", help="parameter of the head; may be repeated"
@@ -66,6 +68,12 @@ def add_fit_arguments(parser: argparse.ArgumentParser) -> None:
         help="share of inputs like the training samples that may be called unknown, 0: none (default: 0.05)",
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the head")
+    parser.add_argument(
+        "--no-blend",
+        dest="blend",
+        action="store_false",
+        help="head auto takes the encoder's features alone, and no model of the raw inputs beside them",
+    )
     add_no_local(parser).add_argument(
         "--allow-local", action="store_true", help="save the model of acc.local where it is better or surer"
     )
@@ -78,7 +86,9 @@ def fit(arguments: argparse.Namespace) -> int:
     cross-validation; both need a number of samples, and where there are fewer that is said.
 
     Head 'auto' compares heads by cross-validation on the samples to fit, within 5 seconds. Of those that are not worse
-    than the most accurate one beyond noise it takes the one with the smallest log loss.
+    than the most accurate one beyond noise it takes the one with the smallest log loss. By the same rule it takes the
+    blend of that head with the model of acc.local: the product of their probabilities, each to a power that the samples
+    decide. The two err on other inputs, so the blend is often better than either.
 
     Needs no torch. acc.personal is the new head, acc.global the bundle's shared classifier, acc.local the best
     of a few models on the raw inputs: what this device would reach alone. Which one is found by cross-validation.
@@ -122,14 +132,14 @@ def fit(arguments: argparse.Namespace) -> int:
     intervals = intervals_of(result.scores, result.n_test)
     content: dict[str, Any] = {**result.metrics(), **made, "intervals": intervals, **result.details()}
     content["not_held_out"] = not_held_out(*parts)
-    head = f"{result.head.name} ({result.exactness}), {result.precision} features"
-    head += ": the bundle's shared classifier as it is" * (result.head.name == "shared_classifier")
+    head = _describe_head(result)
     steps = ", ".join(f"{step} {seconds:.2f} s" for step, seconds in result.steps.items())
     rows = [
-        ("head", head if result.local is None else f"{result.title}, without the encoder: the model of acc.local"),
+        ("head", head),
         ("batch norm", norm_text(result)),
         ("samples", f"{result.n_train} to fit, {result.n_test} held out"),
         *accuracy_rows(result.scores, result.n_test, one_class=result.one_class),
+        *encoder_part_rows(result.encoder_part, result.head),
         *same_sitting_rows(result.same_sitting),
         *_confidence_rows(result.confidence, arguments.unknown, result.n_train, result.false_alarms),
         ("time", f"{steps}; {result.seconds:.2f} s in all, without the start of the program"),
@@ -152,8 +162,24 @@ def fit(arguments: argparse.Namespace) -> int:
     return output.result(arguments, content, lambda: [*formats.pairs(rows), *details])
 
 
+def _describe_head(result: Result) -> str:
+    """Return which head was fitted, and on what, for people."""
+    if result.local is not None:
+        return f"{result.title}, without the encoder: the model of acc.local"
+    share = result.encoder_share
+    if share is not None:
+        parts = f"{formats.percent(share)} {result.head.params.first}, {formats.percent(1 - share)} the local model"
+        return f"{result.title} ({parts}), {result.precision} features"
+    text = f"{result.title} ({result.exactness}), {result.precision} features"
+    if result.head.name == "shared_classifier":
+        text += ": the bundle's shared classifier as it is"
+    return text
+
+
 def _trials(choice: HeadChoice) -> list[str]:
     """Return how the heads fared that 'auto' chose from: a table, why one was taken, and why others were dropped."""
+    from ..personal.blend import BLEND, BOTH
+
     taken = choice.trials[0]
     rows = [
         (
@@ -171,6 +197,11 @@ def _trials(choice: HeadChoice) -> list[str]:
     best = max((trial.accuracy or 0.0 for trial in choice.trials if len(trial.right) == len(taken.right)), default=0.0)
     if taken.right and best > (taken.accuracy or 0.0):
         lines.append("taken for its log loss: heads with a higher accuracy are not better beyond noise, and less sure")
+    if any(trial.name == BLEND for trial in choice.trials):
+        lines.append(
+            "local: the model of acc.local; blend: the product of its probabilities and those of the best head; "
+            f"{BOTH}: one logistic regression on the features of both"
+        )
     return [*lines, *(f"{trial.name}: {trial.dropped}" for trial in choice.trials if trial.dropped)]
 
 

@@ -59,7 +59,8 @@ def predict(arguments: argparse.Namespace) -> int:
     features = saved_features(head, encoder, samples, progress=output.progress("features"))
     shares = probabilities(bundle, head, features)
     rule = None if head is None else head.confidence.unknown
-    strange = [None] * len(names) if rule is None else rule.is_unknown(features).tolist()
+    is_unknown = None if head is None else head.is_unknown(features)
+    strange = [None] * len(names) if is_unknown is None else is_unknown.tolist()
     rows = [
         {"input": name, "class": class_names[row.argmax()], "probability": round(float(row.max()), 6), "unknown": known}
         for name, row, known in zip(names, shares, strange, strict=True)

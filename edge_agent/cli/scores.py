@@ -11,6 +11,7 @@ from . import output
 
 if TYPE_CHECKING:
     from ..data import Samples
+    from ..heads import Head
     from ..heads.saved import SavedNumeric
     from ..personal.personalize import Result, Scores
 
@@ -44,6 +45,16 @@ def accuracy_rows(scores: Scores, count: int, *, one_class: bool) -> Iterator[tu
             text += f"  (95 %: {100 * ends[0]:.1f} to {100 * ends[1]:.1f} %)"
         local_model = scores.local_model if name == "acc.local" else ""
         yield name, text + accuracy_notes(share, local_model, one_class=one_class)
+
+
+def encoder_part_rows(accuracy: float | None, head: Head) -> list[tuple[str, str]]:
+    """Return the row with the ``accuracy``, 0..1, of a blend's part that takes the encoder's features.
+
+    That of the other part is acc.local. There is no row where the head is no blend.
+    """
+    if accuracy is None:
+        return []
+    return [("its encoder part", f"{formats.percent(accuracy)}  (head {head.params.first} alone)")]
 
 
 def accuracy_notes(share: float | None, local_model: str, *, one_class: bool) -> str:

@@ -377,6 +377,10 @@ class HeadConfig(Frozen):
     local: bool = Field(
         default=True, description="find what this device reaches alone (acc.local), which takes it some seconds"
     )
+    blend: bool = Field(
+        default=True,
+        description="head auto also tries to blend the best head with what this device reaches alone; needs local",
+    )
     allow_local: bool = Field(
         default=False,
         description="use that model, without the encoder, where it is better beyond noise or surer in cross-validation",

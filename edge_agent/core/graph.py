@@ -103,7 +103,19 @@ class Graph:
 
     def columns(self, values: Value, first: int, after: int) -> Value:
         """Return the columns of a matrix from ``first`` to ``after``, exclusive."""
-        return self.add("Slice", values, np.array([first]), np.array([after]), np.array([1]))
+        return self.slice(values, 1, first, after)
+
+    def slice(self, values: Value, axis: int, first: int, after: int, step: int = 1) -> Value:
+        """Return every ``step``-th part of an axis from ``first`` to ``after``, exclusive."""
+        return self.add("Slice", values, np.array([first]), np.array([after]), np.array([axis]), np.array([step]))
+
+    def reshape(self, values: Value, *sizes: int) -> Value:
+        """Return a tensor of these sizes, of which one may be -1: it is what is left."""
+        return self.add("Reshape", values, np.array(sizes))
+
+    def sum_over(self, values: Value, *axes: int, keepdims: bool = False) -> Value:
+        """Return the sums over these axes; with ``keepdims`` they stay, with size 1."""
+        return self.add("ReduceSum", values, np.array(axes), keepdims=int(keepdims))
 
     def spread(self, values: Value, positions: np.ndarray, count: int) -> Value:
         """Return a matrix (n, ``count``) float64 with the columns of ``values`` (n, k) at ``positions``, else zeros."""

@@ -25,10 +25,11 @@ from ..core.storage import read_regular, write_atomic
 from ..core.task import Frozen, InputSpec, Tensors
 from ..personal.batch_norm import OwnNorm
 from ..personal.confidence import Confidence
-from ..personal.local.models import MAJORITY, LocalModel, candidates
+from ..personal.local.models import MAJORITY, HeadInput, LocalFeatures, candidates
 from ..wire.tensors import decode, encode, first_non_finite
 from . import create, numeric
 from .base import Head
+from .blend import BlendHead
 from .numeric import NumericHead
 
 SCHEMA: Literal[1] = 1
@@ -46,10 +47,13 @@ _ARRAYS_FILE = re.compile(r"arrays-[0-9a-f]{16}\.safetensors")
 
 
 class LocalCard(Frozen):
-    """A model that works without the encoder: its name, and the inputs that it takes."""
+    """Features of the raw inputs that a head takes: the name of their kind, and the inputs that they are of."""
 
     name: str = Field(max_length=64)
     input: InputSpec
+    split: int = Field(
+        0, ge=0, le=1 << 20, description="the encoder's features that come before these; 0: it takes these alone"
+    )
 
 
 class SavedCard(Frozen):
@@ -76,8 +80,8 @@ class SavedCard(Frozen):
 class SavedHead:
     """A fitted head, and what it is bound to. ``norm``: batch norm of its encoder where that is not the bundle's.
 
-    ``local``: a model without the encoder, of which it is the head; it takes that model's features. ``learned`` (n,)
-    int64: digests of the samples that it was fitted on (`Samples.row_digests`); None: they were not saved.
+    ``takes``: the features that it takes: the encoder's, those of a model without the encoder, or both. ``learned``
+    (n,) int64: digests of the samples that it was fitted on (`Samples.row_digests`); None: they were not saved.
     """
 
     head: Head
@@ -87,13 +91,20 @@ class SavedHead:
     metrics: Mapping[str, float | int | str | None]
     confidence: Confidence = field(default_factory=Confidence)
     norm: OwnNorm | None = None
-    local: LocalModel | None = None
+    takes: HeadInput = field(default_factory=HeadInput)
     learned: np.ndarray | None = None
 
     @property
     def title(self) -> str:
         """The name for people: the head's, or that of the model that works without the encoder."""
-        return self.head.name if self.local is None else self.local.name
+        return title_of(self.head, self.takes)
+
+    def is_unknown(self, rows: np.ndarray) -> np.ndarray | None:
+        """Return which of the ``rows`` (n, d) that the head takes are unlike the training samples, (n,) bool.
+
+        None: there is no rule for that.
+        """
+        return self.confidence.is_unknown(self.takes.encoded(rows))
 
     def predict_proba(self, features: np.ndarray) -> np.ndarray:
         """Return class probabilities (n, K) float64 for ``features`` (n, d), calibrated where the head is.
@@ -116,6 +127,20 @@ class SavedNumeric:
     learned: np.ndarray | None = None
 
 
+_LONGEST_TITLE = 64
+"""The longest name of a head that reports of devices hold."""
+
+
+def title_of(head: Head, takes: HeadInput) -> str:
+    """Return the name for people of a head that takes these features."""
+    if takes.local is None:
+        return head.name
+    if not takes.split:
+        return takes.local.name
+    of_encoder = head.params.first if isinstance(head, BlendHead) else "encoder"
+    return f"{head.name} of {of_encoder} and {takes.local.name}"[:_LONGEST_TITLE]
+
+
 def save(folder: Path, saved: SavedHead) -> Path:
     """Write a fitted head into ``folder``; the one there stays for `restore`. Returns the path of its JSON file.
 
@@ -123,8 +148,9 @@ def save(folder: Path, saved: SavedHead) -> Path:
         StateError: The head has not been fitted, or its arrays hold NaN or infinity.
     """
     confidence = {f"{_CONFIDENCE}{name}": array for name, array in saved.confidence.arrays().items()}
-    learned = {} if saved.local is None else {f"{_LOCAL}{name}": arr for name, arr in saved.local.learned.items()}
-    local = None if saved.local is None else LocalCard(name=saved.local.name, input=saved.local.input)
+    taken = saved.takes.local
+    learned = {} if taken is None else {f"{_LOCAL}{name}": array for name, array in taken.learned.items()}
+    local = None if taken is None else LocalCard(name=taken.name, input=taken.input, split=saved.takes.split)
     return _store(folder, saved, {**saved.head.arrays, **confidence, **learned}, saved.class_names, "classes", local)
 
 
@@ -256,15 +282,16 @@ def load(folder: Path, fingerprints: Mapping[EncoderPrecision, str] | None = Non
         with contextlib.suppress(HeadwaterError):
             return load(folder, fingerprints, BEFORE)
         raise
-    confidence = Confidence.from_arrays(_take_prefixed(arrays, _CONFIDENCE), card.feature_dim)
+    split = 0 if card.local is None else card.local.split
+    confidence = Confidence.from_arrays(_take_prefixed(arrays, _CONFIDENCE), split or card.feature_dim)
     learned = _take_prefixed(arrays, _LOCAL)
     head = create(card.head, card.params)
     _check_classes(folder, arrays, len(card.class_names))
     head.load(arrays, len(card.class_names), card.feature_dim)
     _probe(folder, card, head.predict_proba)
-    local = None if card.local is None else _local_model(folder, head, card.local, learned)
+    takes = HeadInput() if card.local is None else _head_input(folder, card, card.local, learned)
     bound = card.fingerprint, card.precision, card.class_names, card.metrics
-    return SavedHead(head, *bound, confidence, norm, local, seen)
+    return SavedHead(head, *bound, confidence, norm, takes, seen)
 
 
 def load_numeric(folder: Path, fingerprints: Mapping[EncoderPrecision, str] | None = None) -> SavedNumeric:
@@ -332,21 +359,26 @@ def _take_prefixed(arrays: Tensors, prefix: str) -> Tensors:
     return {name.removeprefix(prefix): arrays.pop(name) for name in list(arrays) if name.startswith(prefix)}
 
 
-def _local_model(folder: Path, head: Head, card: LocalCard, learned: Tensors) -> LocalModel:
-    """Return the local model of a saved head.
+def _head_input(folder: Path, head: SavedCard, card: LocalCard, learned: Tensors) -> HeadInput:
+    """Return what a saved head takes that does not take the encoder's features alone.
 
     Raises:
-        StateError: No kind of local model has its name.
+        StateError: No kind of local model has that name, or its features are not as many as the head takes.
     """
     if card.name != MAJORITY and card.name not in candidates(card.input):
         known_names = ", ".join((MAJORITY, *candidates(card.input)))
         raise StateError(f"{folder}: local model '{card.name}', expected one of {known_names}; fit it again")
-    result = LocalModel(card.name, head, learned, card.input)
+    features = LocalFeatures(card.name, card.input, learned)
     try:
-        result.predict_proba(np.zeros((1, *card.input.shape), np.float32))
+        count = features(np.zeros((1, *card.input.shape), np.float32)).shape[1]
     except (ArithmeticError, LookupError, TypeError, ValueError, StateError) as error:
         raise StateError(f"{folder}: the arrays do not fit '{card.name}' ({error}); fit it again") from error
-    return result
+    if card.split + count != head.feature_dim:
+        raise StateError(
+            f"{folder}: the head takes {head.feature_dim} features, and there are {count} of '{card.name}' and "
+            f"{card.split} of the encoder; fit it again"
+        )
+    return HeadInput(features, card.split)
 
 
 def _read_card(path: Path) -> SavedCard:

@@ -46,9 +46,13 @@ Fit = Callable[[str, np.ndarray], Head]
 class Trial:
     """One head in cross-validation.
 
-    ``right``: whether it is right on each tested sample, (m,) bool for each fold; ``losses``: its log losses there, (m,
-    T) for each of `TEMPERATURES`. ``dropped``: why it was not tried on all folds; empty where it was. ``seconds``: of
-    all its fits and answers.
+    Attributes:
+        name: The name of the head, or of a blend.
+        right: Whether it is right on each tested sample, (m,) bool for each fold.
+        losses: Its log losses there, (m, T) for each of `TEMPERATURES`.
+        seconds: The time of all its fits and answers.
+        dropped: Why it was not tried on all folds; empty where it was.
+        answers: Its probabilities (m, K) float64 for the tested samples of each fold; none once it was dropped.
     """
 
     name: str
@@ -56,11 +60,33 @@ class Trial:
     losses: list[np.ndarray] = field(default_factory=list)
     seconds: float = 0.0
     dropped: str = ""
+    answers: list[np.ndarray] = field(default_factory=list)
+
+    def add(self, answers: np.ndarray, labels: np.ndarray) -> None:
+        """Note the answers of one more fold.
+
+        Args:
+            answers: The probabilities (m, K) for the tested samples.
+            labels: Their right classes (m,).
+        """
+        self.answers.append(answers)
+        self.right.append(answers.argmax(axis=1) == labels)
+        losses = [log_losses(answers, labels, temperature) for temperature in TEMPERATURES]
+        self.losses.append(np.stack(losses, axis=1))
+
+    def drop(self, reason: str) -> None:
+        """Note why it is not tried any more, and forget its answers, which are large where classes are many."""
+        self.dropped = reason
+        self.answers.clear()
+
+    def right_on(self, folds: int) -> np.ndarray:
+        """Return whether it is right (m,) bool on the samples of the first ``folds`` folds."""
+        return np.concatenate(self.right[:folds]) if self.right else np.zeros(0, bool)
 
     @property
     def all_right(self) -> np.ndarray:
         """Whether it is right (m,) bool on all samples that were tested."""
-        return np.concatenate(self.right) if self.right else np.zeros(0, bool)
+        return self.right_on(len(self.right))
 
     @property
     def accuracy(self) -> float | None:
@@ -87,6 +113,12 @@ class Trial:
             return False
         folds = len(self.right)
         return self.loss(folds) < other_trial.loss(folds) and not is_better(other_trial.all_right, self.all_right)
+
+    def reason(self) -> str:
+        """Return its accuracy with what it is of, for people; it was tried on one fold at least."""
+        low, high = interval(int(self.all_right.sum()), len(self.all_right))
+        folds = len(self.right)
+        return f"{self.accuracy:.3f} on {folds} folds of its training samples (95 %: {low:.3f} to {high:.3f})"
 
     def as_json(self) -> dict[str, Any]:
         """Return accuracy, its interval and spread (0..1 or None), log loss, folds, seconds and why it was dropped."""
@@ -183,9 +215,9 @@ def choose(
             best = trial
     other_trials = [trial for trial in trials if trial is not best]
     other_trials.sort(key=lambda trial: (-len(trial.right), -(trial.accuracy or 0.0)))
-    low, high = interval(int(best.all_right.sum()), len(best.all_right))
-    reason = f"{best.accuracy:.3f} on {len(best.right)} folds of its training samples (95 %: {low:.3f} to {high:.3f})"
-    return HeadChoice(best.name, (best, *other_trials), reason)
+    for trial in other_trials:
+        trial.answers.clear()
+    return HeadChoice(best.name, (best, *other_trials), best.reason())
 
 
 def cross_validate(
@@ -195,12 +227,17 @@ def cross_validate(
     labels: np.ndarray,
     divisions: Sequence[Fold],
     *,
+    budget_s: float = math.inf,
     clock: Callable[[], float] = time.process_time,
 ) -> Trial:
     """Return how one head fares on all folds; ``dropped`` says why where a fit fails. Arguments as for `choose`."""
     trial = Trial(name)
     comparison = _CrossValidation(fit, features, labels, divisions, clock)
-    for fold in divisions:
+    for number, fold in enumerate(divisions):
+        cost = trial.seconds / number if number else 0.0
+        if trial.seconds + cost > budget_s:
+            trial.dropped = f"no time for more than {number} of {len(divisions)} folds"
+            break
         if not comparison.try_fold(trial, fold):
             break
     return trial
@@ -233,7 +270,7 @@ class _CrossValidation:
                 if number and self.clock() - started_at + 2.25 * cost > budget_s:
                     if len(running) == 1:
                         return running, slow
-                    trial.dropped = f"no time for more than {number} of {folds} folds"
+                    trial.dropped = f"no time for more than {number} of {folds} folds"  # its answers may be needed
                     slow.append(trial)
                     running.remove(trial)
                 elif not self.try_fold(trial, fold):
@@ -243,7 +280,7 @@ class _CrossValidation:
             # After each fold those leave that chance alone would not have put so far behind.
             leader = max(running, key=lambda trial: int(trial.all_right.sum()))
             for trial in [trial for trial in running if is_better(leader.all_right, trial.all_right)]:
-                trial.dropped = f"worse than {leader.name} after {number + 1} of {folds} folds"
+                trial.drop(f"worse than {leader.name} after {number + 1} of {folds} folds")
                 running.remove(trial)
         return running, slow
 
@@ -255,11 +292,9 @@ class _CrossValidation:
             with time_limit(LONGEST_FIT_S, self.clock):
                 answers = self.fit(trial.name, fold.train).predict_proba(self.features[fold.test])
         except HeadwaterError as error:
-            trial.dropped = str(error)
+            trial.drop(str(error))
             return False
-        trial.right.append(answers.argmax(axis=1) == labels)
-        losses = [log_losses(answers, labels, temperature) for temperature in TEMPERATURES]
-        trial.losses.append(np.stack(losses, axis=1))
+        trial.add(answers, labels)
         trial.seconds += self.clock() - started_at
         return True
 

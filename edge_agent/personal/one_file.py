@@ -29,6 +29,7 @@ from ..heads.saved import SavedHead, SavedNumeric
 from ..version import __version__
 from .batch_norm import encoder_with_statistics
 from .encoder import Encoder, onnxruntime
+from .local.models import HeadInput
 
 if TYPE_CHECKING:
     import onnx
@@ -78,14 +79,9 @@ def write_one_file(bundle: Bundle, encoder: Encoder, head: SavedHead | SavedNume
 
     Raises:
         MissingCapability: The package ``onnx`` is not installed.
-        UsageError: The head cannot be written as ONNX operators, or does not use the encoder's features.
+        UsageError: The head cannot be written as ONNX operators.
         StateError: The answers of the file differ from those of the head.
     """
-    if isinstance(head, SavedHead) and head.local is not None:
-        raise UsageError(
-            f"this head works without the encoder ('{head.local.name}'), and such a model cannot become one file; fit "
-            "one that takes the encoder's features, such as 'edge-agent fit --head lr'"
-        )
     _check_onnx()
     from onnx import checker, load_model_from_string
 
@@ -130,11 +126,21 @@ class _Output:
 
 @dataclass(frozen=True)
 class _HeadGraph:
-    """The operators behind the encoder, and the outputs of the file."""
+    """The operators behind the encoder, and the outputs of the file.
+
+    Attributes:
+        graph: The operators.
+        outputs: The outputs.
+        uses_encoder: Whether any of them takes the encoder's features.
+    """
 
     graph: Graph
     outputs: tuple[_Output, ...]
+    uses_encoder: bool = True
 
+
+_PREPARED = Value("input.prepared")
+"""The prepared input, which encoder and features of raw inputs take."""
 
 _FEATURES = Value("features")
 """The tensor between encoder and head."""
@@ -167,19 +173,28 @@ def _write_numeric_head(head: SavedNumeric) -> _HeadGraph:
 def _write_class_head(head: SavedHead) -> _HeadGraph:
     """Write a head that answers with probabilities, its calibration, and its rule for unknown inputs."""
     graph = Graph()
-    probabilities = head.head.write(graph, _FEATURES)
+    probabilities = head.head.write(graph, _write_head_input(graph, head.takes))
     if head.confidence.calibration is not None:
         probabilities = head.confidence.calibration.write(graph, probabilities)
-    outputs = [
-        _Output("probabilities", graph.cast(probabilities, FLOAT), FLOAT, len(head.class_names)),
-        _Output("features", _FEATURES, FLOAT, head.head.feature_dim),
-    ]
+    outputs = [_Output("probabilities", graph.cast(probabilities, FLOAT), FLOAT, len(head.class_names))]
+    if head.takes.local is not None and not head.takes.split:
+        return _HeadGraph(graph, tuple(outputs), uses_encoder=False)
+    outputs.append(_Output("features", _FEATURES, FLOAT, head.takes.split or head.head.feature_dim))
     rule = head.confidence.unknown
     if rule is not None:
         distances, is_unknown = rule.write(graph, _FEATURES)
         outputs.append(_Output("distance", graph.cast(_squeeze(graph, distances), FLOAT), FLOAT))
         outputs.append(_Output("unknown", _squeeze(graph, is_unknown), "bool"))
     return _HeadGraph(graph, tuple(outputs))
+
+
+def _write_head_input(graph: Graph, takes: HeadInput) -> Value:
+    """Write what a head takes: the encoder's features, those of the raw inputs, or both side by side."""
+    local = takes.local
+    if local is None:
+        return _FEATURES
+    rows = local.write(graph, _PREPARED)
+    return graph.add("Concat", _FEATURES, rows, axis=1) if takes.split else rows
 
 
 def _squeeze(graph: Graph, column: Value) -> Value:
@@ -228,8 +243,7 @@ def _assemble(model: onnx.ModelProto, spec: InputSpec, head_graph: _HeadGraph) -
     if opset < LEAST_OPSET:
         raise UsageError(f"the encoder's file has opset {opset}, expected {LEAST_OPSET} or later; export it again")
     # Step 1: rename the encoder's input and output, so that the three parts are connected by name.
-    prepared = Value("input.prepared")
-    names = {graph.input[0].name: prepared, graph.output[0].name: _FEATURES}
+    names = {graph.input[0].name: _PREPARED, graph.output[0].name: _FEATURES}
     for node in graph.node:
         for tensors in (node.input, node.output):
             for position, name in enumerate(tensors):
@@ -237,9 +251,12 @@ def _assemble(model: onnx.ModelProto, spec: InputSpec, head_graph: _HeadGraph) -
     # The optional notes on shapes of inner tensors may use another name for the batch axis than the file does now.
     del graph.value_info[:]
     # Step 2: put all nodes in the order in which they run.
-    begin = _write_input(spec, prepared)
+    begin = _write_input(spec, _PREPARED)
     encoder_nodes = list(graph.node)
     del graph.node[:]
+    if not head_graph.uses_encoder:
+        encoder_nodes.clear()
+        del graph.initializer[:]
     graph.node.extend([*_nodes_of(begin), *encoder_nodes, *_nodes_of(head_graph.graph)])
     graph.initializer.extend([*_constants_of(begin), *_constants_of(head_graph.graph)])
     # Step 3: declare the input and the outputs, under the names that the metadata describe.
@@ -362,13 +379,14 @@ def _compare(runner: _Runner, spec: InputSpec, encoder: Encoder, head: SavedHead
     rng = np.random.default_rng(0)
     inputs = _to_input(rng.integers(0, 256, (_CHECKED_INPUTS, *input_shape(spec))), spec)
     answers = runner.run(inputs)
-    features = encoder.features(prepare(inputs, spec))
+    prepared = prepare(inputs, spec)
     if isinstance(head, SavedNumeric):
-        numbers = head.head.predict(features)
+        numbers = head.head.predict(encoder.features(prepared))
         from_file = answers["value" if head.head.predicts_targets else "score"]
         largest_difference = float(np.max(np.abs(from_file - numbers) / np.maximum(1.0, np.abs(numbers))))
     else:
-        largest_difference = float(np.max(np.abs(answers["probabilities"] - head.predict_proba(features))))
+        rows = head.takes.rows(lambda: encoder.features(prepared), lambda: prepared)
+        largest_difference = float(np.max(np.abs(answers["probabilities"] - head.predict_proba(rows))))
     # Written as "not below", so that NaN fails, too.
     if not largest_difference <= TOLERANCE:
         raise StateError(
@@ -387,7 +405,7 @@ def _describe(bundle: Bundle, head: SavedHead | SavedNumeric, head_graph: _HeadG
         "preparation": _PREPARATION[spec.kind],
         "outputs": {output.name: _OUTPUTS[output.name] for output in head_graph.outputs},
         "bundle_id": bundle.manifest.bundle_id,
-        "head": head.head.name,
+        "head": head.title if isinstance(head, SavedHead) else head.head.name,
         "precision": head.precision,
         "own_batch_norm": head.norm is not None,
     }

@@ -6,7 +6,6 @@ The agent and the command line call `personalize` and `evaluate_heads`; `Persona
 from __future__ import annotations
 
 import logging
-import time
 import tracemalloc
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -15,72 +14,37 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from .. import heads
 from ..bundle.manifest import EncoderPrecision
 from ..bundle.unpacked import Bundle
 from ..core.errors import HeadwaterError, UsageError
-from ..core.task import Tensors
 from ..data import Samples, split
 from ..data.base import same_sitting
-from ..heads import AUTO, FitData, Head, saved
+from ..heads import Head, saved
 from ..heads.base import softmax
-from ..heads.saved import SavedHead, SavedNumeric
+from ..heads.blend import BlendHead
+from ..heads.saved import SavedHead, SavedNumeric, title_of
 from .batch_norm import OwnNorm, grade, remains
-from .choice import FOLDS, HeadChoice, candidates, choose, cross_validate, thin_out
-from .confidence import LEAST_FOR_CALIBRATION, Confidence, OutOfFold, estimate_confidence, out_of_fold
+from .blend import BLEND
+from .choice import HeadChoice, cross_validate
+from .confidence import Confidence
 from .encoder import Encoder, Progress, features_of
+from .fitting import (
+    FitOptions,
+    answers_in_folds,
+    choose_model,
+    confidence_of,
+    divisions_of,
+    fit,
+    heads_to_compare,
+    shared_classifier,
+)
 from .local.details import ClassCount, LabelConflict, WorstSample, class_counts, label_conflicts, worst_samples
-from .local.models import MAJORITY, LocalModel, fit_local, prepare_refits
-from .local.validation import Fold, LearningCurve, folds, is_better, learning_curve, sitting_of
+from .local.models import MAJORITY, HeadInput, LocalModel, fit_local, prepare_refits
+from .local.validation import LearningCurve, is_better, learning_curve
 
 _log = logging.getLogger(__name__)
 Given: TypeAlias = "Samples | tuple[Samples, Samples]"
 """All samples of a device, or training and held-out samples."""
-
-
-@dataclass(frozen=True)
-class FitOptions:
-    """How a device fits and scores a personal head; one value for the library, the agent and the command line."""
-
-    head: str = "lr"
-    """The name of the head, or auto for the best in cross-validation on the training samples."""
-
-    params: Mapping[str, Any] = field(default_factory=dict)
-    """The head's parameters, which win over those that the bundle suggests for it; none with head auto."""
-
-    seed: int = 0
-    """The seed of the split (where samples do not come divided), of folds and of the fit."""
-
-    cache: Path | None = None
-    """The folder in which computed features are kept; None: they are not."""
-
-    unknown: float = 0.05
-    """The share of inputs like the training samples, 0..1, that may be called unknown; 0: none ever is."""
-
-    progress: Callable[[str], Progress | None] = lambda _step: None
-    """A function from the name of a step to how its progress is reported."""
-
-    local: bool = True
-    """Whether to find what the device reaches alone, which takes a second or two."""
-
-    allow_local: bool = False
-    """Whether the local model is used where it is better than the head beyond noise, or surer in cross-validation."""
-
-    doubtful_labels: bool = False
-    """Whether labels that may be wrong are looked for: that takes a fit for each of five folds and compares all pairs.
-    """
-
-    clock: Callable[[], float] = time.perf_counter
-    """A function that gives seconds."""
-
-    def __post_init__(self) -> None:
-        """Check the share of unknown inputs.
-
-        Raises:
-            UsageError: it is impossible.
-        """
-        if not 0 <= self.unknown < 1:
-            raise UsageError(f"unknown={self.unknown}: expected a share of inputs, 0 or more and below 1")
 
 
 @dataclass(frozen=True)
@@ -144,7 +108,9 @@ class Alone:
 
     @classmethod
     def of(cls, model: LocalModel, test: Samples) -> Alone:
-        """Return the answers of a model to held-out samples."""
+        """Return the answers of a model to held-out samples; there may be none."""
+        if not len(test):
+            return cls(model, np.zeros(0, bool))
         return cls(model, model.predict_proba(test.ready().inputs).argmax(axis=1) == test.labels)
 
 
@@ -186,6 +152,12 @@ class Result:
     skipped: tuple[str, ...] = ()
     """What was left out of all samples because it cannot be used, each with the reason."""
 
+    takes: HeadInput = field(default_factory=HeadInput)
+    """What the head takes: the encoder's features, or these and features of the raw inputs."""
+
+    encoder_part: float | None = None
+    """The accuracy, 0..1, on the held-out samples of a blend's head on the encoder's features; None: no blend."""
+
     local: LocalModel | None = None
     """The model that is used instead of encoder and head; None where these are used."""
 
@@ -219,7 +191,14 @@ class Result:
     @property
     def title(self) -> str:
         """What answers, for people: the head's name, or that of the local model."""
-        return self.head.name if self.local is None else self.local.name
+        return title_of(self.head, self.takes) if self.local is None else self.local.name
+
+    @property
+    def encoder_share(self) -> float | None:
+        """The share, 0..1, of the head on the encoder's features in a blend; None: it is none."""
+        if self.takes.local is None or not isinstance(self.head, BlendHead):
+            return None
+        return float(self.head.params.share)
 
     @property
     def used_accuracy(self) -> float | None:
@@ -239,6 +218,7 @@ class Result:
         return {
             **self.scores.metrics(),
             "head": self.title,
+            "acc.encoder_part": self.encoder_part,
             "exactness": self.exactness,
             "precision": self.precision,
             **self.norm_metrics,
@@ -265,14 +245,14 @@ class Result:
     def save(self, folder: Path) -> Path:
         """Write the head into ``folder``; returns the path of its JSON file."""
         head = self.head
+        takes = self.takes
         confidence = self.confidence
         if self.local is not None:
             head = self.local.head
+            takes = HeadInput(self.local.features)
             confidence = Confidence()
         bound = self.fingerprint, self.precision, self.class_names
-        return saved.save(
-            folder, SavedHead(head, *bound, self.metrics(), confidence, self.norm, self.local, self.learned)
-        )
+        return saved.save(folder, SavedHead(head, *bound, self.metrics(), confidence, self.norm, takes, self.learned))
 
 
 @dataclass(frozen=True)
@@ -311,6 +291,12 @@ class Features:
     local: Alone | None
     steps: Mapping[str, float] = field(default_factory=dict)
 
+    def rows(self, takes: HeadInput) -> tuple[np.ndarray, np.ndarray]:
+        """Return what a head takes of the training samples, and of the held-out samples, (n, d) float32 each."""
+        train = takes.rows(lambda: self.train_features, lambda: self.train.ready().inputs)
+        test = takes.rows(lambda: self.test_features, lambda: self.test.ready().inputs)
+        return train, test
+
     def scores(self, probabilities: np.ndarray) -> Scores:
         """Return the scores for a head's ``probabilities`` (n, K) of the held-out samples."""
         right = probabilities.argmax(axis=1) == self.test.labels
@@ -332,7 +318,8 @@ def personalize(bundle: Bundle, samples: Given, encoder: Encoder, options: FitOp
     fit_begin = options.clock()
     result = _fit_and_score(features, options)
     fitted = options.clock()
-    confidence = confidence_of(bundle, result.head, features.train, features.train_features, options)
+    rows, _ = features.rows(result.takes)
+    confidence = confidence_of(bundle, result.head, features.train, rows, features.train_features, options)
     if options.doubtful_labels:
         result = with_doubtful_labels(features, result)
     unknown = confidence.is_unknown(features.test_features)
@@ -361,25 +348,31 @@ def _is_used_alone(features: Features, local: Alone, result: Result) -> bool:
     train = features.train.ready()
     options = features.options
     names = features.train.class_names
-    divisions = _divisions(train, options)
+    divisions = divisions_of(train, options)
+
+    head_rows, _ = features.rows(result.takes)
 
     def fit_rows(name: str, rows: np.ndarray) -> Head:
         alike = replace(options, head=name, params=result.head.params.model_dump())
-        return fit(features.bundle, features.train_features[rows], train.labels[rows], alike, names)
+        return fit(features.bundle, head_rows[rows], train.labels[rows], alike, names)
 
-    head = cross_validate(result.head.name, fit_rows, features.train_features, train.labels, divisions)
-    rows, refit = prepare_refits(local.model, train.inputs, train.labels, len(names), options.seed)
+    head = cross_validate(result.head.name, fit_rows, head_rows, train.labels, divisions)
+    rows, refit = prepare_refits(local.model.features, train.inputs, train.labels, len(names), options.seed)
     return cross_validate(local.model.name, refit, rows, train.labels, divisions).is_surer_than(head)
 
 
 def evaluate_heads(features: Features, names: Iterable[str] | None = None) -> tuple[list[Result], dict[str, str]]:
     """Return one result for each head that can be fitted here, best first, and the errors of the others.
 
-    ``names`` None = those that head "auto" compares.
+    ``names`` None = those that head "auto" compares, with the blend where there is a local model to blend with.
     """
     results: list[Result] = []
     failed: dict[str, str] = {}
-    for name in names if names is not None else heads_to_compare(features.bundle, features.train.class_names):
+    if names is None:
+        names = heads_to_compare(features.bundle, features.train.class_names)
+        if features.local is not None and features.local.model.name != MAJORITY:
+            names = (*names, BLEND)
+    for name in names:
         options = replace(features.options, head=name, params={})
         try:
             results.append(_measured(features, options))
@@ -401,9 +394,11 @@ def _measured(features: Features, options: FitOptions) -> Result:
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
+    train_rows, _ = features.rows(result.takes)
+    some_rows = train_rows[:256]
     started_at = options.clock()
-    result.head.predict_proba(features.train_features[:256])
-    answer_s = (options.clock() - started_at) / min(256, len(features.train_features))
+    result.head.predict_proba(some_rows)
+    answer_s = (options.clock() - started_at) / len(some_rows)
     size = sum(array.nbytes for array in result.head.arrays.values())
     return replace(result, seconds=seconds, budget=Budget(peak - before, size, answer_s))
 
@@ -412,12 +407,13 @@ def with_doubtful_labels(features: Features, result: Result) -> Result:
     """Return the result of a head with the worst of all samples, and near-duplicates that have different labels."""
     train = features.train
     test = features.test
+    train_rows, test_rows = features.rows(result.takes)
     try:
-        answers = answers_in_folds(features.bundle, result.head, train, features.train_features, features.options)
+        answers = answers_in_folds(features.bundle, result.head, train, train_rows, features.options)
     except HeadwaterError as error:  # a head that needs more samples than a fold has
         _log.warning("labels_not_looked_at head=%s reason=%s", result.head.name, error)
         answers = None
-    probabilities = result.head.predict_proba(features.test_features)
+    probabilities = result.head.predict_proba(test_rows)
     return replace(
         result,
         worst=tuple(worst_samples(train, answers, test, probabilities)),
@@ -425,15 +421,16 @@ def with_doubtful_labels(features: Features, result: Result) -> Result:
     )
 
 
-def curve(features: Features, head: str) -> LearningCurve:
-    """Return the accuracy of a head by number of samples, cross-validated on the training samples."""
-    options = replace(features.options, head=head, params={})
+def curve(features: Features, result: Result) -> LearningCurve:
+    """Return the accuracy of a head like that of ``result`` by number of samples, in cross-validation."""
+    options = replace(features.options, head=result.head.name, params=result.head.params.model_dump())
     labels = features.train.labels
+    train_rows, _ = features.rows(result.takes)
 
     def score(rows: np.ndarray, tested: np.ndarray) -> int:
         names = features.train.class_names
-        fitted = fit(features.bundle, features.train_features[rows], labels[rows], options, names)
-        answers = fitted.predict_proba(features.train_features[tested]).argmax(axis=1)
+        fitted = fit(features.bundle, train_rows[rows], labels[rows], options, names)
+        answers = fitted.predict_proba(train_rows[tested]).argmax(axis=1)
         return int((answers == labels[tested]).sum())
 
     return learning_curve(score, features.train, np.random.default_rng(options.seed))
@@ -448,15 +445,17 @@ def _fit_and_score(features: Features, options: FitOptions) -> Result:
     names = features.train.class_names
     train = features.train
     encoder = features.encoder
-    options, choice = best_head(features.bundle, train, features.train_features, options)
-    fitted = fit(features.bundle, features.train_features, train.labels, options, names)
+    local = None if features.local is None else features.local.model
+    chosen = choose_model(features.bundle, train, features.train_features, options, local)
+    train_rows, test_rows = features.rows(chosen.takes)
+    fitted = fit(features.bundle, train_rows, train.labels, chosen.options, names)
     exactness = "not stated"
     card = features.bundle.manifest.heads.get(fitted.name)
     if card is not None:
         exactness = card.exactness
     if fitted.uses_shared and shared_classifier(features.bundle, names) is None:
         exactness = "approximate"  # it answers without the shared classifier
-    answers = fitted.predict_proba(features.test_features)
+    answers = fitted.predict_proba(test_rows)
     test = features.test
     return Result(
         head=fitted,
@@ -474,7 +473,9 @@ def _fit_and_score(features: Features, options: FitOptions) -> Result:
         no_global=why_no_global(features.bundle, names),
         classes=tuple(class_counts(train, test, answers.argmax(axis=1))),
         worst=tuple(worst_samples(train, None, test, answers)),
-        choice=choice,
+        choice=chosen.choice,
+        takes=chosen.takes,
+        encoder_part=score_encoder_part(fitted, chosen.takes, test_rows, test.labels),
         same_sitting=same_sitting(train, features.test),
     )
 
@@ -500,7 +501,8 @@ def extract(bundle: Bundle, samples: Given, encoder: Encoder, options: FitOption
     computed = options.clock()
     local = None
     if options.local:
-        local = alone(train, test, len(train.class_names), options.seed, options.progress("local model"))
+        rng = np.random.default_rng(options.seed)
+        local = Alone.of(fit_local(train, len(train.class_names), rng, options.progress("local model")), test)
     return Features(
         bundle,
         encoder,
@@ -515,99 +517,11 @@ def extract(bundle: Bundle, samples: Given, encoder: Encoder, options: FitOption
     )
 
 
-def best_head(
-    bundle: Bundle, samples: Samples, features: np.ndarray, options: FitOptions
-) -> tuple[FitOptions, HeadChoice | None]:
-    """Return the options with the head that cross-validation chooses, where they say auto; None where a head is named.
-
-    ``features`` (n, d) are those of ``samples``, which are the training samples alone.
-    """
-    if options.head != AUTO:
-        return options, None
-
-    def fit_rows(name: str, rows: np.ndarray) -> Head:
-        return fit(bundle, features[rows], samples.labels[rows], replace(options, head=name), samples.class_names)
-
-    names = heads_to_compare(bundle, samples.class_names)
-    divisions = _divisions(samples, options)
-    choice = choose(names, fit_rows, features, samples.labels, divisions)
-    choice = replace(choice, same_sitting=sitting_of(samples, divisions))
-    _log.info("head_chosen head=%s of=%d accuracy=%s", choice.name, len(names), choice.why)
-    return replace(options, head=choice.name), choice
-
-
-def heads_to_compare(bundle: Bundle, class_names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the heads that are compared for samples of these classes."""
-    return candidates(bundle.manifest.heads, has_shared=shared_classifier(bundle, class_names) is not None)
-
-
-def _divisions(samples: Samples, options: FitOptions) -> list[Fold]:
-    """Return the folds on which heads are compared."""
-    rng = np.random.default_rng(options.seed)
-    return thin_out(samples.labels, folds(samples, FOLDS, rng), rng)
-
-
-def fit(
-    bundle: Bundle,
-    features: np.ndarray,
-    labels: np.ndarray,
-    options: FitOptions,
-    class_names: tuple[str, ...] | None = None,
-) -> Head:
-    """Return a head fitted on features (n, d) and labels (n,).
-
-    Labels are positions in ``class_names``, by default the bundle's. With other classes than these the head learns
-    without the shared classifier.
-
-    Raises:
-        UnknownName: no such head.
-        ConfigError: impossible parameters of that head.
-        MissingCapability: a package that it needs for fitting is not installed.
-    """
-    manifest = bundle.manifest
-    suggested = manifest.heads[options.head].params if options.head in manifest.heads else {}
-    fitted = heads.create(options.head, {**suggested, **options.params})
-    names = manifest.task.class_names if class_names is None else class_names
-    fit_data = FitData(features, labels, len(names), shared_classifier(bundle, names), manifest.method_params)
-    fitted.fit(fit_data, np.random.default_rng(options.seed))
-    return fitted
-
-
-def confidence_of(
-    bundle: Bundle, fitted: Head, samples: Samples, features: np.ndarray, options: FitOptions
-) -> Confidence:
-    """Return the confidence of a fitted head, from heads like it that were fitted on parts of the same samples."""
-    answers = None
-    if len(samples) >= LEAST_FOR_CALIBRATION:
-        answers = answers_in_folds(bundle, fitted, samples, features, options)
-    return estimate_confidence(samples, features, answers, options.unknown)
-
-
-def answers_in_folds(
-    bundle: Bundle, fitted: Head, samples: Samples, features: np.ndarray, options: FitOptions
-) -> OutOfFold | None:
-    """Return the answers to training samples of heads like ``fitted`` that were fitted on the other folds.
-
-    None where the samples cannot be divided.
-    """
-    alike = replace(options, head=fitted.name, params=fitted.params.model_dump())
-
-    def fit_rows(rows: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
-        return fit(bundle, features[rows], samples.labels[rows], alike, samples.class_names).predict_proba
-
-    return out_of_fold(samples, features, fit_rows, options.seed)
-
-
 def accuracy(predict: Callable[[np.ndarray], np.ndarray], features: np.ndarray, labels: np.ndarray) -> float | None:
     """Return the share of rows whose most probable class is the label; None without rows."""
     if not len(labels):
         return None
     return float(np.mean(predict(features).argmax(axis=1) == labels))
-
-
-def shared_classifier(bundle: Bundle, class_names: tuple[str, ...]) -> Tensors | None:
-    """Return the bundle's shared classifier; None where it has none, or one for other classes."""
-    return bundle.global_head() if class_names == bundle.manifest.task.class_names else None
 
 
 def why_no_global(bundle: Bundle, class_names: tuple[str, ...]) -> str | None:
@@ -644,13 +558,9 @@ def saved_features(
     cache: Path | None = None,
     progress: Progress | None = None,
 ) -> np.ndarray:
-    """Return features (n, d) float32 that a saved head takes.
-
-    They are the encoder's, or those of the local model whose head it is.
-    """
-    if head is not None and head.local is not None:
-        return head.local.features(samples.ready().inputs)
-    return features_of(samples, encoder, cache, progress)
+    """Return what a saved head takes of samples, (n, d) float32: as `HeadInput` says, by default encoder's features."""
+    takes = HeadInput() if head is None else head.takes
+    return takes.rows(lambda: features_of(samples, encoder, cache, progress), lambda: samples.ready().inputs)
 
 
 def score_saved(
@@ -667,13 +577,21 @@ def score_saved(
     there is no ``acc.local``.
     """
     rows = encoded = features_of(test, encoder, options.cache, options.progress("features"))
-    if head.local is not None:
-        rows = saved_features(head, encoder, test)
+    if head.takes.local is not None:
+        rows = head.takes.rows(lambda: encoded, lambda: test.ready().inputs)
     right = head.head.predict_proba(rows).argmax(axis=1) == test.labels
     local = None
     if options.local and train is not None:
         local = alone(train, test, len(test.class_names), options.seed, options.progress("local model"))
     return Scores.of(right if len(right) else None, score_global(bundle, encoded, test), local), rows
+
+
+def score_encoder_part(head: Head, takes: HeadInput, rows: np.ndarray, labels: np.ndarray) -> float | None:
+    """Return the accuracy, 0..1, of a blend's head on the encoder's features; None: it is no blend, or no rows."""
+    if takes.local is None or not isinstance(head, BlendHead) or not len(labels):
+        return None
+    of_encoder, _ = head.answers_of_parts(rows)
+    return float((of_encoder.argmax(axis=1) == labels).mean())
 
 
 def probabilities(bundle: Bundle, head: SavedHead | None, features: np.ndarray) -> np.ndarray:

@@ -8,7 +8,7 @@ import os
 import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -26,19 +26,17 @@ from ..data import Samples
 from ..data.partition import own_samples
 from ..heads import AUTO, numeric, saved
 from ..heads.numeric import NumericHead
-from ..heads.saved import SavedHead, SavedNumeric
+from ..heads.saved import SavedHead, SavedNumeric, title_of
+from .blend import BLEND
 from .choice import HeadChoice
 from .confidence import Confidence
 from .encoder import Encoder
-from .local.models import LocalModel, fit_local
+from .fitting import Chosen, FitOptions, choose_model, confidence_of, fit
+from .local.models import HeadInput, LocalModel, fit_local
 from .numeric import fit_numeric, score_numeric
 from .personalize import (
     Alone,
-    FitOptions,
     Scores,
-    best_head,
-    confidence_of,
-    fit,
     load_head,
     load_numeric_head,
     norm_metrics,
@@ -61,6 +59,23 @@ Inputs: TypeAlias = "ArrayLike | Samples | str | Path | Sequence[str | Path] | I
 
 LabelKind: TypeAlias = Literal["text", "integers", "positions"]
 """What labels are given as: names of classes, names that are integers, or positions of classes."""
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What a head learns from.
+
+    Attributes:
+        samples: The samples.
+        features: Their features (n, e) float32 by the encoder.
+        digests: Digests (n,) int64 of their inputs, as `Samples.row_digests` gives them.
+        kind: What their labels were given as.
+    """
+
+    samples: Samples
+    features: np.ndarray
+    digests: np.ndarray
+    kind: LabelKind
 
 
 def default_cache() -> Path:
@@ -219,11 +234,13 @@ class Personalizer:
         own_classes: bool = False,
         unknown: float = 0.05,
         local: bool = False,
+        blend: bool = True,
         strict: bool | None = None,
     ) -> Personalizer:
         """Fit a head on all samples that are given and return this object.
 
-        ``head`` "auto" takes the best one in cross-validation; how all of them fared is in ``choice`` afterwards. Of
+        ``head`` "auto" takes the best one in cross-validation, or, unless ``blend`` is False, its blend with a model of
+        the raw inputs if that is surer; how all of them fared is in ``choice`` afterwards. Of
         inputs like these the share ``unknown``, from 0 to below 1, may be called unknown by `is_unknown`. With
         ``own_classes`` y are names, also of classes that the bundle does not know. Classes are then those of the bundle
         and the new ones behind them, or the new ones alone where y has none of the bundle's. With ``local`` the best
@@ -252,8 +269,15 @@ class Personalizer:
         encoder = self._encoder_for(samples, seed)
         features = encoder.features(samples.inputs)
         kind = _kind_of_labels(y, samples)
-        self._learn(replace(samples, inputs=features), options, encoder, samples.row_digests(), kind)
-        self.local = fit_local(samples, len(samples.class_names), np.random.default_rng(seed)) if local else None
+        is_blend_tried = (head == AUTO and blend) or (head == BLEND and not params)
+        local_model = None
+        if local or is_blend_tried:
+            local_model = fit_local(samples, len(samples.class_names), np.random.default_rng(seed))
+        to_blend = local_model if is_blend_tried else None
+        chosen = choose_model(self.bundle, samples, features, options, to_blend)
+        self._learn(Learned(samples, features, samples.row_digests(), kind), chosen, encoder)
+        self._options = options
+        self.local = local_model if local else None
         return self
 
     def use_local(self) -> Personalizer:
@@ -265,7 +289,8 @@ class Personalizer:
         if self.local is None or self.head is None:
             raise UsageError("no local model was fitted; fit(..., local=True) finds one")
         metrics = {"head": self.local.name, **{name: self.head.metrics[name] for name in ("n_train", "labels")}}
-        self.head = replace(self.head, head=self.local.head, local=self.local, metrics=metrics, confidence=Confidence())
+        takes = HeadInput(self.local.features)
+        self.head = replace(self.head, head=self.local.head, takes=takes, metrics=metrics, confidence=Confidence())
         return self
 
     def _encoder_for(self, samples: Samples, seed: int) -> Encoder:
@@ -292,7 +317,8 @@ class Personalizer:
         classes, or, where some class has another name than an integer, positions. As in scikit-learn ``classes`` names
         the classes of this and later calls; unlike there it may be left out, also in the first call, and new names in
         ``classes`` or y extend ``classes_``: behind the others, whose columns keep their places. Without ``classes``
-        the first call begins as `fit` does with ``own_classes``. ``head`` and ``params``: by default as before.
+        the first call begins as `fit` does with ``own_classes``. ``head`` and ``params``: by default as before. The raw
+        inputs are not kept, so that no blend with a model of them is fitted here.
 
         Raises:
             UsageError: the head was loaded, so the samples that it was fitted on are not here.
@@ -331,22 +357,27 @@ class Personalizer:
         if params is not None:
             options = replace(options, params=params)
         heads.check(options.head, options.params)
-        return self._learn(replace(new, inputs=features), options, self.encoder, digests, kind)
+        samples = replace(new, inputs=features)
+        chosen = choose_model(self.bundle, samples, features, options, None)
+        self._learn(Learned(samples, features, digests, kind), chosen, self.encoder)
+        self._options = options
+        return self
 
-    def _learn(
-        self, samples: Samples, options: FitOptions, encoder: Encoder, digests: np.ndarray, kind: LabelKind
-    ) -> Personalizer:
-        """Fit a head on samples whose inputs are features of ``encoder``, and whose own inputs have these digests.
-
-        ``kind``: what their labels were given as.
-        """
+    def _learn(self, learned: Learned, chosen: Chosen, encoder: Encoder) -> None:
+        """Fit the chosen head on samples and their features by ``encoder``."""
+        samples = learned.samples
         present = np.unique(samples.labels)
         if len(present) == 1:
             _log.warning("one_class class=%s: the head can only answer that", samples.class_names[present[0]])
-        chosen, self.choice = best_head(self.bundle, samples, samples.inputs, options)
-        fitted = fit(self.bundle, samples.inputs, samples.labels, chosen, samples.class_names)
-        confidence = confidence_of(self.bundle, fitted, samples, samples.inputs, chosen)
-        metrics: dict[str, float | int | str | None] = {"head": fitted.name, "n_train": len(samples), "labels": kind}
+        rows = chosen.takes.rows(lambda: learned.features, lambda: samples.inputs)
+        fitted = fit(self.bundle, rows, samples.labels, chosen.options, samples.class_names)
+        confidence = confidence_of(self.bundle, fitted, samples, rows, learned.features, chosen.options)
+        self.choice = chosen.choice
+        metrics: dict[str, float | int | str | None] = {
+            "head": title_of(fitted, chosen.takes),
+            "n_train": len(samples),
+            "labels": learned.kind,
+        }
         metrics |= {**norm_metrics(self.bundle, encoder), **confidence.metrics()}
         metrics |= self.choice.metrics() if self.choice is not None else {}
         self.head = SavedHead(
@@ -357,14 +388,14 @@ class Personalizer:
             metrics,
             confidence,
             norm=encoder.norm,
-            learned=digests,
+            takes=chosen.takes,
+            learned=learned.digests,
         )
         self.numeric = None
         self.local = None
         self.encoder = encoder
-        self._seen = samples
-        self._options = options
-        return self
+        # Features are kept for `partial_fit`; the inputs are not, because they may be a hundred times as large.
+        self._seen = replace(samples, inputs=learned.features)
 
     @property
     def classes_(self) -> np.ndarray:
@@ -414,7 +445,7 @@ class Personalizer:
                 "no threshold for unknown inputs; fit a head on at least 1 / unknown - 1 samples, 19 for unknown=0.05"
             )
         samples = self._samples(X, None, self.classes, is_labelled=False, strict=strict)
-        return rule.is_unknown(saved_features(self.head, self.encoder, samples))
+        return rule.is_unknown(self.encoder.features(samples.inputs))
 
     def evaluate(
         self,
@@ -443,7 +474,7 @@ class Personalizer:
         right = np.zeros(0, bool)
         overall = score_global(self.bundle, features, samples)
         if self.head is not None:
-            rows = features if self.head.local is None else saved_features(self.head, self.encoder, samples)
+            rows = self.head.takes.rows(lambda: features, lambda: samples.inputs)
             right = self.head.head.predict_proba(rows).argmax(axis=1) == samples.labels
         local = None if self.local is None else Alone.of(self.local, samples)
         scores = Scores.of(right if len(right) else None, overall, local)

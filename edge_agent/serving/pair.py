@@ -18,6 +18,7 @@ from ..core.task import InputSpec
 from ..heads import saved
 from ..heads.saved import SavedHead, SavedNumeric
 from ..personal.encoder import Encoder
+from ..personal.local.models import HeadInput
 from ..personal.personalize import load_head, load_numeric_head, probabilities
 from ..wire.tensors import encode
 from .answer import Answer, ClassAnswer, NumberAnswer, PairId, Stages
@@ -41,7 +42,8 @@ class AnswerWithFeatures:
 
     Attributes:
         answer: The answer.
-        features: The features (n, d) float32 that the head took: one row, or one for each window of a recording.
+        features: The features (n, d) float32 of the encoder that the head took, or of the raw inputs if it takes those
+            alone: one row, or one for each window of a recording.
     """
 
     answer: Answer
@@ -130,11 +132,11 @@ class Pair:
     def features(self, inputs: np.ndarray) -> np.ndarray:
         """Return the features (n, d) float32 that the head takes, of prepared ``inputs`` (n, *shape) float32.
 
-        They come from the encoder, or from the local model if the head belongs to one that works without an encoder.
+        They come from the encoder, from the raw inputs if the head belongs to a model that works without an encoder, or
+        from both if the head is a blend.
         """
-        if isinstance(self.head, SavedHead) and self.head.local is not None:
-            return self.head.local.features(inputs)
-        return self.encoder.features(inputs)
+        takes = self.head.takes if isinstance(self.head, SavedHead) else HeadInput()
+        return takes.rows(lambda: self.encoder.features(inputs), lambda: inputs)
 
     def answer(self, inputs: np.ndarray, clock: Callable[[], float] = time.perf_counter) -> AnswerWithFeatures:
         """Answer one input: an image, or a recording of one or more windows.
@@ -158,14 +160,15 @@ class Pair:
         if not _is_finite(answer):
             raise DataError("the answer to this input is no finite number; its values are far too large")
         stages = Stages(encode=1000 * (encoded_at - started_at), head=1000 * (clock() - encoded_at))
-        return AnswerWithFeatures(answer.with_stages(stages), features)
+        encoded = self.head.takes.encoded(features) if isinstance(self.head, SavedHead) else features
+        return AnswerWithFeatures(answer.with_stages(stages), encoded)
 
     def answer_features(self, features: np.ndarray) -> Answer:
         """Return the answer to one input, given its features (n, d) float32."""
         if isinstance(self.head, SavedNumeric):
             return self._answer_with_number(self.head, features)
         class_probabilities = probabilities(self.bundle, self.head, features)
-        unknown = None if self.head is None else self.head.confidence.is_unknown(features)
+        unknown = None if self.head is None else self.head.is_unknown(features)
         return self._answer_with_class(class_probabilities, unknown)
 
     def _answer_with_class(self, class_probabilities: np.ndarray, unknown: np.ndarray | None) -> ClassAnswer:
@@ -222,7 +225,8 @@ def _identify(bundle: Bundle, head: AnyHead | None) -> PairId:
         digest = sha256_of(encode(head.head.arrays))
         return PairId(bundle_id, head.head.name, digest[:_ID_LETTERS])
     arrays = {**head.head.arrays, **head.confidence.arrays()}
-    if head.local is not None:
-        arrays |= {f"local.{name}": array for name, array in head.local.learned.items()}
+    local = head.takes.local
+    if local is not None:
+        arrays |= {f"local.{name}": array for name, array in local.learned.items()}
     digest = sha256_of(encode(arrays))
     return PairId(bundle_id, head.title, digest[:_ID_LETTERS])

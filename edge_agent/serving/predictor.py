@@ -35,7 +35,7 @@ class Observation:
 
     Attributes:
         answer: The answer.
-        features: The features (n, d) float32 that the head took.
+        features: The features (n, d) float32 that the answer comes from, as in `AnswerWithFeatures`.
         inputs: The prepared input (n, *shape) float32.
         pair: The pair that answered.
         source: Where the input comes from, such as ``http`` or ``camera:0``.

@@ -11,7 +11,8 @@ from edge_agent.bundle import installed
 from edge_agent.core.errors import FingerprintMismatch
 from edge_agent.data import load
 from edge_agent.personal.encoder import Encoder
-from edge_agent.personal.personalize import FitOptions, load_head, personalize
+from edge_agent.personal.fitting import FitOptions
+from edge_agent.personal.personalize import load_head, personalize
 from edge_agent.training.parts import encoder_and_head
 from export import BundleOptions, Calibration, TrainedEncoder, build_bundle
 

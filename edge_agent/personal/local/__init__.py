@@ -3,6 +3,7 @@
 Here lives the yardstick that a federation has to beat. Nothing here knows an encoder or a bundle, because what these
 models learn from is raw inputs.
 
-Read in this order: `features` (hand-made features of raw inputs), `models` (the best small model on them),
-`validation` (folds, intervals and comparisons), `details` (what lies behind one accuracy).
+Read in this order: `features` (hand-made features of raw inputs), `graph` (the same as operators of a file), `models`
+(the best small model on them), `validation` (folds, intervals and comparisons), `details` (what lies behind one
+accuracy).
 """

@@ -9,11 +9,26 @@ import numpy as np
 
 from ...core.task import Tensors
 
-_RAW_DIMENSIONS = 4096
+RAW_DIMENSIONS = 4096
 """Raw inputs above this size are averaged down."""
 
-_LARGEST_IMAGE = 64 * 64
+LARGEST_IMAGE = 64 * 64
 """Images with more pixels are averaged down before their gradients are taken."""
+
+ORIENTATIONS = 9
+"""The bins of a histogram of oriented gradients."""
+
+VALUE_BINS = 16
+"""The bins of a histogram of values."""
+
+EQUAL = 1.0 - 1e-6
+"""A power of at least this share of the largest one is as large but for rounding.
+
+ONNX Runtime takes a factor that is nearer to 1 for 1, and leaves the multiplication out.
+"""
+
+FLAT = 1e-24
+"""A channel whose variance is below this share of its mean square does not vary: the rest is rounding."""
 
 _KERNELS = tuple(combinations(range(9), 3))
 """Places of the three weights that are 2; the other six are -1."""
@@ -42,9 +57,9 @@ def flattened(inputs: np.ndarray) -> np.ndarray:
 
     Neighbouring pairs are averaged along each axis in turn; an odd last one is left out.
     """
-    while int(np.prod(inputs.shape[1:])) > _RAW_DIMENSIONS and max(inputs.shape[2:], default=1) > 1:
+    while int(np.prod(inputs.shape[1:])) > RAW_DIMENSIONS and max(inputs.shape[2:], default=1) > 1:
         inputs = _halved(inputs)
-    return np.ascontiguousarray(inputs.reshape(len(inputs), -1), np.float32)
+    return np.ascontiguousarray(inputs.reshape(len(inputs), int(np.prod(inputs.shape[1:]))), np.float32)
 
 
 def _halved(inputs: np.ndarray) -> np.ndarray:
@@ -61,13 +76,15 @@ def window_statistics(windows: np.ndarray) -> np.ndarray:
     values = windows.astype(np.float64)
     mean = values.mean(axis=2, keepdims=True)
     centred = values - mean
+    varies = (centred**2).sum(axis=2) > FLAT * (values**2).sum(axis=2)
+    centred *= varies[:, :, None]
     energy = (centred**2).sum(axis=2)
     power = np.abs(np.fft.rfft(centred, axis=2)[:, :, 1:]) ** 2
     total = np.maximum(power.sum(axis=2), 1e-12)
     frequencies = np.arange(1, power.shape[2] + 1) / values.shape[2]
     columns = [
         mean[:, :, 0],
-        values.std(axis=2),
+        np.sqrt((centred**2).mean(axis=2)),
         values.min(axis=2),
         values.max(axis=2),
         *np.percentile(values, [50, 25, 75], axis=2),
@@ -75,7 +92,8 @@ def window_statistics(windows: np.ndarray) -> np.ndarray:
         np.abs(np.diff(values, axis=2)).mean(axis=2),
         (np.diff(np.signbit(centred), axis=2) != 0).mean(axis=2),
         (centred[:, :, 1:] * centred[:, :, :-1]).sum(axis=2) / np.maximum(energy, 1e-12),
-        frequencies[power.argmax(axis=2)],
+        # Of frequencies that are equally strong but for rounding it is the lowest, as of a single spike.
+        frequencies[(power >= EQUAL * power.max(axis=2, keepdims=True)).argmax(axis=2)],
         power.max(axis=2) / total,
         (power * frequencies).sum(axis=2) / total,
     ]
@@ -89,14 +107,14 @@ def learn_convolutions(windows: np.ndarray, rng: np.random.Generator, features: 
     float32: quantiles of its outputs on 32 random windows.
     """
     channels, length = windows.shape[1:]
-    kernels = len(_KERNELS) * len(_dilations(length))
+    kernels = len(_KERNELS) * len(dilations(length))
     chosen = np.zeros((kernels, channels), np.uint8)
     for row in chosen:
         row[rng.choice(channels, int(rng.integers(1, min(channels, 9) + 1)), replace=False)] = 1
     each = max(1, features // kernels)
     quantiles = (np.arange(each) + 0.5) / each
     some = windows[rng.permutation(len(windows))[:32]]
-    thresholds = [np.quantile(outputs, quantiles) for outputs in _outputs(some, chosen)]
+    thresholds = [np.quantile(outputs, quantiles) for of_dilation in _outputs(some, chosen) for outputs in of_dilation]
     return {"channels": chosen, "thresholds": np.array(thresholds, np.float32)}
 
 
@@ -106,29 +124,45 @@ def convolution_features(windows: np.ndarray, learned: Mapping[str, np.ndarray])
     All 84 kernels of nine weights of which three are 2 and six are -1, dilated by powers of two while they fit. Windows
     (n, channels, length) shorter than nine values are padded with zeros.
     """
-    shares = [
-        np.stack([(outputs > threshold).mean(axis=1, dtype=np.float32) for threshold in thresholds], axis=1)
-        for outputs, thresholds in zip(_outputs(windows, learned["channels"]), learned["thresholds"], strict=True)
-    ]
+    rows = iter(learned["thresholds"])
+    shares = []
+    for of_dilation in _outputs(windows, learned["channels"]):
+        for outputs in of_dilation:
+            thresholds = next(rows)
+            shares.append(np.stack([(outputs > each).mean(axis=1, dtype=np.float32) for each in thresholds], axis=1))
     return np.concatenate(shares, axis=1)
 
 
-def _dilations(length: int) -> list[int]:
+def dilations(length: int) -> list[int]:
+    """Return the steps between two weights of a kernel, for windows of that length: 1, 2, 4, ... while they fit."""
     most = max(1, (length - 1) // 8)
     return [2**power for power in range(most.bit_length())]
 
 
+def kernel_weights(channels: np.ndarray) -> np.ndarray:
+    """Return the weights of the 84 kernels, (84, 9 * channels) float64, by place and then by channel.
+
+    ``channels`` (84, channels): 1 for each channel that a kernel looks at, else 0.
+    """
+    weights = np.full((len(_KERNELS), 9), -1.0)
+    for row, kernel in zip(weights, _KERNELS, strict=True):
+        row[list(kernel)] = 2.0
+    return np.asarray((weights[:, :, None] * channels[:, None, :]).reshape(len(_KERNELS), -1))
+
+
 def _outputs(windows: np.ndarray, channels: np.ndarray) -> Iterator[np.ndarray]:
-    """Return outputs (n, length) float32 of each kernel in turn, summed over its ``channels`` (m, channels)."""
+    """Return the outputs (84, n, length) float64 of all kernels, for one dilation after the other.
+
+    ``channels`` (m, channels): the channels that each kernel of each dilation looks at. The outputs are float64, so
+    that what is above a threshold does not depend on the order in which an implementation adds.
+    """
     length = windows.shape[2]
-    rows = iter(channels.astype(np.float32))
-    for dilation in _dilations(length):
-        padded = np.pad(windows.astype(np.float32), ((0, 0), (0, 0), (4 * dilation, 4 * dilation)))
-        shifted = np.stack([padded[:, :, step * dilation : step * dilation + length] for step in range(9)])
-        total = shifted.sum(axis=0)
-        for kernel in _KERNELS:
-            weighted = 3 * shifted[list(kernel)].sum(axis=0) - total
-            yield np.einsum("nct,c->nt", weighted, next(rows))
+    wide = windows.astype(np.float64)
+    for number, dilation in enumerate(dilations(length)):
+        padded = np.pad(wide, ((0, 0), (0, 0), (4 * dilation, 4 * dilation)))
+        shifted = [padded[:, :, step * dilation : step * dilation + length] for step in range(9)]
+        rows = channels[number * len(_KERNELS) : (number + 1) * len(_KERNELS)]
+        yield (kernel_weights(rows) @ np.concatenate(shifted, axis=1)).transpose(1, 0, 2)
 
 
 def image_features(images: np.ndarray) -> np.ndarray:
@@ -139,7 +173,7 @@ def image_features(images: np.ndarray) -> np.ndarray:
     two nearest; about 7 x 7 cells of at least 4 pixels, in overlapping blocks of 2 x 2 with L2-Hys normalisation (Dalal
     and Triggs, CVPR 2005). Values in 16 bins each.
     """
-    while images.shape[2] * images.shape[3] > _LARGEST_IMAGE:
+    while images.shape[2] * images.shape[3] > LARGEST_IMAGE:
         images = _halved(images)
     return np.concatenate([_oriented_gradients(images), _histograms(images)], axis=1)
 
@@ -156,37 +190,44 @@ def _oriented_gradients(images: np.ndarray) -> np.ndarray:
     across = np.zeros_like(images)
     down[:, :, 1:-1] = images[:, :, 2:] - images[:, :, :-2]
     across[:, :, :, 1:-1] = images[:, :, :, 2:] - images[:, :, :, :-2]
-    cell = max(4, min(height, width) // 7)
-    rows = max(1, height // cell)
-    columns = max(1, width // cell)
-    tall = height // rows
-    wide = width // columns  # pixels of a cell; what is left over at the far edges is not used
+    rows, columns, tall, wide = cells_of(height, width)
     down, across = (each[:, :, : rows * tall, : columns * wide] for each in (down, across))
-    strength = np.hypot(down, across)
+    strength = np.sqrt(down * down + across * across)
     strongest = strength.argmax(axis=1)[:, None]
     size, down, across = (np.take_along_axis(each, strongest, axis=1)[:, 0] for each in (strength, down, across))
     # Each pixel counts for the two nearest orientations, and for the cell that it is in.
-    bin_at = (np.arctan2(down, across) % np.pi) * np.float32(9 / np.pi) - np.float32(0.5)
+    bin_at = (np.arctan2(down, across) % np.pi) * np.float32(ORIENTATIONS / np.pi) - np.float32(0.5)
     lower = np.floor(bin_at).astype(np.int64)
     share = bin_at - lower
     where = np.arange(count)[:, None, None] * (rows * columns)
     where = where + (np.arange(rows * tall) // tall * columns)[:, None] + np.arange(columns * wide) // wide
-    parts = ((lower % 9, size * (1 - share)), ((lower + 1) % 9, size * share))
-    total = count * rows * columns * 9
-    sums = sum(np.bincount((where * 9 + number).ravel(), weight.ravel(), total) for number, weight in parts)
-    cells = np.asarray(sums, np.float32).reshape(count, rows, columns, 9)
+    parts = ((lower % ORIENTATIONS, size * (1 - share)), ((lower + 1) % ORIENTATIONS, size * share))
+    total = count * rows * columns * ORIENTATIONS
+    sums = sum(np.bincount((where * ORIENTATIONS + number).ravel(), weight.ravel(), total) for number, weight in parts)
+    cells = np.asarray(sums, np.float32).reshape(count, rows, columns, ORIENTATIONS)
     # Blocks overlap; a picture that is too small for two rows or columns is one block.
     if min(rows, columns) < 2:
         blocks = cells.reshape(count, 1, -1)
     else:
         corners = [cells[:, i : rows - 1 + i, j : columns - 1 + j] for i in (0, 1) for j in (0, 1)]
-        blocks = np.concatenate(corners, axis=3).reshape(count, (rows - 1) * (columns - 1), 36)
+        blocks = np.concatenate(corners, axis=3).reshape(count, (rows - 1) * (columns - 1), 4 * ORIENTATIONS)
     for limit in (0.2, 1.0):
         blocks = np.minimum(blocks / np.sqrt((blocks**2).sum(axis=2, keepdims=True) + 1e-10), limit)
     return blocks.reshape(count, -1).astype(np.float32)
 
 
-def _histograms(images: np.ndarray, bins: int = 16) -> np.ndarray:
+def cells_of(height: int, width: int) -> tuple[int, int, int, int]:
+    """Return the rows and columns of cells of an image, and the height and width of a cell in pixels.
+
+    What is left over at the far edges is not used.
+    """
+    cell = max(4, min(height, width) // 7)
+    rows = max(1, height // cell)
+    columns = max(1, width // cell)
+    return rows, columns, height // rows, width // columns
+
+
+def _histograms(images: np.ndarray, bins: int = VALUE_BINS) -> np.ndarray:
     count, channels = images.shape[:2]
     bin_at = np.clip((images * bins).astype(np.int64), 0, bins - 1).reshape(count * channels, -1)
     offset = np.arange(count * channels)[:, None] * bins

@@ -15,11 +15,12 @@ from typing import TypeAlias
 import numpy as np
 
 from ... import heads
+from ...core.graph import Graph, Value
 from ...core.task import ImageInput, InputSpec, Tensors
 from ...data import Samples
 from ...heads import FitData, Head
-from ...heads._features import fit_norm, normalise
 from .features import convolution_features, flattened, image_features, learn_convolutions, window_statistics
+from .graph import write_convolution_features, write_flattened, write_image_features, write_window_statistics
 from .validation import Fold, folds, is_better
 
 MOST_SAMPLES = 5000
@@ -49,32 +50,72 @@ Refits: TypeAlias = tuple[np.ndarray, Callable[[str, np.ndarray], Head]]
 class Candidate:
     """One kind of model: the head that learns, on ``features`` of inputs with what ``learn`` found in training inputs.
 
-    ``features``: inputs (n, ...), normalised, their spec, and what was learned -> (n, d) float32.
+    ``features``: inputs (n, ...), normalised, their spec, and what was learned -> (n, d) float32. ``write`` writes the
+    same as ONNX operators: a graph, the inputs as a tensor of it, their spec, and what was learned -> a tensor.
     """
 
     head: str
     features: Callable[[np.ndarray, InputSpec, Tensors], np.ndarray]
+    write: Callable[[Graph, Value, InputSpec, Tensors], Value]
     learn: Callable[[np.ndarray, np.random.Generator], Tensors] = lambda _inputs, _rng: {}
     params: Mapping[str, str | int] = field(default_factory=dict)
 
 
 def _image_features(images: np.ndarray, spec: InputSpec, _learned: Tensors) -> np.ndarray:
-    mean, std = (np.asarray(values, np.float32).reshape(1, -1, 1, 1) for values in (spec.mean, spec.std))
+    mean, std = _mean_and_std(spec)
     return image_features(images * std + mean)
 
 
-_LR = {"max_iterations": 200}
+def _write_image_features(graph: Graph, images: Value, spec: InputSpec, _learned: Tensors) -> Value:
+    mean, std = _mean_and_std(spec)
+    return write_image_features(graph, graph.add("Add", graph.add("Mul", images, std), mean), spec.shape)
+
+
+def _mean_and_std(spec: InputSpec) -> tuple[np.ndarray, np.ndarray]:
+    """Return the mean and the standard deviation by which images were normalised, (1, channels, 1, 1) float32."""
+    mean, std = (np.asarray(values, np.float32).reshape(1, -1, 1, 1) for values in (spec.mean, spec.std))
+    return mean, std
+
+
+def _flattened(inputs: np.ndarray, _spec: InputSpec, _learned: Tensors) -> np.ndarray:
+    return flattened(inputs)
+
+
+def _write_flattened(graph: Graph, inputs: Value, spec: InputSpec, _learned: Tensors) -> Value:
+    return write_flattened(graph, inputs, spec.shape)
+
+
+def _window_statistics(windows: np.ndarray, _spec: InputSpec, _learned: Tensors) -> np.ndarray:
+    return window_statistics(windows)
+
+
+def _write_window_statistics(graph: Graph, windows: Value, spec: InputSpec, _learned: Tensors) -> Value:
+    return write_window_statistics(graph, windows, spec.shape)
+
+
+def _convolution_features(windows: np.ndarray, _spec: InputSpec, learned: Tensors) -> np.ndarray:
+    return convolution_features(windows, learned)
+
+
+def _write_convolution_features(graph: Graph, windows: Value, spec: InputSpec, learned: Tensors) -> Value:
+    return write_convolution_features(graph, windows, spec.shape, learned)
+
+
+_LR = {"max_iterations": 200, "in_span": True}
 _RAW = {
     "raw inputs + knn": Candidate(
-        "knn", lambda inputs, _spec, _learned: flattened(inputs), params={"feature_norm": "standard", "neighbours": 5}
+        "knn", _flattened, _write_flattened, params={"feature_norm": "standard", "neighbours": 5}
     ),
-    "raw inputs + lr": Candidate("lr", lambda inputs, _spec, _learned: flattened(inputs), params=_LR),
+    "raw inputs + lr": Candidate("lr", _flattened, _write_flattened, params=_LR),
 }
-_OF_IMAGES = {"gradients and colours + lr": Candidate("lr", _image_features, params=_LR), **_RAW}
+_OF_IMAGES = {
+    "gradients and colours + lr": Candidate("lr", _image_features, _write_image_features, params=_LR),
+    **_RAW,
+}
 _OF_WINDOWS = {
-    "window statistics + lr": Candidate("lr", lambda windows, _spec, _learned: window_statistics(windows), params=_LR),
+    "window statistics + lr": Candidate("lr", _window_statistics, _write_window_statistics, params=_LR),
     "random convolutions + ridge": Candidate(
-        "ridge", lambda windows, _spec, learned: convolution_features(windows, learned), learn_convolutions
+        "ridge", _convolution_features, _write_convolution_features, learn_convolutions
     ),
     **_RAW,
 }
@@ -87,43 +128,105 @@ def candidates(spec: InputSpec) -> Mapping[str, Candidate]:
 
 
 @dataclass(frozen=True)
-class LocalModel:
-    """A fitted model of `candidates`, or the most frequent class.
+class LocalFeatures:
+    """What one kind of `candidates` takes out of raw inputs.
 
-    ``learned``: what its features need. ``cross_validated``: accuracy 0..1 in cross-validation of each kind, over the
-    folds until it was dropped for a better one; empty where there are too few samples for it.
+    Attributes:
+        name: The name of the kind, or `MAJORITY`, which takes nothing out of them.
+        input: The form of the inputs.
+        learned: What the kind has learned from training inputs, by name.
     """
 
     name: str
-    head: Head
-    learned: Tensors
     input: InputSpec
-    cross_validated: Mapping[str, float] = field(default_factory=dict)
+    learned: Tensors = field(default_factory=dict)
 
-    def features(self, inputs: np.ndarray) -> np.ndarray:
-        """Return features (n, d) float32, which ``head`` takes, of preprocessed inputs (n, ...) float32."""
+    def __call__(self, inputs: np.ndarray) -> np.ndarray:
+        """Return features (n, d) float32 of preprocessed inputs (n, ...) float32.
+
+        Raises:
+            DataError: Inputs with NaN or infinity.
+        """
         if self.name == MAJORITY:
             return np.zeros((len(inputs), 1), np.float32)
         return _features(candidates(self.input)[self.name], inputs, self.input, self.learned)
+
+    def write(self, graph: Graph, inputs: Value) -> Value:
+        """Write what a call computes as operators: ``inputs`` is a tensor (n, ...) float32, the result (n, d)."""
+        if self.name == MAJORITY:
+            return graph.repeat(np.zeros(1, np.float32), inputs)
+        return candidates(self.input)[self.name].write(graph, inputs, self.input, self.learned)
+
+
+@dataclass(frozen=True)
+class LocalModel:
+    """A fitted model of `candidates`, or the most frequent class.
+
+    Attributes:
+        features: What it takes out of raw inputs.
+        head: The head that was fitted on these features.
+        cross_validated: The accuracy, 0..1, of each kind in cross-validation, over the folds until it was dropped for a
+            better one; empty where there are too few samples for it.
+    """
+
+    features: LocalFeatures
+    head: Head
+    cross_validated: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The name of its kind."""
+        return self.features.name
 
     def predict_proba(self, inputs: np.ndarray) -> np.ndarray:
         """Return probabilities (n, K) float64 of the classes for preprocessed inputs (n, ...) float32."""
         return self.head.predict_proba(self.features(inputs))
 
 
-def prepare_refits(model: LocalModel, inputs: np.ndarray, labels: np.ndarray, num_classes: int, seed: int) -> Refits:
-    """Return features (n, d) of preprocessed ``inputs`` (n, ...), and what fits a head like the model's on rows.
+def prepare_refits(taken: LocalFeatures, inputs: np.ndarray, labels: np.ndarray, num_classes: int, seed: int) -> Refits:
+    """Return features (n, d) of preprocessed ``inputs`` (n, ...), and what fits a head of their kind on rows of them.
 
     Raises:
-        DataError: inputs with NaN or infinity.
+        DataError: Inputs with NaN or infinity.
     """
-    features = model.features(inputs)
-    kind = candidates(model.input)[model.name]
+    features = taken(inputs)
+    kind = candidates(taken.input)[taken.name]
 
     def fit(_name: str, rows: np.ndarray) -> Head:
         return fitted(kind, features[rows], labels[rows], num_classes, np.random.default_rng(seed))
 
     return features, fit
+
+
+@dataclass(frozen=True)
+class HeadInput:
+    """What a personal head takes: features of the encoder, features of the raw inputs, or both side by side.
+
+    Attributes:
+        local: The features of the raw inputs; None: the head takes those of the encoder alone.
+        split: How many features of the encoder stand before the local ones; 0: the head takes the local ones alone.
+    """
+
+    local: LocalFeatures | None = None
+    split: int = 0
+
+    def rows(self, encode: Callable[[], np.ndarray], inputs: Callable[[], np.ndarray]) -> np.ndarray:
+        """Return what the head takes, (n, d) float32.
+
+        Args:
+            encode: Returns the encoder's features (n, e) float32; it is called only if they are needed.
+            inputs: Returns the preprocessed inputs (n, ...) float32; it is called only if they are needed.
+        """
+        if self.local is None:
+            return encode()
+        local = self.local(inputs())
+        if not self.split:
+            return local
+        return np.concatenate([encode(), local], axis=1)
+
+    def encoded(self, rows: np.ndarray) -> np.ndarray:
+        """Return the encoder's features in ``rows`` (n, d); all of them where the head takes one kind alone."""
+        return rows[:, : self.split] if self.split else rows
 
 
 def fit_local(
@@ -150,8 +253,9 @@ def fit_local(
     ]
     labels = samples.labels
     kinds = candidates(samples.input)
+    nothing = LocalFeatures(MAJORITY, samples.input)
     if len(np.unique(labels)) < 2 or not divisions:
-        return LocalModel(MAJORITY, _majority(labels, num_classes), {}, samples.input)
+        return LocalModel(nothing, _majority(labels, num_classes))
     # What the kinds take out of inputs does not depend on the fold, so it is computed once.
     learned = {name: kind.learn(samples.inputs, rng) for name, kind in kinds.items()}
     features = {name: _features(kind, samples.inputs, samples.input, learned[name]) for name, kind in kinds.items()}
@@ -176,9 +280,9 @@ def fit_local(
     best = max(running, key=lambda name: int(right[name].sum()))
     scores = {name: float(answers.mean()) for name, answers in right.items()}
     if best == MAJORITY:
-        return LocalModel(MAJORITY, _majority(labels, num_classes), {}, samples.input, scores)
+        return LocalModel(nothing, _majority(labels, num_classes), scores)
     head = fitted(kinds[best], features[best], labels, num_classes, rng)
-    return LocalModel(best, head, learned[best], samples.input, scores)
+    return LocalModel(LocalFeatures(best, samples.input, learned[best]), head, scores)
 
 
 def _some(rows: np.ndarray, most: int, rng: np.random.Generator) -> np.ndarray:
@@ -205,18 +309,5 @@ def fitted(
 ) -> Head:
     """Return the head of that kind, fitted on features (n, d) and labels (n,)."""
     head = heads.create(kind.head, kind.params)
-    data = FitData(features, labels, num_classes)
-    if kind.head != "lr" or len(features) >= features.shape[1] or len(data.classes) < 2:
-        head.fit(data, rng)
-        return head
-    # With fewer samples than features the solution lies in their span: the same problem, in fewer dimensions.
-    norm = fit_norm(features, head.params.feature_norm)
-    inputs = normalise(features, head.params.feature_norm, norm)
-    values, vectors = np.linalg.eigh(inputs @ inputs.T)
-    is_kept = values > max(float(values[-1]), 1e-30) * 1e-12
-    scale = np.sqrt(values[is_kept])
-    turned = heads.create("lr", {**kind.params, "feature_norm": "none"})
-    turned.fit(FitData(np.asarray(vectors[:, is_kept] * scale, np.float32), labels, num_classes), rng)
-    weight = (turned.arrays["weight"] / scale) @ vectors[:, is_kept].T @ inputs
-    head.load({**turned.arrays, **norm, "weight": weight}, num_classes, features.shape[1])
+    head.fit(FitData(features, labels, num_classes), rng)
     return head

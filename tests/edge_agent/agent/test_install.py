@@ -14,7 +14,8 @@ from edge_agent.bundle import installed as installed_module
 from edge_agent.core.config import AgentConfig, DataConfig, HeadConfig
 from edge_agent.core.errors import BundleDamaged, BundleError, DataError
 from edge_agent.personal.encoder import Encoder
-from edge_agent.personal.personalize import FitOptions, features_of, load_head
+from edge_agent.personal.fitting import FitOptions
+from edge_agent.personal.personalize import features_of, load_head
 from edge_agent.wire.blobs.chunks import Outgoing
 from edge_agent.wire.messages.down import Install
 

@@ -13,7 +13,8 @@ from edge_agent.cli.agent import _rows
 from edge_agent.core.errors import StateError, UsageError
 from edge_agent.heads import saved
 from edge_agent.personal.encoder import Encoder
-from edge_agent.personal.personalize import FitOptions, load_head, personalize
+from edge_agent.personal.fitting import FitOptions
+from edge_agent.personal.personalize import load_head, personalize
 
 
 @pytest.fixture
@@ -44,7 +45,8 @@ def test_the_local_model_is_used_only_where_it_is_allowed(weak, tmp_path):
     result.save(tmp_path / "head")
     again = load_head(tmp_path / "head", bundle)
     assert again.title == result.title
-    answers = again.local.predict_proba(test.inputs)
+    assert (again.takes.local.name, again.takes.split) == (result.local.name, 0)
+    answers = again.head.predict_proba(again.takes.local(test.inputs))
     assert (answers == result.local.predict_proba(test.inputs)).all()
     assert np.mean(answers.argmax(axis=1) == test.labels) == result.scores.local
 
@@ -71,10 +73,10 @@ def test_without_the_yardstick_nothing_is_said_of_it(weak):
 def test_fit_predict_and_evaluate_work_with_the_local_model(weak, tmp_path, capsys):
     made, bundle, (_, test) = weak
     words = ("--bundle", made.path, "--data", "digits?n=400", "--cache", tmp_path / "cache")
-    fitted = answer(capsys, "fit", *words, "--out", "head")
+    fitted = answer(capsys, "fit", *words, "--out", "head", "--no-blend")
     assert fitted["better_alone"] is True
     assert fitted["head"] == fitted["candidates"][0]["head"]
-    assert main([*map(str, ("fit", *words, "--out", "head"))]) == 0
+    assert main([*map(str, ("fit", *words, "--out", "head", "--no-blend"))]) == 0
     said = capsys.readouterr().out
     assert "this device is better off alone" in said
     assert ("--allow-local saves that model" in said) == ("saved is the model of acc.local" not in said)
@@ -85,7 +87,8 @@ def test_fit_predict_and_evaluate_work_with_the_local_model(weak, tmp_path, caps
     scored = answer(capsys, "evaluate", *words, "--head", "head")
     assert (scored["head"], scored["acc.personal"]) == (fitted["head"], fitted["acc.local"])
     rows = answer(capsys, "predict", *words, "--head", "head")["predictions"]
-    expected = load_head(tmp_path / "head", bundle).local.predict_proba(data.load("digits?n=400", test.input).inputs)
+    head = load_head(tmp_path / "head", bundle)
+    expected = head.head.predict_proba(head.takes.local(data.load("digits?n=400", test.input).inputs))
     assert [row["class"] for row in rows] == [str(label) for label in expected.argmax(axis=1)]
     assert answer(capsys, "fit", *words, "--out", "head", "--no-local")["acc.local"] is None
 
@@ -95,7 +98,7 @@ def test_the_python_interface_compares_and_uses_it(weak, tmp_path):
     personalizer = Personalizer.open(made.path, cache=tmp_path / "cache")
     with pytest.raises(UsageError, match="local=True"):
         personalizer.fit(train).use_local()
-    scores = personalizer.fit(train, local=True).evaluate(test)
+    scores = personalizer.fit(train, local=True, blend=False).evaluate(test)
     assert scores["better_alone"]
     personalizer.use_local().save(tmp_path / "head")
     again = Personalizer.open(made.path, cache=tmp_path / "cache").load(tmp_path / "head")
@@ -107,7 +110,7 @@ def test_the_python_interface_compares_and_uses_it(weak, tmp_path):
     "damage, message",
     [
         ({"name": "magic + lr"}, "expected one of most frequent class"),
-        ({"name": "gradients and colours + lr"}, "do not fit"),
+        ({"name": "gradients and colours + lr"}, "takes 192 features, and there are 84 of 'grad"),
     ],
 )
 def test_a_saved_local_model_that_cannot_be_is_refused(weak, tmp_path, damage, message):

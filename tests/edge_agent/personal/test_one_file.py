@@ -265,13 +265,20 @@ def test_a_file_that_would_answer_differently_is_refused(fit, monkeypatch):
         write_one_file(personal.bundle, personal.encoder, personal.head)
 
 
-def test_a_model_without_the_encoder_is_refused_with_what_to_do(make_bundle, tmp_path):
+def test_a_model_without_the_encoder_is_a_file_without_it(make_bundle, tmp_path):
     personal = Personalizer.open(make_bundle(task=IMAGES).path, cache=tmp_path / "cache")
     labels = np.arange(40) % 4
     personal.fit(coloured(IMAGES.input, labels), np.array(CLASSES)[labels], head="lr", local=True)
     personal.use_local()
-    with pytest.raises(UsageError, match=r"works without the encoder .*edge-agent fit --head lr"):
-        write_one_file(personal.bundle, personal.encoder, personal.head)
+    content = write_one_file(personal.bundle, personal.encoder, personal.head).content
+    session = onnxruntime.InferenceSession(content)
+    assert [output.name for output in session.get_outputs()] == ["probabilities"]
+    images = coloured(IMAGES.input, labels)
+    (answers,) = session.run(None, {"image": images})
+    np.testing.assert_allclose(answers, personal.predict_proba(images), atol=TOLERANCE)
+    assert not any(
+        name.startswith("encoder") for name in (one.name for one in onnx.load_from_string(content).graph.node)
+    )
 
 
 def test_without_the_package_onnx_it_says_how_to_get_it(fit, monkeypatch):

@@ -18,7 +18,8 @@ from edge_agent.heads import FitData
 from edge_agent.personal import personalize as module
 from edge_agent.personal.choice import BASELINES, choose
 from edge_agent.personal.encoder import Encoder
-from edge_agent.personal.personalize import FitOptions, evaluate_heads, extract, load_head, personalize
+from edge_agent.personal.fitting import FitOptions
+from edge_agent.personal.personalize import evaluate_heads, extract, load_head, personalize
 from edge_agent.personal.personalizer import load_bundle
 
 
@@ -58,7 +59,7 @@ def test_scores_are_those_that_scikit_learn_and_plain_numpy_get(ready):
 def test_other_load_on_the_machine_takes_no_time_from_the_comparison_of_heads(ready, monkeypatch):
     """The comparison has its own clock, of this process alone; here it stands still, however slow the CPU is."""
     assert inspect.signature(choose).parameters["clock"].default is time.process_time
-    monkeypatch.setattr("edge_agent.personal.personalize.choose", functools.partial(choose, clock=lambda: 0.0))
+    monkeypatch.setattr("edge_agent.personal.fitting.choose", functools.partial(choose, clock=lambda: 0.0))
     _, bundle, encoder, samples = ready
     hours = itertools.count(0, 3600)
     result = personalize(bundle, samples, encoder, FitOptions("auto", local=False, clock=lambda: next(hours)))
@@ -206,7 +207,7 @@ def test_heads_work_without_the_shared_classifier_where_it_does_not_know_the_cla
 def test_heads_are_compared_best_first_and_failures_explained(ready, monkeypatch):
     _, bundle, encoder, samples = ready
     results, failed = evaluate_heads(extract(bundle, samples, encoder))
-    assert {result.head.name for result in results} == {*BASELINES}
+    assert {result.head.name for result in results} == {*BASELINES, "blend"}
     scores = [result.scores.personal for result in results]
     assert scores == sorted(scores, reverse=True)
     assert failed == {}

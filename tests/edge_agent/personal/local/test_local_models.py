@@ -8,7 +8,7 @@ from edge_agent.core.task import WindowInput
 from edge_agent.data import Samples
 from edge_agent.heads import FitData
 from edge_agent.personal.local import models
-from edge_agent.personal.local.models import Candidate, fit_local, fitted
+from edge_agent.personal.local.models import fit_local
 
 
 def test_hand_made_features_beat_raw_pixels_on_digits_before_photos():
@@ -62,8 +62,8 @@ def test_few_samples_of_many_features_are_fitted_in_fewer_dimensions_with_the_sa
     features = rng.standard_normal((60, 200)).astype(np.float32)
     labels = np.tile([0, 2, 3], 20)
     features[labels == 2, 0] += 2
-    kind = Candidate("lr", lambda inputs, _spec, _learned: inputs, params={"tolerance": 1e-7})
-    found = fitted(kind, features, labels, 4, rng)
+    found = heads.create("lr", {"tolerance": 1e-7, "in_span": True})
+    found.fit(FitData(features, labels, 4), rng)
     plain = heads.create("lr", {"tolerance": 1e-7})
     plain.fit(FitData(features, labels, 4), rng)
     others = rng.standard_normal((9, 200)).astype(np.float32)

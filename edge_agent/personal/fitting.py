@@ -1,0 +1,276 @@
+"""Which head is fitted on a device, how it is fitted, and how reliable it is: from samples and their features.
+
+`choose_model` decides between heads and blends, `fit` fits what was chosen, `confidence_of` calibrates it. What a whole
+fit consists of, from samples to scores, is in `personalize`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .. import heads
+from ..bundle.unpacked import Bundle
+from ..core.errors import UsageError
+from ..core.task import Tensors
+from ..data import Samples
+from ..heads import AUTO, FitData, Head
+from .blend import BLEND, BOTH, LOCAL, add_blends
+from .choice import BUDGET_S, FOLDS, HeadChoice, candidates, choose, cross_validate, thin_out
+from .confidence import LEAST_FOR_CALIBRATION, Confidence, OutOfFold, estimate_confidence, out_of_fold
+from .encoder import Progress
+from .local.models import MAJORITY, HeadInput, LocalFeatures, LocalModel, prepare_refits
+from .local.models import candidates as local_candidates
+from .local.validation import Fold, folds, sitting_of
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """How a device fits and scores a personal head; one value for the library, the agent and the command line."""
+
+    head: str = "lr"
+    """The name of the head, or auto for the best in cross-validation on the training samples."""
+
+    params: Mapping[str, Any] = field(default_factory=dict)
+    """The head's parameters, which win over those that the bundle suggests for it; none with head auto."""
+
+    seed: int = 0
+    """The seed of the split (where samples do not come divided), of folds and of the fit."""
+
+    cache: Path | None = None
+    """The folder in which computed features are kept; None: they are not."""
+
+    unknown: float = 0.05
+    """The share of inputs like the training samples, 0..1, that may be called unknown; 0: none ever is."""
+
+    progress: Callable[[str], Progress | None] = lambda _step: None
+    """A function from the name of a step to how its progress is reported."""
+
+    local: bool = True
+    """Whether to find what the device reaches alone, which takes a second or two."""
+
+    blend: bool = True
+    """Whether head auto also tries to blend the best head with the model that the device could fit alone."""
+
+    allow_local: bool = False
+    """Whether the local model is used where it is better than the head beyond noise, or surer in cross-validation."""
+
+    doubtful_labels: bool = False
+    """Whether labels that may be wrong are looked for: that takes a fit for each of five folds and compares all pairs.
+    """
+
+    clock: Callable[[], float] = time.perf_counter
+    """A function that gives seconds."""
+
+    def __post_init__(self) -> None:
+        """Check the share of unknown inputs.
+
+        Raises:
+            UsageError: it is impossible.
+        """
+        if not 0 <= self.unknown < 1:
+            raise UsageError(f"unknown={self.unknown}: expected a share of inputs, 0 or more and below 1")
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What is to be fitted.
+
+    Attributes:
+        options: The options with the name of the head, which is not auto, and its parameters.
+        choice: How the head was chosen; None where it was named.
+        takes: What it takes.
+    """
+
+    options: FitOptions
+    choice: HeadChoice | None
+    takes: HeadInput = field(default_factory=HeadInput)
+
+
+def choose_model(
+    bundle: Bundle, samples: Samples, encoded: np.ndarray, options: FitOptions, local: LocalModel | None
+) -> Chosen:
+    """Return which head is fitted, and on what: with head auto the best head, or its blend with the local model.
+
+    Args:
+        bundle: The bundle of the encoder.
+        samples: The training samples.
+        encoded: Their features (n, e) float32 by the encoder.
+        options: The options; head ``blend`` without parameters is the blend of the best head with the local model.
+        local: The best model of the raw inputs; None: it is not known.
+
+    Raises:
+        UsageError: A blend is asked for, and there is no local model to blend with.
+        HeadwaterError: No head can be fitted.
+    """
+    only_blend = options.head == BLEND and not options.params
+    options, choice = best_head(bundle, samples, encoded, replace(options, head=AUTO) if only_blend else options)
+    has_local = local is not None and local.name != MAJORITY
+    if only_blend and not has_local:
+        raise UsageError(
+            "head 'blend' needs a model of the raw inputs, and there is none: give samples of two classes or more, "
+            "leave out --no-local, or name another head"
+        )
+    if local is None or not has_local or choice is None or not (options.blend or only_blend):
+        return Chosen(options, choice)
+    return _choose_blend(bundle, samples, encoded, Chosen(options, choice), local.features, only_blend=only_blend)
+
+
+def best_head(
+    bundle: Bundle, samples: Samples, features: np.ndarray, options: FitOptions
+) -> tuple[FitOptions, HeadChoice | None]:
+    """Return the options with the head that cross-validation chooses, where they say auto; None where a head is named.
+
+    ``features`` (n, d) are those of ``samples``, which are the training samples alone.
+    """
+    if options.head != AUTO:
+        return options, None
+
+    def fit_rows(name: str, rows: np.ndarray) -> Head:
+        return fit(bundle, features[rows], samples.labels[rows], replace(options, head=name), samples.class_names)
+
+    names = heads_to_compare(bundle, samples.class_names)
+    divisions = divisions_of(samples, options)
+    choice = choose(names, fit_rows, features, samples.labels, divisions)
+    choice = replace(choice, same_sitting=sitting_of(samples, divisions))
+    _log.info("head_chosen head=%s of=%d accuracy=%s", choice.name, len(names), choice.why)
+    return replace(options, head=choice.name), choice
+
+
+def heads_to_compare(bundle: Bundle, class_names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the heads that are compared for samples of these classes."""
+    return candidates(bundle.manifest.heads, has_shared=shared_classifier(bundle, class_names) is not None)
+
+
+def divisions_of(samples: Samples, options: FitOptions) -> list[Fold]:
+    """Return the folds on which heads are compared."""
+    rng = np.random.default_rng(options.seed)
+    return thin_out(samples.labels, folds(samples, FOLDS, rng), rng)
+
+
+_BOTH_PARAMS = {"max_iterations": 200, "in_span": True}
+"""Parameters of head lr on the features of encoder and local model: few iterations are enough for so many features."""
+
+
+def _choose_blend(
+    bundle: Bundle, samples: Samples, encoded: np.ndarray, head: Chosen, local: LocalFeatures, *, only_blend: bool
+) -> Chosen:
+    """Return the chosen head, or what blends it with features of the raw inputs; arguments as for `choose_model`."""
+    if head.choice is None:
+        return head
+    samples = samples.ready()
+    options = head.options
+    labels = samples.labels
+    names = samples.class_names
+    takes = HeadInput(local, encoded.shape[1])
+    # 1. The local model, and a head on the features of both, on the folds of the best head, in the time that is left.
+    divisions = divisions_of(samples, options)[: len(head.choice.trials[0].right)]
+    left_s = BUDGET_S - sum(trial.seconds for trial in head.choice.trials)
+    local_rows, refit_local = prepare_refits(local, samples.inputs, labels, len(names), options.seed)
+    of_local = cross_validate(LOCAL, refit_local, local_rows, labels, divisions, budget_s=left_s)
+    both_rows = np.concatenate([encoded, local_rows], axis=1)
+    both = replace(options, head="lr", params=_BOTH_PARAMS)
+
+    def fit_both(_name: str, rows: np.ndarray) -> Head:
+        return fit(bundle, both_rows[rows], labels[rows], both, names)
+
+    left_s -= of_local.seconds
+    of_both = cross_validate(BOTH, fit_both, both_rows, labels, divisions, budget_s=left_s)
+    # 2. The surest of the three.
+    tested = [labels[fold.test] for fold in divisions]
+    blending = add_blends(head.choice, of_local, of_both, tested, only_blend=only_blend)
+    for trial in blending.choice.trials:
+        trial.answers.clear()
+    if blending.choice.name == BOTH:
+        return Chosen(both, blending.choice, takes)
+    if blending.choice.name != BLEND:
+        return Chosen(options, blending.choice)
+    kind = local_candidates(local.input)[local.name]
+    params = {
+        "first": options.head,
+        "first_params": params_of(bundle, options),
+        "second": kind.head,
+        "second_params": dict(kind.params),
+        "split": encoded.shape[1],
+        "share": round(blending.share, 4),
+    }
+    return Chosen(replace(options, head=BLEND, params=params), blending.choice, takes)
+
+
+def fit(
+    bundle: Bundle,
+    features: np.ndarray,
+    labels: np.ndarray,
+    options: FitOptions,
+    class_names: tuple[str, ...] | None = None,
+) -> Head:
+    """Return a head fitted on features (n, d) and labels (n,).
+
+    Labels are positions in ``class_names``, by default the bundle's. With other classes than these the head learns
+    without the shared classifier.
+
+    Raises:
+        UnknownName: no such head.
+        ConfigError: impossible parameters of that head.
+        MissingCapability: a package that it needs for fitting is not installed.
+    """
+    manifest = bundle.manifest
+    fitted = heads.create(options.head, params_of(bundle, options))
+    names = manifest.task.class_names if class_names is None else class_names
+    fit_data = FitData(features, labels, len(names), shared_classifier(bundle, names), manifest.method_params)
+    fitted.fit(fit_data, np.random.default_rng(options.seed))
+    return fitted
+
+
+def params_of(bundle: Bundle, options: FitOptions) -> dict[str, Any]:
+    """Return the parameters of the head: those that the bundle suggests for it, and those that win over them."""
+    card = bundle.manifest.heads.get(options.head)
+    suggested = {} if card is None else card.params
+    return {**suggested, **options.params}
+
+
+def confidence_of(
+    bundle: Bundle, fitted: Head, samples: Samples, rows: np.ndarray, encoded: np.ndarray, options: FitOptions
+) -> Confidence:
+    """Return the confidence of a fitted head, from heads like it that were fitted on parts of the same samples.
+
+    Args:
+        bundle: The bundle of the encoder.
+        fitted: The head.
+        samples: The samples that it was fitted on.
+        rows: What it takes of them, (n, d) float32.
+        encoded: Their features (n, e) float32 by the encoder, by which unknown inputs are told.
+        options: The options of the fit.
+    """
+    answers = None
+    if len(samples) >= LEAST_FOR_CALIBRATION:
+        answers = answers_in_folds(bundle, fitted, samples, rows, options)
+    return estimate_confidence(samples, encoded, answers, options.unknown)
+
+
+def answers_in_folds(
+    bundle: Bundle, fitted: Head, samples: Samples, features: np.ndarray, options: FitOptions
+) -> OutOfFold | None:
+    """Return the answers to training samples of heads like ``fitted`` that were fitted on the other folds.
+
+    None where the samples cannot be divided.
+    """
+    alike = replace(options, head=fitted.name, params=fitted.params.model_dump())
+
+    def fit_rows(rows: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
+        return fit(bundle, features[rows], samples.labels[rows], alike, samples.class_names).predict_proba
+
+    return out_of_fold(samples, features, fit_rows, options.seed)
+
+
+def shared_classifier(bundle: Bundle, class_names: tuple[str, ...]) -> Tensors | None:
+    """Return the bundle's shared classifier; None where it has none, or one for other classes."""
+    return bundle.global_head() if class_names == bundle.manifest.task.class_names else None

@@ -1,0 +1,257 @@
+"""Blends of head and local model: the share by brute force, the choice, and the way through all commands."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import onnxruntime
+import pytest
+from PIL import Image
+from scipy.optimize import minimize
+
+from edge_agent import data
+from edge_agent.cli import main
+from edge_agent.core.errors import StateError, UsageError
+from edge_agent.core.task import ImageInput, Task
+from edge_agent.data import Samples
+from edge_agent.heads import saved
+from edge_agent.heads.blend import BlendHead, floored_logarithms
+from edge_agent.personal import blend
+from edge_agent.personal.blend import BLEND, BOTH, LOCAL, add_blends, best_share, try_blend
+from edge_agent.personal.choice import HeadChoice, Trial
+from edge_agent.personal.encoder import Encoder
+from edge_agent.personal.fitting import FitOptions, choose_model
+from edge_agent.personal.one_file import TOLERANCE
+from edge_agent.personal.personalize import extract, personalize
+from edge_agent.personal.personalizer import Personalizer, load_bundle
+from edge_agent.serving.pair import Pair
+
+CLASSES = ("cat", "dog", "owl", "elk")
+IMAGES = Task(
+    input=ImageInput(channels=3, height=16, width=16, mean=(0.5,) * 3, std=(0.25,) * 3),
+    class_names=CLASSES,
+    encoder="linear",
+    encoder_params={},
+)
+
+
+def answers(rng, labels, skill, classes=4):
+    """Probabilities that are right about so often: the larger ``skill``, the surer."""
+    logits = rng.normal(size=(len(labels), classes))
+    logits[np.arange(len(labels)), labels] += skill
+    shares = np.exp(logits)
+    return shares / shares.sum(axis=1, keepdims=True)
+
+
+def trial(name, parts, labels):
+    result = Trial(name)
+    for part, tested in zip(parts, labels, strict=True):
+        result.add(part, tested)
+    return result
+
+
+@pytest.fixture
+def folds():
+    rng = np.random.default_rng(0)
+    return rng, [rng.integers(0, 4, 60) for _ in range(5)]
+
+
+@pytest.mark.parametrize("skills", [(2.0, 2.0), (3.0, 0.5), (0.2, 3.0), (1.0, 0.0)])
+def test_the_share_is_that_of_the_least_loss_by_another_solver(folds, skills):
+    rng, labels = folds
+    first, second = ([answers(rng, part, skill) for part in labels] for skill in skills)
+    right = np.concatenate(labels)
+    logs = [floored_logarithms(np.concatenate(part)) for part in (first, second)]
+
+    def loss(powers):
+        logits = powers[0] * logs[0] + powers[1] * logs[1]
+        total = np.log(np.exp(logits).sum(axis=1)) - logits[np.arange(len(right)), right]
+        return total.sum() + blend.PULL * ((powers - 0.5) ** 2).sum()
+
+    powers = minimize(loss, [0.5, 0.5], bounds=[(0, None), (0, None)], method="L-BFGS-B").x
+    assert best_share(first, second, labels) == pytest.approx(powers[0] / powers.sum(), abs=0.02)
+
+
+def test_a_model_that_knows_nothing_gets_no_share(folds):
+    rng, labels = folds
+    good = [answers(rng, part, 4.0) for part in labels]
+    wrong = [answers(rng, (part + 1) % 4, 4.0) for part in labels]
+    assert best_share(good, wrong, labels) == 1.0
+    assert best_share(wrong, good, labels) == 0.0
+    assert best_share(wrong, wrong, labels) == 1.0, "answers of both are worse than none: the head stays"
+
+
+def test_no_sample_takes_part_in_its_own_answer(folds, monkeypatch):
+    rng, labels = folds
+    first, second = (trial(name, [answers(rng, part, 1.0) for part in labels], labels) for name in "ab")
+    seen = []
+    monkeypatch.setattr(blend, "best_share", lambda *parts: seen.append([len(part) for part in parts]) or 0.5)
+    assert len(try_blend(first, second, labels).right) == 5
+    assert seen == [[4, 4, 4]] * 5
+    assert len(try_blend(first, second, labels[:1]).right) == 1
+
+
+def test_the_blend_of_two_that_err_apart_is_chosen_and_a_useless_one_is_not(folds):
+    rng, labels = folds
+    head = trial("lr", [answers(rng, part, 1.5) for part in labels], labels)
+    choice = HeadChoice("lr", (head,), "0.7")
+    local = trial(LOCAL, [answers(rng, part, 1.5) for part in labels], labels)
+    both = trial(BOTH, [answers(rng, part, 0.1) for part in labels], labels)
+    found = add_blends(choice, local, both, labels)
+    assert found.choice.name == BLEND
+    assert [one.name for one in found.choice.trials] == [BLEND, "lr", BOTH, LOCAL]
+    assert 0.3 < found.share < 0.7
+    # A head that is as good as certain needs no help.
+    sure = trial("lr", [answers(rng, part, 12.0) for part in labels], labels)
+    noise = trial(LOCAL, [answers(rng, part, 0.0) for part in labels], labels)
+    assert add_blends(HeadChoice("lr", (sure,), "1.0"), noise, both, labels).choice.name in {"lr", BLEND}
+    assert add_blends(HeadChoice("lr", (sure,), "1.0"), noise, both, labels).share > 0.7
+    assert add_blends(choice, local, both, labels, only_blend=True).choice.name == BLEND
+
+
+def test_without_time_for_the_local_model_the_head_stays(folds):
+    rng, labels = folds
+    head = trial("lr", [answers(rng, part, 1.5) for part in labels], labels)
+    local = trial(LOCAL, [answers(rng, part, 9.0) for part in labels[:2]], labels[:2])
+    local.dropped = "no time for more than 2 of 5 folds"
+    found = add_blends(HeadChoice("lr", (head,), "0.7"), local, Trial(BOTH), labels)
+    assert (found.choice.name, found.share) == ("lr", 1.0)
+    assert LOCAL in [one.name for one in found.choice.trials]
+    asked_for = add_blends(HeadChoice("lr", (head,), "0.7"), local, Trial(BOTH), labels, only_blend=True)
+    assert (asked_for.choice.name, asked_for.share) == (BLEND, 0.5)
+
+
+# --- from samples to answers ------------------------------------------------------------------------------------------
+
+
+def pictures(labels, seed=0):
+    """Images (n, 16, 16, 3): two classes differ in the brightness, two in the direction of stripes under noise."""
+    rng = np.random.default_rng(seed)
+    images = rng.integers(60, 140, (len(labels), 16, 16, 3))
+    stripes = 60 * (np.arange(16) // 2 % 2)
+    images[labels % 2 == 0] += stripes[None, :, None]
+    images[labels % 2 == 1] += stripes[:, None, None]
+    images += 40 * (labels // 2)[:, None, None, None]
+    return images.clip(0, 255).astype(np.uint8)
+
+
+@pytest.fixture
+def made(make_bundle, tmp_path):
+    return make_bundle(task=IMAGES).path, tmp_path / "cache"
+
+
+@pytest.fixture
+def fitted(made):
+    path, cache = made
+    labels = np.arange(160) % 4
+    return Personalizer.open(path, cache=cache).fit(pictures(labels), np.array(CLASSES)[labels], head=BLEND)
+
+
+def test_the_blend_answers_alike_saved_loaded_served_and_as_one_file(fitted, made, tmp_path):
+    path, cache = made
+    images = pictures(np.arange(12) % 4, seed=3)
+    expected = fitted.predict_proba(images)
+    assert isinstance(fitted.head.head, BlendHead)
+    assert fitted.head.title == fitted.head.metrics["head"]
+    assert fitted.head.title.startswith("blend of ")
+    fitted.save(tmp_path / "head")
+    again = Personalizer.open(path, cache=cache).load(tmp_path / "head")
+    np.testing.assert_array_equal(again.predict_proba(images), expected)
+    bundle = load_bundle(path, cache)
+    pair = Pair.open(bundle, tmp_path / "head")
+    inputs = data.from_arrays(images, np.array(["cat"] * 12), IMAGES.input, CLASSES).inputs
+    for row, one in zip(expected, inputs, strict=True):
+        result = pair.answer(one[None])
+        assert list(result.answer.probabilities.values()) == pytest.approx(row.tolist())
+        assert result.features.shape == (1, pair.encoder.feature_dim), (
+            "unknown inputs are told by the encoder's features"
+        )
+    content = fitted.export(tmp_path / "one.onnx").read_bytes()
+    session = onnxruntime.InferenceSession(content)
+    np.testing.assert_allclose(session.run(["probabilities"], {"image": images})[0], expected, atol=TOLERANCE)
+    unknown = session.run(["unknown"], {"image": images})[0]
+    assert unknown.tolist() == again.is_unknown(images).tolist() == fitted.is_unknown(images).tolist()
+
+
+def test_commands_fit_score_and_predict_with_a_blend(made, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path, _ = made
+    labels = np.arange(160) % 4
+    for number, (image, label) in enumerate(zip(pictures(labels), labels, strict=True)):
+        folder = tmp_path / "photos" / CLASSES[label]
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image).save(folder / f"{number}.png")
+    words = ["--bundle", str(path), "--data", "images:photos", "--cache", "cache"]
+    assert main(["fit", *words, "--head", "blend", "--out", "head", "--json"]) == 0
+    fit = json.loads(capsys.readouterr().out)
+    assert fit["head"].startswith("blend of ")
+    assert 0 <= fit["acc.encoder_part"] <= 1
+    assert {row["head"] for row in fit["candidates"]} >= {BLEND, BOTH, LOCAL}
+    assert main(["fit", *words, "--head", "blend", "--out", "head"]) == 0
+    text = capsys.readouterr().out
+    assert "its encoder part" in text
+    assert "the local model)" in text
+    assert main(["evaluate", *words, "--head", "head", "--json"]) == 0
+    scored = json.loads(capsys.readouterr().out)
+    assert scored["acc.personal"] == pytest.approx(fit["acc.personal"])
+    assert scored["acc.encoder_part"] == pytest.approx(fit["acc.encoder_part"])
+    assert main(["predict", *words, "--head", "head", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["predictions"]
+    head = saved.load(tmp_path / "head")
+    assert len(rows) == 160
+    assert head.takes.split == Encoder.open(load_bundle(path, tmp_path / "cache"), "fp32").feature_dim
+    assert main(["fit", *words, "--no-blend", "--out", "plain", "--json"]) == 0
+    assert not json.loads(capsys.readouterr().out)["head"].startswith(("blend", "lr of"))
+    assert main(["fit", *words, "--head", "blend", "--no-local", "--out", "none"]) == 2
+    assert "leave out --no-local" in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
+
+
+def test_one_class_and_few_samples_have_no_blend(made):
+    path, cache = made
+    bundle = load_bundle(path, cache)
+    labels = np.zeros(20, int)
+    one = data.from_arrays(pictures(labels), np.array(["cat"] * 20), IMAGES.input, CLASSES)
+    encoder = Encoder.open(bundle, "fp32")
+    result = personalize(bundle, (one, one.take(np.arange(0))), encoder, FitOptions("auto"))
+    assert result.takes.local is None
+    features = extract(bundle, (one, one.take(np.arange(0))), encoder, FitOptions("auto"))
+    with pytest.raises(UsageError, match="two classes or more"):
+        choose_model(bundle, one, features.train_features, FitOptions(BLEND), features.local.model)
+    two = data.from_arrays(pictures(np.array([0, 1])), np.array(["cat", "dog"]), IMAGES.input, CLASSES)
+    assert personalize(bundle, (two, one), encoder, FitOptions("auto")).takes.local is None
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"split": 3}, r"expected \(n, 3\)"),
+        ({"name": "raw inputs + knn"}, "of the encoder; fit it again"),
+        ({"split": -1}, "split"),
+    ],
+)
+def test_a_damaged_blend_is_refused(fitted, tmp_path, change, message):
+    fitted.save(tmp_path / "head")
+    path = tmp_path / "head" / "head.json"
+    card = json.loads(path.read_text())
+    card["local"] |= change
+    path.write_text(json.dumps(card))
+    with pytest.raises(StateError, match=message):
+        saved.load(tmp_path / "head")
+
+
+def test_a_blend_learns_from_added_samples_as_well(made):
+    """A refit with head auto compares anew; the digests of what was learned are those of the images."""
+    path, cache = made
+    bundle = load_bundle(path, cache)
+    labels = np.arange(200) % 4
+    every = data.from_arrays(pictures(labels), np.array(CLASSES)[labels], IMAGES.input, CLASSES)
+    assert isinstance(every, Samples)
+    encoder = Encoder.open(bundle, "fp32")
+    parts = every.take(np.arange(150)), every.take(np.arange(150, 200))
+    result = personalize(bundle, parts, encoder, FitOptions(BLEND))
+    assert result.learned.tolist() == parts[0].row_digests().tolist()
+    assert result.false_alarms is not None
+    assert result.confidence.unknown.scorer is not None
+    assert 0 <= result.encoder_share <= 1
