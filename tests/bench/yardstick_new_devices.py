@@ -28,7 +28,8 @@ from edge_agent.bundle.unpacked import Bundle
 from edge_agent.data import Samples, digits, partition
 from edge_agent.heads import AUTO
 from edge_agent.personal.encoder import Encoder
-from edge_agent.personal.personalize import FitOptions, evaluate_heads, extract, personalize
+from edge_agent.personal.fitting import FitOptions
+from edge_agent.personal.personalize import evaluate_heads, extract, personalize
 from edge_agent.personal.personalizer import load_bundle
 from edge_agent.personal.precision import open_encoder
 
@@ -43,8 +44,10 @@ ROWS = {
     "auto, shipped batch norm": "fp32/auto",
     "auto, own batch norm": "own/auto",
     "auto, int8": "int8/auto",
-    "**auto, as a device chooses**": "auto norm/auto",
+    "auto, as a device chooses, `--no-blend`": "auto norm/auto",
     "the same with `--allow-local`": "used",
+    "**auto, as a device chooses**": "blend",
+    "the blend in any case": "blend in any case",
     "full training, classifier tuned": "full, head tuned",
     "full training, all tuned": "full, all tuned",
 }
@@ -203,16 +206,19 @@ def heads_of(bundle: Bundle, train: Samples, test: Samples) -> dict[str, float]:
     found: dict[str, float] = {"int8_chosen": float(open_encoder(bundle, "auto", train).precision == "int8")}
     for name, encoder in encoders.items():
         is_first = name == "fp32"
-        features = extract(bundle, (train, test), encoder, FitOptions(AUTO, local=is_first))
+        features = extract(bundle, (train, test), encoder, FitOptions(AUTO, local=is_first, blend=False))
         results, _ = evaluate_heads(features, [AUTO, *HEADS])
         for result in results:
             chosen = AUTO if result.choice is not None else result.title
             found[f"{name}/{chosen}"] = result.scores.personal or 0.0
         if is_first:
             found |= {"local": results[0].scores.local or 0.0, "global": results[0].scores.overall or 0.0}
-    options = FitOptions(AUTO, allow_local=True)
+    options = FitOptions(AUTO, allow_local=True, blend=False)
     used = personalize(bundle, (train, test), encoders["auto norm"], options)
     found |= {"used": used.used_accuracy or 0.0, "better_alone": float(used.scores.better_alone), "n_test": len(test)}
+    for name, options in (("blend", FitOptions(AUTO)), ("blend in any case", FitOptions("blend"))):
+        blended = personalize(bundle, (train, test), encoders["auto norm"], options)
+        found[name] = blended.scores.personal or 0.0
     return found
 
 

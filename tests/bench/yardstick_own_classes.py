@@ -25,7 +25,8 @@ from edge_agent.data import Samples
 from edge_agent.data.idx import read_idx
 from edge_agent.personal.confidence import Calibration, calibration_error
 from edge_agent.personal.detectors import DETECTORS, ClassMeans, Detector
-from edge_agent.personal.personalize import FitOptions, personalize
+from edge_agent.personal.fitting import FitOptions
+from edge_agent.personal.personalize import personalize
 from edge_agent.personal.precision import open_encoder
 from edge_agent.personal.unknown import UnknownRule
 
