@@ -295,11 +295,11 @@ def _notes_on_accuracy(run: RunFigures, series: Sequence[Series]) -> Iterator[st
         yield "After training: the same agents after the round's local training."
     if any(line.band for line in series):
         yield "Shaded: the middle four fifths of the agents."
-    populations = set[int]()
-    for scope in CURVES:
-        populations.update(len(shares) for _, shares in run.curve(scope))
-    if len(populations) > 1:
-        yield f"Means are over {min(populations)} to {max(populations)} agents."
+    populations = [len(shares) for scope in CURVES for _, shares in run.curve(scope)]
+    fewest = min(populations, default=0)
+    most = max(populations, default=0)
+    if fewest < most:
+        yield f"Means are over {fewest} to {most} agents."
 
 
 def loss(rounds: Sequence[RoundFigures]) -> Lines | None:

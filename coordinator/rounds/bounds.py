@@ -398,13 +398,16 @@ def _most_medians(
     """
     if is_outlier:
         return OUTLIER_SHARE
-    if direction is not None and direction.decisive <= 0:
-        # It pulls the model neither where the others do nor where the run goes: its size gives it no more votes.
+    # It pulls the model neither where the others do nor where the run goes: its size gives it no more votes.
+    pulls_elsewhere = direction is not None and direction.decisive <= 0
+    if pulls_elsewhere:
         return 1.0
-    most = math.inf if config.max_share is None else config.max_share
+    bounds = [math.inf]
+    if config.max_share is not None:
+        bounds.append(config.max_share)
     if is_repeater and config.repeat_share is not None:
-        most = min(most, config.repeat_share)
-    return most
+        bounds.append(config.repeat_share)
+    return min(bounds)
 
 
 # --- sizes -----------------------------------------------------------------------------------------------------------

@@ -60,6 +60,7 @@ class AbsentMembers:
         self.unanswered.update(unanswered)
 
     def __str__(self) -> str:
+        """Return the agents with their reasons, on one line."""
         reasons = {agent: rejection.reason for agent, rejection in self.failed.items()}
         reasons.update(self.unanswered)
         if not reasons:

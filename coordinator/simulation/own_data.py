@@ -320,12 +320,25 @@ def _write(folder: Path, parts: Sequence[Labelled]) -> tuple[str, Pools]:
 
 
 def _write_partition(folder: Path, settings: Mapping[str, Any], pools: Pools, shares: Shares) -> str:
+    """Write the rows of each client as a partition file, and return its path.
+
+    Args:
+        folder: Where the file is written.
+        settings: What the rows follow from, such as the seed.
+        pools: The samples that the rows are of.
+        shares: Client -> its training rows and its test rows.
+    """
     path = folder / _PARTITION
     partition.divided("clients", settings, pools.mark, shares).write(path)
     return str(path)
 
 
 def _client_name(name: Any) -> str:
+    """Return the name of a client.
+
+    Raises:
+        DataError: It is not a text of the allowed characters.
+    """
     if not isinstance(name, str) or not re.fullmatch(NAME_PATTERN, name):
         example = f"'client-{name}'" if isinstance(name, int | np.integer) else "'porch-2'"
         raise DataError(

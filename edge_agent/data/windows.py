@@ -136,15 +136,20 @@ def _arrays(where: str) -> dict[str, np.ndarray]:
 
 def _mistakes_in(arrays: Mapping[str, np.ndarray]) -> Iterator[str]:
     """Yield what is wrong with the forms of the arrays of an archive that has samples and lengths."""
+    # 1. The samples of all recordings, one after another.
     samples = arrays["samples"]
-    lengths = arrays["lengths"]
-    if samples.ndim != 2 or samples.dtype.kind != "f":
+    are_recordings = samples.ndim == 2 and samples.dtype.kind == "f"
+    if not are_recordings:
         yield f"samples are {samples.dtype}{list(samples.shape)}, expected floats (time, channels)"
-    # Only natural numbers can be added up to a number of samples.
-    if lengths.ndim != 1 or lengths.dtype.kind not in "iu" or (lengths < 0).any():
+    # 2. Their lengths. Only natural numbers can be added up to a number of samples.
+    lengths = arrays["lengths"]
+    are_natural = lengths.ndim == 1 and lengths.dtype.kind in "iu" and not (lengths < 0).any()
+    total = int(lengths.sum(dtype=np.int64)) if are_natural else 0
+    if not are_natural:
         yield f"lengths are {lengths.dtype}{list(lengths.shape)}, expected one row of natural numbers"
-    elif int(lengths.sum(dtype=np.int64)) != len(samples):
-        yield f"lengths add up to {lengths.sum(dtype=np.int64)}, there are {len(samples)} samples"
+    elif total != len(samples):
+        yield f"lengths add up to {total}, there are {len(samples)} samples"
+    # 3. What else is known of each recording.
     for name in ("label", "subject", "side"):
         if name in arrays and arrays[name].shape != lengths.shape:
             yield f"{name} has shape {arrays[name].shape}, expected {lengths.shape}"
