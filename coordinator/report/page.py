@@ -163,8 +163,8 @@ def source_name(source: object) -> str:
 
 
 def _figures(charts: Sequence[Chart | None], name: str) -> list[str]:
-    """Return the HTML of those charts that are not None; the id of each is ``name`` with its place among all."""
-    return [figure_html(chart, f"{name}-{place}", level=3) for place, chart in enumerate(charts) if chart is not None]
+    """Return the HTML of those charts that are not None; the id of each is ``name`` with its index."""
+    return [figure_html(chart, f"{name}-{index}", level=3) for index, chart in enumerate(charts) if chart is not None]
 
 
 def _partition(run: RunFigures) -> Chart | None:

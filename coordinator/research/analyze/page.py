@@ -133,7 +133,7 @@ def render(result: Mapping[str, Any], drawn_figures: Sequence[Figure]) -> str:
 
 def _charts_of(figure: Figure) -> list[str]:
     """Return the HTML of each chart of a figure."""
-    return [figure_html(chart, f"{figure.name}-{place}", level=3) for place, chart in enumerate(figure.charts)]
+    return [figure_html(chart, f"{figure.name}-{index}", level=3) for index, chart in enumerate(figure.charts)]
 
 
 def _accuracy_rows(answer: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
@@ -301,10 +301,10 @@ def _by_client(
     # 1. Clients without a value of the first kind come last.
     first = next(iter(kinds))
 
-    def place(row: Row) -> float:
+    def sort_key(row: Row) -> float:
         return -row.marks[first].value if first in row.marks else math.inf
 
-    rows.sort(key=place)
+    rows.sort(key=sort_key)
     # 2. The range of each kind, over all clients.
     ranges = list[str]()
     all_values = list[float]()

@@ -163,8 +163,8 @@ def quantile(values: Sequence[float], share: float) -> float:
     if not values:
         return math.nan
     ordered = sorted(values)
-    place = math.ceil(share * len(ordered)) - 1
-    return ordered[max(0, place)]
+    index = math.ceil(share * len(ordered)) - 1
+    return ordered[max(0, index)]
 
 
 def machine() -> dict[str, Any]:

@@ -481,11 +481,11 @@ class Mistakes:
         """
         lines = list[str]()
         for message, cells in self._found.items():
-            lines.extend(f"{place}: {message}" for place in self._places_of(list(cells)))
+            lines.extend(f"{location}: {message}" for location in self._locations_of(list(cells)))
         if lines:
             raise ConfigError(where, lines)
 
-    def _places_of(self, cells: Sequence[tuple[str, str]]) -> Iterator[str]:
+    def _locations_of(self, cells: Sequence[tuple[str, str]]) -> Iterator[str]:
         """Yield where an error is: in all rows, or in each row with its columns.
 
         Args:
