@@ -141,13 +141,13 @@ def _mistakes_in(plan: Mapping[str, Any], where: str) -> list[str]:
 
 def slug(name: str) -> str:
     """Return a name as a part of a folder's name: in lower case, its words joined by hyphens."""
-    words: list[str] = [""]
+    parts: list[str] = [""]
     for letter in name.lower():
         if letter.isalnum() or letter == ".":
-            words[-1] += letter
+            parts[-1] += letter
         else:
-            words.append("")
-    return "-".join(filter(None, words))
+            parts.append("")
+    return "-".join(filter(None, parts))
 
 
 def names() -> list[str]:
@@ -481,11 +481,11 @@ class Mistakes:
         """
         lines = list[str]()
         for message, cells in self._found.items():
-            lines.extend(f"{location}: {message}" for location in self._locations_of(list(cells)))
+            lines.extend(f"{location}: {message}" for location in self._describe_cells(list(cells)))
         if lines:
             raise ConfigError(where, lines)
 
-    def _locations_of(self, cells: Sequence[tuple[str, str]]) -> Iterator[str]:
+    def _describe_cells(self, cells: Sequence[tuple[str, str]]) -> Iterator[str]:
         """Yield where an error is: in all rows, or in each row with its columns.
 
         Args:
