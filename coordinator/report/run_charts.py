@@ -295,11 +295,19 @@ def _notes_on_accuracy(run: RunFigures, series: Sequence[Series]) -> Iterator[st
         yield "After training: the same agents after the round's local training."
     if any(line.band for line in series):
         yield "Shaded: the middle four fifths of the agents."
-    populations = [len(shares) for scope in CURVES for _, shares in run.curve(scope)]
+    populations = _agents_of_models(run)
     fewest = min(populations, default=0)
     most = max(populations, default=0)
     if fewest < most:
         yield f"Means are over {fewest} to {most} agents."
+
+
+def _agents_of_models(run: RunFigures) -> list[int]:
+    """Return for each model of each scope how many agents have an accuracy of it."""
+    populations = list[int]()
+    for scope in CURVES:
+        populations += [len(shares) for _, shares in run.curve(scope)]
+    return populations
 
 
 def loss(rounds: Sequence[RoundFigures]) -> Lines | None:

@@ -140,19 +140,30 @@ class SecureSumRounds(Rounds):
         bound_to = self._bound_to()
         if not bound_to:
             return (yield from plan_cohort(self.active, number))
+        yield from self._await_all(bound_to, number)
+        fact = self.active.run.privacy_budget.opens(RoundOpened(joining=(), wanted=len(bound_to), work={}))
+        return OpenRound(number, 1, bound_to, fact)
+
+    def _await_all(self, bound_to: tuple[str, ...], number: int) -> Steps:
+        """Wait until all agents are here whom the sum is bound to.
+
+        Raises:
+            RunFailed: They are not all here within the deadline of a round.
+        """
         context = self.active.run.context
         until = context.roster.heard_s() + context.config.round.deadline_s
-        while missing := tuple(drop_left_out(bound_to, context.roster.ready)):
+        text = f"round {number} begins again with the {len(bound_to)} agents whose sum has begun to be revealed"
+        while True:
+            missing = tuple(drop_left_out(bound_to, context.roster.ready))
+            if not missing:
+                return
             if context.roster.heard_s() >= until:
                 raise RunFailed(
                     f"round {number}: the sum of {listed(bound_to)} has begun to be revealed, and cannot be that of "
                     f"others, because the difference would bare single updates; {listed(missing)} did not come back; "
                     "start another run with another seed (headwater run --seed)"
                 )
-            what = f"round {number} begins again with the {len(bound_to)} agents whose sum has begun to be revealed"
-            yield Waiting(what, missing, until + context.roster.deaf_s, f"round {number}")
-        fact = self.active.run.privacy_budget.opens(RoundOpened(joining=(), wanted=len(bound_to), work={}))
-        return OpenRound(number, 1, bound_to, fact)
+            yield Waiting(text, missing, until + context.roster.deaf_s, f"round {number}")
 
     def open(self, opened: OpenRound, *, is_new: bool) -> Generator[Waiting, None, Collecting]:  # noqa: ARG002 - each attempt is
         """Collect keys and shares, then journal the attempt, and ask the members for their updates under masks.

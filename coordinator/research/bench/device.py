@@ -72,12 +72,17 @@ def idle_rows(folder: Path, repeats: int) -> Iterator[Row]:
     with broker("mosquitto" if find_mosquitto() else "amqtt") as running:
         agents = [_idle_agent(folder, f"device-{number}", running.config()) for number in range(1 + repeats)]
     # The first one compiles the modules, as an installation does once.
-    ready = [ready_usage for ready_usage, _ in agents[1:]]
-    idle = [idle_usage for _, idle_usage in agents[1:]]
-    yield Row("idle agent", median([used.rss_mb for used in idle]), "MB")
-    yield Row("idle agent, its own pages", median([used.own_mb for used in idle]), "MB")
-    yield Row("CPU until ready", min(used.cpu_s for used in ready), "s")
-    yield Row("CPU until ready, median", median([used.cpu_s for used in ready]), "s")
+    cpu_s = []
+    rss_mb = []
+    own_mb = []
+    for ready, idle in agents[1:]:
+        cpu_s.append(ready.cpu_s)
+        rss_mb.append(idle.rss_mb)
+        own_mb.append(idle.own_mb)
+    yield Row("idle agent", median(rss_mb), "MB")
+    yield Row("idle agent, its own pages", median(own_mb), "MB")
+    yield Row("CPU until ready", min(cpu_s), "s")
+    yield Row("CPU until ready, median", median(cpu_s), "s")
 
 
 def encoder_rows(bundle: Bundle, precision: EncoderPrecision, folder: Path) -> Iterator[Row]:
