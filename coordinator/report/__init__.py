@@ -29,21 +29,27 @@ def write_report(
 ) -> Path:
     """Write the page and return its path; it may be written again at any time, also during the run.
 
-    ``record`` is the run's state in the journal, for a run that has no summary yet; ``releases`` are those of its
-    bundle, as 'headwater release status --json' has them.
+    Args:
+        folder: The folder of the run.
+        record: The state of the run in the journal, for a run that has no summary yet.
+        releases: The releases of the run's bundle, as 'headwater release status --json' has them.
 
     Raises:
-        StateError: there are no figures yet, or they are damaged.
+        StateError: There are no figures yet, or they are damaged.
     """
     summary = folder.summary()
     metrics = folder.metrics()
     if summary is None and not metrics:
         raise StateError(f"{folder.folder}: no figures yet; a report can be made after the first round")
-    if not summary and record is not None:  # what is known of a run that has no summary yet
-        summary = record.request.settings()
-        summary |= {"status": record.status, "round": record.round, "reason": record.reason}
-        if record.status in {"requested", "running"}:
-            summary["status"] = "unfinished"
-    page = render(read_run(folder.run, summary or {}, metrics), releases)
+    if not summary:
+        summary = {} if record is None else _summary_so_far(record)
+    page = render(read_run(folder.run, summary, metrics), releases)
     write_atomic(folder.report_path, page.encode(errors="replace"))
     return folder.report_path
+
+
+def _summary_so_far(record: RunRecord) -> dict[str, Any]:
+    """Return what the journal says of a run that has no summary yet, in the form of one."""
+    is_unfinished = record.status in {"requested", "running"}
+    status = "unfinished" if is_unfinished else record.status
+    return {**record.request.settings(), "status": status, "round": record.round, "reason": record.reason}

@@ -2,8 +2,8 @@
 
 A chart is a value: `Lines`, `Bars`, `Scatter`, `Rows` (marks of several scopes for each name, as local and personal
 accuracy of devices, or horizontal bars), `Matrix` or `Timeline`. Each has a ``title``, a ``summary`` of one sentence
-(which screen readers say), and an optional ``caption``. Colours are named by ``role``, one of `ROLES`; the style sheet
-and the pictures of `coordinator.report.pictures` take them from `THEMES`.
+(which screen readers read out), and an optional ``caption``. Colours are named by ``role``, one of `ROLES`; the style
+sheet and the pictures of `coordinator.report.pictures` take them from `THEMES`.
 
 A page shows a chart with ``figure_html(chart, figure_id)``: the figure holds the chart as JSON, and its numbers as a
 table. `assets` are the files that draw it: a page that is served names them by ``<script src>`` and
@@ -15,9 +15,9 @@ A reader's choices (hidden series, logarithmic axis, smoothing, zoom) stay. ``he
 figures in an element that was added later. ``data-theme="light"`` or ``"dark"`` on the root element overrides what the
 system prefers.
 
-Means and other aggregates are the caller's, over all its data. Only drawing is down-sampled (`MOST_POINTS`), so is the
-table (`MOST_TABLE_ROWS`), and the caption says so. Names may come from peers: `clean` bounds their length and replaces
-characters that change the direction of text; everything is escaped.
+The caller computes means and other aggregates, over all its data. Only what is drawn is down-sampled (`MOST_POINTS`),
+and the table (`MOST_TABLE_ROWS`); the caption says so. Names may come from peers: `clean` bounds their length and
+replaces characters that change the direction of text; everything is escaped.
 """
 
 from __future__ import annotations
@@ -36,11 +36,13 @@ from importlib.resources import files
 from typing import Any, Literal
 
 MOST_POINTS = 600
-"""Points of a series that are drawn; more are down-sampled, keeping the extremes of each stretch."""
+"""The most points of a series that are drawn; longer ones are down-sampled to the extremes of each stretch."""
 
 MOST_TABLE_ROWS = 100
+"""The most rows of a chart's table; of more rows, evenly spread ones are shown."""
+
 MOST_NAME = 80
-"""Characters of a name that are shown."""
+"""The most characters of a name that are shown."""
 
 THEMES: Mapping[str, Mapping[str, str]] = {
     "light": {
@@ -106,6 +108,7 @@ MARKERS = {"local": "square", "global": "diamond", "personal": "dot"}
 """Shapes beside colours: readers who cannot tell the colours apart read the same chart."""
 
 Points = tuple[tuple[float, float | None], ...]
+"""(x, y) of each point; y None: a gap."""
 
 Json = dict[str, Any]
 """A JSON object for ``charts.js``, which reads its keys: an edge of the program, so no module of ours looks into it."""
@@ -116,28 +119,40 @@ Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
 
 @dataclass(frozen=True)
 class Axis:
-    """``unit`` follows the label in brackets; ``low`` and ``high`` bound the axis, None: as the data need.
-
-    ``log``: begins logarithmic. ``can_log``: readers may change that; values of 0 and less are not drawn then.
-    ``digits``: decimals of a value that is read off; None: as many as it needs. ``is_share``: values, ``low`` and
-    ``high`` are shares, which are shown as percentages. ``is_time``: values are seconds since 1970, shown as UTC.
-    """
+    """An axis of a chart: its label, its ends, and how values on it are shown."""
 
     label: str
     unit: str = ""
+    """The unit of the values, which follows the label in brackets."""
+
     low: float | None = None
+    """Where the axis begins; None: as the data need."""
+
     high: float | None = None
+    """Where the axis ends; None: as the data need."""
+
     log: bool = False
+    """Whether the axis is logarithmic at first."""
+
     can_log: bool = False
+    """Whether readers may make it logarithmic, or linear; a logarithmic axis leaves out values of 0 and less."""
+
     digits: int | None = None
+    """The decimals of a value that is read off; None: as many as it needs."""
+
     is_share: bool = False
+    """Whether values, ``low`` and ``high`` are shares (0..1), which are shown as percentages."""
+
     is_time: bool = False
+    """Whether values are seconds since 1970, which are shown as a time in UTC."""
 
     @property
     def text(self) -> str:
         """The label with its unit."""
         unit = "%" if self.is_share else self.unit
-        return f"{self.label} ({unit})" if unit else self.label
+        if not unit:
+            return self.label
+        return f"{self.label} ({unit})"
 
     def shown(self, value: float | None) -> str:
         """Return a value on this axis as text; a dash for None."""
@@ -152,16 +167,19 @@ class Axis:
 
 @dataclass(frozen=True)
 class Series:
-    """Points (x, y), x ascending except in a scatter chart; y None: a gap.
-
-    ``band``: (low, high) around each point, for example the spread over agents; empty: none.
-    """
+    """A named series of points in one colour; x ascends except in a scatter chart."""
 
     name: str
     points: Points
     role: str
     dashed: bool = False
     band: tuple[tuple[float, float], ...] = ()
+    """(Low, high) around each point, for example the spread over agents; empty: the series has no band."""
+
+    @property
+    def drawn_points(self) -> list[tuple[float, float]]:
+        """The points that have a value."""
+        return [(x, y) for x, y in self.points if y is not None]
 
 
 @dataclass(frozen=True)
@@ -183,12 +201,13 @@ class Lines(Curves):
 
 @dataclass(frozen=True)
 class Bars(Curves):
-    """Vertical bars over a common x of whole numbers, as bytes by round; ``stacked``: on top of each other.
+    """Vertical bars over a common x of whole numbers, as bytes by round.
 
     A bar that reaches beyond the axis is drawn broken, with its value beside it.
     """
 
     stacked: bool = False
+    """Whether the bars of several series stand on top of each other; otherwise they stand side by side."""
 
     def cut(self) -> list[tuple[float, float]]:
         """Return (x, height) of each bar that reaches beyond the axis."""
@@ -209,9 +228,10 @@ class Bars(Curves):
 
 @dataclass(frozen=True)
 class Scatter(Curves):
-    """Clouds of points. ``bare``: the axes mean nothing in themselves (as of t-SNE) and have no numbers."""
+    """Clouds of points over two axes."""
 
     bare: bool = False
+    """Whether the axes have no numbers, because they mean nothing in themselves (as those of t-SNE)."""
 
 
 @dataclass(frozen=True)
@@ -225,29 +245,35 @@ class Mark:
 
 @dataclass(frozen=True)
 class Row:
-    """A name with a mark for each scope (a `Key`'s name); ``tone``: role of the note."""
+    """A name with a mark for each scope."""
 
     name: str
     marks: Mapping[str, Mark]
+    """Name of a `Key` -> the mark."""
+
     note: str = ""
     tone: str = ""
+    """The role that the note has its colour from."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """What marks of one colour and shape (a value of MARKERS, or ``bar``) are; ``is_said``: as a number beside them."""
+    """The meaning of the marks of one colour and shape."""
 
     name: str
     role: str
     shape: str = "dot"
+    """A value of `MARKERS`, or ``bar``."""
+
     is_said: bool = True
+    """Whether the value of each mark stands beside it as a number."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of marks on one axis, joined by a line where a row has two or more; ``style`` ``bars``: bars from the left.
+    """Rows of marks on one axis, joined by a line where a row has two or more.
 
-    A legend shows the keys; a key's interval is drawn as a line through its mark.
+    A legend shows the keys; the interval of a mark is drawn as a line through it.
     """
 
     title: str
@@ -257,14 +283,12 @@ class Rows:
     rows: tuple[Row, ...]
     caption: str = ""
     style: Literal["marks", "bars"] = "marks"
+    """Whether a value is a mark, or a bar from the left end of the axis."""
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """Cells from pale (``low`` and less) to full (``high``), with numbers of ``digits`` decimals; None: not defined.
-
-    ``zero``: what a cell with 0 shows; empty: the number.
-    """
+    """A matrix of cells that are the fuller the larger their values are, each with its number."""
 
     title: str
     summary: str
@@ -273,11 +297,20 @@ class Matrix:
     rows: tuple[str, ...]
     columns: tuple[str, ...]
     values: tuple[tuple[float | None, ...], ...]
+    """The value of each cell, row by row; None: not defined."""
+
     low: float
+    """The value of a pale cell; lower ones are as pale."""
+
     high: float
+    """The value of a full cell; higher ones are as full."""
+
     digits: int = 2
+    """The decimals of the numbers."""
+
     caption: str = ""
     zero: str = ""
+    """What a cell of value 0 shows; empty: the number."""
 
     def cell(self, value: float) -> str:
         """Return the text of a cell."""
@@ -288,21 +321,25 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch of a timeline, in the axis' unit; ``end`` None: still going on."""
+    """A stretch of a timeline, in the unit of its axis."""
 
     begin: float
     end: float | None
+    """Where the stretch ends; None: it has not ended."""
+
     role: str
     text: str
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """Spans of each name on one axis; ``x.high`` is now where a span has not ended."""
+    """Spans of each name on one axis."""
 
     title: str
     summary: str
     x: Axis
+    """The axis of time; its end is now where a span has not ended."""
+
     rows: tuple[tuple[str, tuple[Span, ...]], ...]
     caption: str = ""
 
@@ -318,7 +355,14 @@ def clean(text: object, most: int = MOST_NAME) -> str:
     encodable = str(text).encode(errors="replace").decode()
     if len(encodable) > most:
         encodable = encodable[: most - 1] + "…"
-    return "".join("�" if unicodedata.category(letter) in _UNSAFE else letter for letter in encodable)
+    return "".join(map(_replace_unsafe, encodable))
+
+
+def _replace_unsafe(letter: str) -> str:
+    """Return a letter, or ``�`` where its category is one of `_UNSAFE`."""
+    if unicodedata.category(letter) in _UNSAFE:
+        return "�"
+    return letter
 
 
 _UNSAFE = frozenset({"Cc", "Cf", "Zl", "Zp"})
@@ -428,24 +472,29 @@ def downsample(series: Series, most: int = MOST_POINTS) -> Series:
     if count <= most:
         return series
     kept = {0, count - 1}
-    # Each stretch of the points between both ends keeps two of them; gaps are never among these.
+    # The points between both ends are cut into stretches of equal length, and each stretch keeps two of its points.
     stretches = (most - 2) // 2
     for stretch in range(stretches):
         begin = 1 + stretch * (count - 2) // stretches
         end = 1 + (stretch + 1) * (count - 2) // stretches
-        heights = {}
-        for index in range(begin, end):
-            y = series.points[index][1]
-            if y is not None:
-                heights[index] = y
-        if heights:
-            kept.add(min(heights, key=heights.__getitem__))
-            kept.add(max(heights, key=heights.__getitem__))
+        kept |= _extremes(series.points, begin, end)
     order = sorted(kept)
     band: tuple[tuple[float, float], ...] = ()
     if series.band:
         band = tuple(series.band[index] for index in order)
     return replace(series, points=tuple(series.points[index] for index in order), band=band)
+
+
+def _extremes(points: Points, begin: int, end: int) -> set[int]:
+    """Return the indices of the lowest and the highest of the points begin..end-1; gaps are passed over."""
+    heights: dict[int, float] = {}
+    for index in range(begin, end):
+        y = points[index][1]
+        if y is not None:
+            heights[index] = y
+    if not heights:
+        return set()
+    return {min(heights, key=heights.__getitem__), max(heights, key=heights.__getitem__)}
 
 
 def number(value: float | None, digits: int = 4) -> str:
@@ -478,10 +527,17 @@ def ends(
     shown: Callable[[float], str] = "{:.3f}".format,
     shown_x: Callable[[float], str] = "{:g}".format,
 ) -> str:
-    """Return one sentence on where each line begins and ends; ``shown``, ``shown_x``: a value and its x as text."""
+    """Return one sentence on where each line begins and ends; lines without a value are left out.
+
+    Args:
+        series: The lines.
+        where: The words between a value and its x.
+        shown: Returns a value as text.
+        shown_x: Returns an x as text.
+    """
     parts = []
     for line in series:
-        drawn_points = [(x, y) for x, y in line.points if y is not None]
+        drawn_points = line.drawn_points
         if not drawn_points:
             continue
         first_x, first_y = drawn_points[0]
@@ -540,23 +596,32 @@ def _curves(chart: Curves) -> Json:
 
 
 def _rows(chart: Rows) -> Json:
-    """Return the axis, keys and rows of a chart; marks of a scope without a key are not drawn."""
+    """Return the axis, keys and rows of a chart."""
     names = {key.name: clean(key.name) for key in chart.keys}
-    keys = []
-    for key in chart.keys:
-        drawn_key: Json = {"name": names[key.name], "role": key.role, "shape": key.shape}
-        if not key.is_said:
-            drawn_key["quiet"] = True
-        keys.append(drawn_key)
-    rows = []
-    for row in chart.rows:
-        marks = {names[name]: _mark(mark) for name, mark in row.marks.items() if name in names}
-        drawn_row: Json = {"name": clean(row.name), "marks": marks}
-        if row.note:
-            drawn_row["note"] = clean(row.note, 200)
-            drawn_row["tone"] = row.tone
-        rows.append(drawn_row)
-    return {"value": _axis(chart.value), "style": chart.style, "keys": keys, "rows": rows}
+    return {
+        "value": _axis(chart.value),
+        "style": chart.style,
+        "keys": [_key(key) for key in chart.keys],
+        "rows": [_row(row, names) for row in chart.rows],
+    }
+
+
+def _key(key: Key) -> Json:
+    """Return a key; ``quiet`` stands where its marks have no number beside them."""
+    drawing: Json = {"name": clean(key.name), "role": key.role, "shape": key.shape}
+    if not key.is_said:
+        drawing["quiet"] = True
+    return drawing
+
+
+def _row(row: Row, names: Mapping[str, str]) -> Json:
+    """Return a row with its marks by the shown ``names`` of their keys; a mark without a key is not drawn."""
+    marks = {names[name]: _mark(mark) for name, mark in row.marks.items() if name in names}
+    drawing: Json = {"name": clean(row.name), "marks": marks}
+    if row.note:
+        drawing["note"] = clean(row.note, 200)
+        drawing["tone"] = row.tone
+    return drawing
 
 
 def _matrix(chart: Matrix) -> Json:
@@ -603,14 +668,10 @@ def _axis(axis: Axis) -> Json:
 def _series(series: Series, x_axis: Axis) -> Json:
     """Return a series with the coordinates of its points in lists of their own."""
     shown = downsample(series)
-    if x_axis.is_time:  # six digits of seconds since 1970 would be a quarter of an hour
-        xs: list[float | None] = [round(x) for x, _ in shown.points]
-    else:
-        xs = [_short(x) for x, _ in shown.points]
     drawing: Json = {
         "name": clean(series.name),
         "role": series.role,
-        "x": xs,
+        "x": [_short_x(x, x_axis) for x, _ in shown.points],
         "y": [_short(y) for _, y in shown.points],
     }
     if shown.band:
@@ -621,7 +682,18 @@ def _series(series: Series, x_axis: Axis) -> Json:
     return drawing
 
 
+def _short_x(x: float, axis: Axis) -> float | None:
+    """Return an x rounded to six digits, or to whole seconds: six digits of those since 1970 are a quarter of an hour.
+
+    None for what JSON has no number for.
+    """
+    if axis.is_time:
+        return round(x)
+    return _short(x)
+
+
 def _mark(mark: Mark) -> list[float | None]:
+    """Return the value of a mark and the ends of its interval."""
     return [_short(mark.value), _short(mark.low), _short(mark.high)]
 
 
@@ -663,18 +735,25 @@ def _names_of_columns(chart: Chart) -> tuple[str, ...]:
     if isinstance(chart, Scatter):
         return "series", clean(chart.x.text), clean(chart.y.text)
     if isinstance(chart, Lines | Bars):
-        return clean(chart.x.text), *(clean(one.name) for one in chart.series)
+        return clean(chart.x.text), *_clean_names(chart.series)
     if isinstance(chart, Rows):
-        columns = ["name", *(clean(key.name) for key in chart.keys)]
+        columns = ("name", *_clean_names(chart.keys))
         if _has_notes(chart):
-            columns.append("note")
-        return tuple(columns)
+            return *columns, "note"
+        return columns
     if isinstance(chart, Matrix):
         return f"{clean(chart.row_label)} \\ {clean(chart.column_label)}", *map(clean, chart.columns)
-    return "name", "what", f"begin ({clean(chart.x.unit)})", f"end ({clean(chart.x.unit)})"
+    unit = clean(chart.x.unit)
+    return "name", "what", f"begin ({unit})", f"end ({unit})"
+
+
+def _clean_names(parts: Iterable[Series | Key]) -> list[str]:
+    """Return the names of series or keys as they are shown."""
+    return [clean(part.name) for part in parts]
 
 
 def _has_notes(chart: Rows) -> bool:
+    """Return whether a row of the chart has a note."""
     return any(row.note for row in chart.rows)
 
 
@@ -702,17 +781,17 @@ def _rows_of_points(chart: Scatter) -> Iterator[tuple[str, ...]]:
 
 def _rows_by_x(chart: Lines | Bars) -> Iterator[tuple[str, ...]]:
     """Yield one row for each x that a series has, with the value of every series there."""
-    values = []
-    bands = []
+    # 1. What each series has at which x: its value, and the band around it where the series has one.
+    columns = []
+    every_x = set[float]()
     for series in chart.series:
         values_by_x = dict(series.points)
-        values.append(values_by_x)
-        bands.append(dict(zip(values_by_x, series.band, strict=bool(series.band))))
-    every_x = {x for values_by_x in values for x in values_by_x}
+        bands_by_x = dict(zip(values_by_x, series.band, strict=bool(series.band)))
+        columns.append((values_by_x, bands_by_x))
+        every_x.update(values_by_x)
+    # 2. One row for each x; a series without a point there has a dash.
     for x in sorted(every_x):
-        cells = []
-        for values_by_x, bands_by_x in zip(values, bands, strict=True):
-            cells.append(_with_band(values_by_x.get(x), bands_by_x.get(x), chart.y))
+        cells = [_with_band(values_by_x.get(x), bands_by_x.get(x), chart.y) for values_by_x, bands_by_x in columns]
         yield chart.x.shown(x), *cells
 
 

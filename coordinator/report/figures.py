@@ -1,17 +1,17 @@
 """Figures of a run as its report shows them, read from ``summary.json`` and ``metrics.jsonl``.
 
-Agents contributed to these files, so nothing is taken for what it should be: a value of another form counts as absent.
-Rounds and agents that were recorded twice (a coordinator was killed between figure and journal) count once, as recorded
-last.
+Agents contributed to these files, so no value is trusted to have its form: a value of another form counts as absent.
+A round or an agent may be recorded twice, where a coordinator was killed between figure and journal. The last record
+counts.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
@@ -23,15 +23,22 @@ Curve = Literal["global", "personal", "after"]
 
 SCOPES: tuple[Scope, ...] = ("local", "global", "personal")
 CURVES: tuple[Curve, ...] = ("global", "personal", "after")
+Key = TypeVar("Key", int, str)
+"""What records are sorted by: a round's number, or an agent's id."""
+
+Record = TypeVar("Record")
 _RECORDED = ("local", "global", "personal", "after")
 
 
 def _texts(value: object) -> tuple[str, ...]:
-    return tuple(map(as_text, value)) if isinstance(value, list) else ()
+    """Return the items of a list as texts; none for a value of another form."""
+    if not isinstance(value, list):
+        return ()
+    return tuple(map(as_text, value))
 
 
 def _numbers(value: object) -> dict[str, float]:
-    """Return the entries of an object whose values are numbers; of anything else none."""
+    """Return the entries of an object whose values are numbers; none for a value of another form."""
     numbers: dict[str, float] = {}
     if not isinstance(value, Mapping):
         return numbers
@@ -43,7 +50,7 @@ def _numbers(value: object) -> dict[str, float]:
 
 
 def _numbers_of_scopes(value: object) -> dict[str, dict[str, float]]:
-    """Return the numbers of each scope that rounds record; of a scope that is missing none."""
+    """Return the numbers of each scope that rounds record; no numbers for a scope that is missing."""
     by_scope = value if isinstance(value, Mapping) else {}
     return {scope: _numbers(by_scope.get(scope)) for scope in _RECORDED}
 
@@ -59,6 +66,7 @@ def _reasons(value: object) -> tuple[tuple[str, str], ...]:
 
 
 def _notes(value: object) -> dict[str, str]:
+    """Return the entries of an object as texts; none for a value of another form."""
     if not isinstance(value, Mapping):
         return {}
     return {as_text(key): as_text(item) for key, item in value.items()}
@@ -80,23 +88,37 @@ class Figures(BaseModel):
 
 
 class RoundFigures(Figures):
-    """One round. ``acc`` is scope -> agent -> value in 0..1; ``rejected`` and ``left_out`` are agent -> reason.
-
-    ``bounded``: agent -> what was done to its update.
-    """
+    """The figures of one round."""
 
     round: int
     seconds: Number = None
+    """Seconds from sending the tasks to the end of the round."""
+
     waiting_s: Number = None
+    """Seconds of waiting for agents before that."""
+
     agents: Texts = ()
+    """The agents whose updates were accepted."""
+
     missing: Texts = ()
+    """The members without an update when the round closed."""
+
     rejected: Reasons = ()
+    """(Agent, reason) of each update that was rejected."""
+
     left_out: Reasons = ()
+    """(Agent, reason) of each agent that was not asked."""
+
     bounded: Notes = {}
+    """Agent -> what was done to its update."""
+
     bytes_up: Number = None
     bytes_down: Number = None
     acc: Annotated[dict[str, dict[str, float]], BeforeValidator(_numbers_of_scopes)] = {}
+    """Scope -> agent -> accuracy in 0..1."""
+
     loss: Numbers = {}
+    """Agent -> its training loss."""
 
     def mean(self, scope: Scope) -> float | None:
         """Return the mean over agents; None where no agent reported."""
@@ -143,7 +165,7 @@ class RunFigures:
     agents: list[AgentFigures] = field(default_factory=list)
     proxy: list[ProxyFigures] = field(default_factory=list)
     proxy_failed: list[tuple[int, str]] = field(default_factory=list)
-    """Why a figure of the proxy could not be computed, and the round when that was first so."""
+    """(Round, reason) of each reason for which a figure of the proxy could not be computed, with its first round."""
 
     @property
     def simulation(self) -> dict[str, Any]:
@@ -153,8 +175,13 @@ class RunFigures:
 
     @property
     def agent_count(self) -> int:
-        """Agents at the end of the run, or those of its rounds so far."""
-        return len(self.agents) or len({name for line in self.rounds for name in line.agents})
+        """The number of agents at the end of the run; before it, of those in its rounds so far."""
+        if self.agents:
+            return len(self.agents)
+        names = set[str]()
+        for figures in self.rounds:
+            names.update(figures.agents)
+        return len(names)
 
     def final_mean(self, scope: Scope) -> float | None:
         """Return the mean over agents at the end; where none reported it, that of the last round that has it."""
@@ -173,51 +200,66 @@ class RunFigures:
         What agents report in round r of ``global`` and ``personal`` is of the model that they received, which has
         r - 1 rounds behind it; the last entry is the run's end.
         """
+        scored = [figures for figures in self.rounds if figures.acc.get(scope)]
         if scope == "after":
-            return [(line.round, line.acc[scope]) for line in self.rounds if line.acc.get(scope)]
-        result = [(line.round - 1, line.acc[scope]) for line in self.rounds if line.acc.get(scope)]
+            return [(figures.round, figures.acc[scope]) for figures in scored]
+        models = [(figures.round - 1, figures.acc[scope]) for figures in scored]
         final = {agent.id: agent.acc[scope] for agent in self.agents if scope in agent.acc}
         if final and self.rounds:
-            result.append((self.rounds[-1].round, final))
-        return result
+            models.append((self.rounds[-1].round, final))
+        return models
 
     def total(self, direction: Literal["bytes_up", "bytes_down"]) -> float | None:
-        """Return bytes over all rounds; where rounds have none, over all agents; None where neither has any."""
+        """Return the bytes of all rounds; where no round has any figure, those of all agents; None without either."""
+        records: Sequence[RoundFigures | AgentFigures]
         for records in (self.rounds, self.agents):
-            sizes = [getattr(record, direction) for record in records if getattr(record, direction) is not None]
-            if sizes:
-                return math.fsum(sizes)
+            sizes = [getattr(record, direction) for record in records]
+            known_sizes = [size for size in sizes if size is not None]
+            if known_sizes:
+                return math.fsum(known_sizes)
         return None
 
 
 def read_run(run: str, summary: Mapping[str, Any], metrics: Iterable[Mapping[str, Any]]) -> RunFigures:
-    """Read the figures of a summary and of records of kinds ``round``, ``agent``, ``proxy`` and ``proxy_failed``."""
+    """Read the figures of a summary and of records of kinds ``round``, ``agent``, ``proxy`` and ``proxy_failed``.
+
+    A record of another kind, or without what names it (an agent's id, a round's number), is passed over.
+    """
     rounds: dict[int, RoundFigures] = {}
     agents: dict[str, AgentFigures] = {}
     proxy: dict[int, ProxyFigures] = {}
     failed: dict[str, int] = {}
     for record in metrics:
         kind = record.get("kind")
+        # 1. Records of an agent have no round.
+        if kind == "agent":
+            if isinstance(record.get("id"), str):
+                agents[record["id"]] = AgentFigures.model_validate({**record, "notes": notes_of(record)})
+            continue
+        # 2. All others are of a round; of two records of one round the last one counts, of two failures the first.
         number = as_number(record.get("round"))
-        if kind == "agent" and isinstance(record.get("id"), str):
-            agents[record["id"]] = AgentFigures.model_validate({**record, "notes": notes_of(record)})
         if number is None:
             continue
-        done = int(number)
+        round_number = int(number)
         if kind == "round":
-            rounds[done] = RoundFigures.model_validate({**record, "round": done})
+            rounds[round_number] = RoundFigures.model_validate({**record, "round": round_number})
         elif kind == "proxy" and as_number(record.get("acc")) is not None:
-            proxy[done] = ProxyFigures.model_validate({**record, "round": done})
+            proxy[round_number] = ProxyFigures.model_validate({**record, "round": round_number})
         elif kind == "proxy_failed":
-            failed.setdefault(str(record.get("reason")), done)
+            failed.setdefault(str(record.get("reason")), round_number)
     return RunFigures(
         run,
         dict(summary),
-        rounds=[rounds[number] for number in sorted(rounds)],
-        agents=[agents[name] for name in sorted(agents)],
-        proxy=[proxy[number] for number in sorted(proxy)],
+        rounds=_in_order(rounds),
+        agents=_in_order(agents),
+        proxy=_in_order(proxy),
         proxy_failed=[(number, reason) for reason, number in failed.items()],
     )
+
+
+def _in_order(records: Mapping[Key, Record]) -> list[Record]:
+    """Return the records in the order of their keys."""
+    return [records[key] for key in sorted(records)]
 
 
 def notes_of(record: Mapping[str, Any]) -> tuple[str, ...]:

@@ -24,11 +24,17 @@ _COLOURS = THEMES["light"]
 _MARKERS = {"dot": "o", "square": "s", "diamond": "D"}
 _PANEL_WIDTH = 7.2
 _PANEL_HEIGHT = 4.3
+_BAR_WIDTH = 0.78
+"""The width of all bars at one x together; the distance between two x is 1."""
+
+_MOST_MARKED = 40
+"""The most points of a line that are marked."""
+
 _MOST_NUMBERED = 14
-"""Columns of a matrix up to which its cells have numbers."""
+"""The most columns of a matrix whose cells have numbers."""
 
 _MOST_NAMED = 60
-"""Columns or rows of a matrix up to which they have names."""
+"""The most columns, and the most rows, of a matrix that have names."""
 
 
 def format_of(suffix: str) -> Format:
@@ -48,7 +54,7 @@ def format_of(suffix: str) -> Format:
 def picture(charts: Sequence[Chart], kind: Format = "svg", *, title: str = "") -> bytes:
     """Return the bytes of a picture file: the charts side by side, each under its title, all under ``title``.
 
-    The same charts give the same bytes. An SVG says its charts' summaries to screen readers, and keeps text as text.
+    The same charts give the same bytes. An SVG has the charts' summaries for screen readers, and keeps text as text.
     """
     import matplotlib as mpl
     from matplotlib.figure import Figure
@@ -68,7 +74,7 @@ def picture(charts: Sequence[Chart], kind: Format = "svg", *, title: str = "") -
             chars_per_line = int(_TITLE_CHARS_PER_INCH * width * _PANEL_TITLE_SIZE / _TITLE_SIZE)
             lines = textwrap.fill(clean(title, 200), chars_per_line)
             figure.suptitle(lines, x=0.01, ha="left", fontsize=_TITLE_SIZE, fontweight="bold")
-        # 3. Without the date or the software's version, which would differ from run to run.
+        # 3. The file, without the date or the software's version, which would differ from run to run.
         file = io.BytesIO()
         figure.savefig(file, format=kind, dpi=150, metadata={_VOLATILE_METADATA[kind]: None})
     content = file.getvalue()
@@ -165,6 +171,7 @@ def _with_description(content: bytes, text: str) -> bytes:
 
 
 def _draw(panel: Axes, chart: Chart) -> None:
+    """Draw a chart into a panel, under its title."""
     title = textwrap.fill(clean(chart.title, 200), int(_TITLE_CHARS_PER_INCH * _size(chart).width))
     panel.set_title(title, pad=10)
     if isinstance(chart, Rows):
@@ -181,16 +188,17 @@ def _curves(panel: Axes, chart: Curves) -> None:
     """Draw lines, bars or a cloud with axes and legend."""
     if isinstance(chart, Bars):
         _bars(panel, chart)
+        _scale(panel, chart)
+        _mark_cut_bars(panel, chart)
     elif isinstance(chart, Scatter):
         _cloud(panel, chart)
+        _scale(panel, chart)
+        if chart.bare:
+            panel.tick_params(labelbottom=False, labelleft=False)
     else:
         for series in chart.series:
             _line(panel, series)
-    _scale(panel, chart)
-    if isinstance(chart, Bars):
-        _mark_cut_bars(panel, chart)
-    if isinstance(chart, Scatter) and chart.bare:
-        panel.tick_params(labelbottom=False, labelleft=False)
+        _scale(panel, chart)
     if chart.series:
         columns = min(3, len(chart.series))
         panel.legend(loc="upper left", bbox_to_anchor=(0, -0.14), ncols=columns, borderaxespad=0)
@@ -198,35 +206,45 @@ def _curves(panel: Axes, chart: Curves) -> None:
 
 @dataclass(frozen=True)
 class _Coordinates:
-    """The points of a series that are drawn, without its gaps."""
+    """The coordinates of those points of a series that have a value."""
 
     xs: list[float]
     ys: list[float]
 
     @classmethod
     def from_series(cls, series: Series) -> _Coordinates:
-        """Leave out points without a value."""
-        drawn = [(x, y) for x, y in series.points if y is not None]
+        """Return the coordinates of a series' points; those without a value are left out."""
+        drawn = series.drawn_points
         return cls([x for x, _ in drawn], [y for _, y in drawn])
 
 
 def _bars(panel: Axes, chart: Bars) -> None:
     """Draw the series' bars beside each other, or on top of each other where they are stacked."""
-    heights: dict[float, float] = {}  # x -> where the next series begins
+    if chart.stacked:
+        _stack_bars(panel, chart)
+        return
+    width = _BAR_WIDTH / len(chart.series)
     for index, series in enumerate(chart.series):
         points = _Coordinates.from_series(series)
-        width = 0.78
-        shift = 0.0
-        bottoms = [0.0] * len(points.xs)
-        if chart.stacked:
-            bottoms = [heights.get(x, 0.0) for x in points.xs]
-        else:
-            width /= len(chart.series)
-            shift = (index - (len(chart.series) - 1) / 2) * width
-        lefts = [x + shift for x in points.xs]
-        panel.bar(lefts, points.ys, width, bottoms, color=_COLOURS[series.role], label=clean(series.name))
+        shift = _shift_from_middle(index, len(chart.series), width)
+        middles = [x + shift for x in points.xs]
+        panel.bar(middles, points.ys, width, color=_COLOURS[series.role], label=clean(series.name))
+
+
+def _stack_bars(panel: Axes, chart: Bars) -> None:
+    """Draw the bars of each series on top of those of the series before."""
+    tops: dict[float, float] = {}  # x -> where the next series begins
+    for series in chart.series:
+        points = _Coordinates.from_series(series)
+        bottoms = [tops.get(x, 0.0) for x in points.xs]
+        panel.bar(points.xs, points.ys, _BAR_WIDTH, bottoms, color=_COLOURS[series.role], label=clean(series.name))
         for x, bottom, y in zip(points.xs, bottoms, points.ys, strict=True):
-            heights[x] = bottom + y
+            tops[x] = bottom + y
+
+
+def _shift_from_middle(index: int, count: int, width: float) -> float:
+    """Return how far the bar at ``index`` of ``count`` bars of a width, side by side, is from the middle of them."""
+    return (index - (count - 1) / 2) * width
 
 
 def _cloud(panel: Axes, chart: Scatter) -> None:
@@ -240,17 +258,23 @@ def _cloud(panel: Axes, chart: Scatter) -> None:
 
 
 def _line(panel: Axes, series: Series) -> None:
-    """Draw a line with its band; few points are marked."""
+    """Draw a line with its band; the points of a line of few points are marked, but for those of a dashed one."""
     points = _Coordinates.from_series(series)
     colour = _COLOURS[series.role]
-    marker = "o" if len(points.xs) <= 40 and not series.dashed else None
-    style = "--" if series.dashed else "-"
+    style = "-"
+    marker = None
+    if series.dashed:
+        style = "--"
+    elif len(points.xs) <= _MOST_MARKED:
+        marker = "o"
     label = clean(series.name)
     panel.plot(points.xs, points.ys, linestyle=style, marker=marker, markersize=3.5, color=colour, label=label)
-    if series.band:
-        lows = [low for low, _ in series.band]
-        highs = [high for _, high in series.band]
-        panel.fill_between([x for x, _ in series.points], lows, highs, color=colour, alpha=0.15, linewidth=0)
+    if not series.band:
+        return
+    xs = [x for x, _ in series.points]
+    lows = [low for low, _ in series.band]
+    highs = [high for _, high in series.band]
+    panel.fill_between(xs, lows, highs, color=colour, alpha=0.15, linewidth=0)
 
 
 def _mark_cut_bars(panel: Axes, chart: Bars) -> None:
@@ -269,8 +293,7 @@ def _scale(panel: Axes, chart: Curves) -> None:
 
     x = chart.x
     y = chart.y
-    is_whole = all(float(point[0]).is_integer() for line in chart.series for point in line.points)
-    if is_whole and not x.log:  # there is no round 1.2
+    if _has_whole_xs(chart.series) and not x.log:  # there is no round 1.2
         panel.xaxis.set_major_locator(MaxNLocator(integer=True))
     panel.set(xlabel=clean(x.text), ylabel=clean(y.text))
     panel.set_xlim(x.low, x.high)
@@ -283,35 +306,60 @@ def _scale(panel: Axes, chart: Curves) -> None:
         panel.set_xscale("log")
 
 
+def _has_whole_xs(series: Sequence[Series]) -> bool:
+    """Return whether the x of every point is a whole number, as that of a round is."""
+    for line in series:
+        for x, _ in line.points:
+            if not float(x).is_integer():
+                return False
+    return True
+
+
 def _in_percent(value: float, _position: float) -> str:
+    """Return a share (0..1) as the text of a tick on an axis of percentages."""
     return f"{100 * value:.4g}"
 
 
 def _rows(panel: Axes, chart: Rows) -> None:
     """Draw one line of marks or bars for each name, with axis and legend."""
+    # 1. The marks or bars of one key after another, in the order of the legend.
     if chart.style == "marks":
         _join_marks(panel, chart)
     for order, key in enumerate(chart.keys):
         marks = {y: row.marks[key.name] for y, row in enumerate(chart.rows) if key.name in row.marks}
         if chart.style == "bars":
-            height = 0.7 / len(chart.keys)
-            shift = (order - (len(chart.keys) - 1) / 2) * height
-            places = [y + shift for y in marks]
-            widths = [mark.value for mark in marks.values()]
-            panel.barh(places, widths, height, color=_COLOURS[key.role], label=clean(key.name))
+            _bars_of_key(panel, marks, key, order, len(chart.keys))
         else:
             _marks_of_key(panel, marks, key, layer=3 + order)
-    numbers = range(len(chart.rows))
-    panel.set_yticks(list(numbers), [clean(row.name, 30) for row in chart.rows])
-    panel.set(xlabel=clean(chart.value.text), ylim=(len(chart.rows) - 0.4, -0.6))
+    # 2. The names at the left, from top to bottom, and the axis of the values below.
+    row_count = len(chart.rows)
+    panel.set_yticks(list(range(row_count)), [clean(row.name, 30) for row in chart.rows])
+    panel.set(xlabel=clean(chart.value.text), ylim=(row_count - 0.4, -0.6))
     panel.set_xlim(chart.value.low, chart.value.high)
     if chart.value.is_share:
         panel.xaxis.set_major_formatter(_in_percent)
     panel.grid(visible=False, axis="y")
+    # 3. The legend below the axis: as far below as in a panel of any height.
     if len(chart.keys) > 1:
-        panel.legend(
-            loc="upper center", bbox_to_anchor=(0.5, -0.6 / (0.3 * len(chart.rows) + 0.6)), ncols=len(chart.keys)
-        )
+        below = -0.6 / (0.3 * row_count + 0.6)
+        panel.legend(loc="upper center", bbox_to_anchor=(0.5, below), ncols=len(chart.keys))
+
+
+def _bars_of_key(panel: Axes, marks: Mapping[int, Mark], key: Key, order: int, key_count: int) -> None:
+    """Draw a horizontal bar for each mark of a key.
+
+    Args:
+        panel: Where to draw.
+        marks: Row -> its mark.
+        key: What the marks are.
+        order: The place of the key among all ``key_count``, whose bars stand side by side in a row.
+        key_count: The number of keys.
+    """
+    height = 0.7 / key_count
+    shift = _shift_from_middle(order, key_count, height)
+    middles = [y + shift for y in marks]
+    lengths = [mark.value for mark in marks.values()]
+    panel.barh(middles, lengths, height, color=_COLOURS[key.role], label=clean(key.name))
 
 
 def _join_marks(panel: Axes, chart: Rows) -> None:
@@ -329,7 +377,7 @@ def _marks_of_key(panel: Axes, marks: Mapping[int, Mark], key: Key, *, layer: in
         panel: Where to draw.
         marks: Row -> its mark.
         key: What the marks are.
-        layer: Higher ones are drawn over lower ones.
+        layer: The layer of the marks; a higher one is drawn over a lower one.
     """
     colour = _COLOURS[key.role]
     for y, mark in marks.items():
@@ -347,14 +395,13 @@ def _matrix(panel: Axes, chart: Matrix) -> None:
     """Draw the cells of a matrix, with numbers and names where there are not too many."""
     from matplotlib.colors import LinearSegmentedColormap
 
+    # 1. The cells.
     colours = LinearSegmentedColormap.from_list("headwater", [_COLOURS["sheet"], _COLOURS["personal"]])
-    shades = [[_shade(chart, value) for value in line] for line in chart.values]
+    shades = [_shades(chart, line) for line in chart.values]
     panel.imshow(shades, aspect="auto", cmap=colours, vmin=0.0, vmax=1.0, interpolation="nearest")
+    # 2. Their numbers, and the names of rows and columns, as far as these have room.
     if len(chart.columns) <= _MOST_NUMBERED:
-        for row, line in enumerate(chart.values):
-            for column, value in enumerate(line):
-                text = "–" if value is None else chart.cell(value)
-                panel.text(column, row, text, ha="center", va="center", fontsize=8)
+        _write_numbers(panel, chart)
     if len(chart.columns) <= _MOST_NAMED:
         panel.set_xticks(range(len(chart.columns)), [clean(name, 20) for name in chart.columns], rotation=90)
     if len(chart.rows) <= _MOST_NAMED:
@@ -363,21 +410,33 @@ def _matrix(panel: Axes, chart: Matrix) -> None:
     panel.grid(visible=False)
 
 
+def _write_numbers(panel: Axes, chart: Matrix) -> None:
+    """Write into each cell of a matrix its number, or a dash where it is not defined."""
+    for row, line in enumerate(chart.values):
+        for column, value in enumerate(line):
+            text = "–" if value is None else chart.cell(value)
+            panel.text(column, row, text, ha="center", va="center", fontsize=8)
+
+
+def _shades(chart: Matrix, line: Sequence[float | None]) -> list[float]:
+    """Return how full each cell of a row is, 0..1."""
+    return [_shade(chart, value) for value in line]
+
+
 def _shade(chart: Matrix, value: float | None) -> float:
     """Return how full a cell is, 0..1; at most as full as the theme allows, so that its number can be read."""
     if value is None:
         return 0.0
-    span = (chart.high - chart.low) or 1.0
+    span = chart.high - chart.low
+    if span == 0:  # all cells have one value, and are pale
+        span = 1.0
     deepest = float(_COLOURS["depth"].rstrip("%")) / 100
     return deepest * min(1.0, max(0.0, (value - chart.low) / span))
 
 
 def _timeline(panel: Axes, chart: Timeline) -> None:
     """Draw one bar for each span; those that have not ended reach to now."""
-    now = chart.x.high
-    if now is None:
-        ends = [span.end for _, spans in chart.rows for span in spans if span.end is not None]
-        now = max(ends, default=1.0)
+    now = _end_of_time(chart)
     for y, (_, spans) in enumerate(chart.rows):
         for span in spans:
             end = now if span.end is None else span.end
@@ -385,3 +444,13 @@ def _timeline(panel: Axes, chart: Timeline) -> None:
     panel.set_yticks(range(len(chart.rows)), [clean(name, 30) for name, _ in chart.rows])
     panel.set(xlabel=clean(chart.x.text), ylim=(len(chart.rows) - 0.4, -0.6))
     panel.grid(visible=False, axis="y")
+
+
+def _end_of_time(chart: Timeline) -> float:
+    """Return where spans end that have not ended: at the end of the axis, or else with the last span that has ended."""
+    if chart.x.high is not None:
+        return chart.x.high
+    ends = list[float]()
+    for _, spans in chart.rows:
+        ends += [span.end for span in spans if span.end is not None]
+    return max(ends, default=1.0)

@@ -23,24 +23,25 @@ MOST_CELLS = 60
 """Clients and classes of the chart of a partition on a page."""
 
 MOST_PLOTTED = 1000
-"""Clients and classes of the same chart in a file."""
+"""Clients and classes of the chart of a partition in a file."""
 
 LEAST_SPREAD = 5
-"""Agents from which the spread over them is drawn."""
+"""The least number of agents whose spread is drawn."""
 
 SLOW_FIRST = 3.0
-"""A first round of more than so many times the others' median reaches beyond the plot."""
+"""A first round that took more than this many times the median of the others reaches beyond the plot."""
 
 EQUAL = 0.05
-"""Rounds that differ by no more than this share of their mean are one sentence."""
+"""Rounds that differ by no more than this share of their mean are described in a sentence instead of a chart."""
 
 LEAST_WAIT_S = 0.05
 """Seconds of waiting before a round that are drawn: less is 0.0 in a table."""
 
 NORMAL_95 = 1.959964
+"""95 % of a normal distribution lie within this many standard deviations of its mean."""
 
 NOTHING_DOWN = "0 MB to agents: they still had that model, by its hash, and did not get it again."
-"""What rounds mean that sent nothing, as the first ones of a run that repeats another."""
+"""The explanation of rounds that sent nothing, as the first ones of a run that repeats another."""
 
 KEYS = tuple(Key(f"acc.{scope}", scope, MARKERS[scope], is_said=scope != "global") for scope in SCOPES)
 ACCURACY = "accuracy on held-out samples"
@@ -54,7 +55,10 @@ _NAMES: Mapping[Curve, tuple[str, str]] = {
 
 
 def wilson(share: float, count: float) -> tuple[float, float]:
-    """Return the Wilson score interval, 95 %, of a share that was seen in ``count`` samples."""
+    """Return the ends (0..1) of the 95 % Wilson score interval of a share that was measured on ``count`` samples.
+
+    Source: Wilson, "Probable Inference, the Law of Succession, and Statistical Inference", JASA 1927.
+    """
     if count <= 0:
         return 0.0, 1.0
     square = NORMAL_95**2
@@ -66,22 +70,27 @@ def wilson(share: float, count: float) -> tuple[float, float]:
 
 def gains(agents: Iterable[AgentFigures]) -> list[tuple[float, AgentFigures]]:
     """Return acc.personal - acc.local of each agent that has both, with the agent; the largest first."""
-    comparable = [agent for agent in agents if {"personal", "local"} <= agent.acc.keys()]
-    compared = [(agent.acc["personal"] - agent.acc["local"], agent) for agent in comparable]
+    compared = list[tuple[float, AgentFigures]]()
+    for agent in agents:
+        if "personal" in agent.acc and "local" in agent.acc:
+            compared.append((agent.acc["personal"] - agent.acc["local"], agent))
     return sorted(compared, key=lambda pair: (-pair[0], pair[1].id))
 
 
 def benefit_sentence(agents: Sequence[AgentFigures]) -> str:
-    """Say in a few sentences what the devices gain from taking part; empty where that is not known."""
+    """Say in a few sentences what the devices gain from taking part; empty where no device can be compared."""
     compared = gains(agents)
     if not compared:
         return ""
+    # 1. How many devices gain, and how many differ by no more than noise.
     kinds = Counter(_classify(agent) for _, agent in compared)
     sentences = [_who_is_more_accurate(compared, kinds)]
     if kinds[Gain.WITHIN]:
         devices = counted(kinds[Gain.WITHIN], "device")
         sentences.append(f"The difference of {devices} is within noise.")
+    # 2. Which devices lose: their owners have to know it.
     sentences.append(_who_is_better_alone(compared))
+    # 3. What the devices gain in the mean.
     local = fmean(agent.acc["local"] for _, agent in compared)
     personal = fmean(agent.acc["personal"] for _, agent in compared)
     change = f"{points(personal - local)} percentage points"
@@ -92,11 +101,15 @@ def benefit_sentence(agents: Sequence[AgentFigures]) -> str:
 
 
 def _who_is_more_accurate(compared: Sequence[tuple[float, AgentFigures]], kinds: Counter[Gain]) -> str:
-    """Say how many devices gain; by more than noise where every device reports how many samples it holds out."""
+    """Say how many devices gain from the federation.
+
+    Where every device reports how many samples it holds out, a device counts that gains by more than noise; otherwise
+    one that gains at all.
+    """
     is_noise_known = not kinds[Gain.UNKNOWN]
-    better = sum(gain > 0 for gain, _ in compared)
-    if is_noise_known:
-        better = kinds[Gain.ABOVE]
+    better = kinds[Gain.ABOVE]
+    if not is_noise_known:
+        better = len([gain for gain, _ in compared if gain > 0])
     verb = "is" if better == 1 else "are"
     devices = f"{better} of {counted(len(compared), 'device')}"
     sentence = f"{devices} {verb} more accurate with the federation than with the best model that each fits alone"
@@ -135,31 +148,35 @@ def classify_mean(agents: Iterable[AgentFigures]) -> Gain:
 
 
 def benefit(agents: Sequence[AgentFigures]) -> Rows | None:
-    """Return each device's step from its local to its personal accuracy, the largest gain first; None without any."""
-    # Devices that cannot be compared follow those that can, in their own order.
-    scored = [agent for _, agent in gains(agents)]
-    compared = {agent.id for agent in scored}
-    scored += [agent for agent in agents if agent.acc and agent.id not in compared]
+    """Return the chart of each device's step from its local to its personal accuracy, the largest gain first.
+
+    None where no device has reported an accuracy.
+    """
+    scored = _order_by_gain(agents)
     if not scored:
         return None
-    shown = scored
-    captions = []
-    if len(scored) > MOST_DEVICES:
+    # 1. The rows: all devices, or both ends of the order where there are too many.
+    shown = _both_ends(scored)
+    captions = list[str]()
+    if len(shown) < len(scored):
         half = MOST_DEVICES // 2
-        shown = [*scored[:half], *scored[-half:]]
         captions.append(f"The {half} devices that gain most and the {half} that gain least, of {len(scored)}.")
-    has_local = any("local" in agent.acc for agent in scored)
+    # 2. What is compared: without an accuracy of a model that a device fits alone, nothing is.
+    scopes = {scope for agent in scored for scope in agent.acc}
+    has_local = "local" in scopes
     title = "Accuracy of each device"
     if has_local:
         title = "Benefit of each device"
         captions.append("From the best model that the device fits alone to its personal model.")
-    if any(agent.support for agent in shown):
+    has_intervals = any(agent.support for agent in shown)
+    if has_intervals:
         captions.append(_about_intervals(has_local=has_local))
-    keys = tuple(key for key in KEYS if any(key.role in agent.acc for agent in scored))
+    # 3. The marks, on an axis that begins below the lowest of them.
+    keys = tuple(key for key in KEYS if key.role in scopes)
     floor = accuracy_floor(share for agent in shown for share in agent.acc.values())
     return Rows(
         title,
-        benefit_sentence(agents) or _listed_accuracies(scored),
+        benefit_sentence(agents) or _describe_mean_accuracies(scored),
         Axis(ACCURACY, low=floor, high=1.0, digits=1, is_share=True),
         keys,
         tuple(_row(agent, keys) for agent in shown),
@@ -167,8 +184,28 @@ def benefit(agents: Sequence[AgentFigures]) -> Rows | None:
     )
 
 
+def _order_by_gain(agents: Sequence[AgentFigures]) -> list[AgentFigures]:
+    """Return the agents that have an accuracy, the largest gain first.
+
+    Agents that cannot be compared follow those that can, in their own order.
+    """
+    ordered = [agent for _, agent in gains(agents)]
+    compared_ids = {agent.id for agent in ordered}
+    not_compared = [agent for agent in agents if agent.id not in compared_ids]
+    ordered.extend(agent for agent in not_compared if agent.acc)
+    return ordered
+
+
+def _both_ends(agents: list[AgentFigures]) -> list[AgentFigures]:
+    """Return the agents, or the first and last `MOST_DEVICES` / 2 of more than so many."""
+    if len(agents) <= MOST_DEVICES:
+        return agents
+    half = MOST_DEVICES // 2
+    return [*agents[:half], *agents[-half:]]
+
+
 def _about_intervals(*, has_local: bool) -> str:
-    """Say what the shaded intervals are of, and how two of them are not to be read."""
+    """Say what the shaded intervals are, and what two overlapping ones do not mean."""
     if not has_local:
         return "Shaded: 95 % Wilson intervals of acc.personal for the device's held-out samples."
     return (
@@ -184,15 +221,18 @@ def _row(agent: AgentFigures, keys: Sequence[Key]) -> Row:
         if key.role not in agent.acc:
             continue
         share = agent.acc[key.role]
-        mark = Mark(share)
-        if agent.support and key.role != "global" and 0 <= share <= 1:
-            mark = Mark(share, *wilson(share, agent.support))
-        marks[key.name] = mark
+        # A peer may have sent a share outside 0..1, which has no interval.
+        is_share = 0 <= share <= 1
+        if agent.support and key.role != "global" and is_share:
+            marks[key.name] = Mark(share, *wilson(share, agent.support))
+        else:
+            marks[key.name] = Mark(share)
     tone = "bad" if agent.better_alone else ""
     return Row(agent.id, marks, "; ".join(agent.notes), tone)
 
 
-def _listed_accuracies(agents: Sequence[AgentFigures]) -> str:
+def _describe_mean_accuracies(agents: Sequence[AgentFigures]) -> str:
+    """Say what the mean accuracy of each scope is over the devices that have it."""
     means = []
     for scope in SCOPES:
         shares = [agent.acc[scope] for agent in agents if scope in agent.acc]
@@ -202,16 +242,20 @@ def _listed_accuracies(agents: Sequence[AgentFigures]) -> str:
 
 
 def accuracy(run: RunFigures) -> Lines | None:
-    """Return accuracies by rounds done: means, the spread over agents, and the mean of the worst tenth.
+    """Return the chart of accuracies by rounds done: means, their spread over agents, means of the worst tenth.
 
     None where no line has two points.
     """
-    series = [line for scope in CURVES for line in _lines_of_scope(scope, run.curve(scope))]
+    series = list[Series]()
+    for scope in CURVES:
+        series.extend(_lines_of_scope(scope, run.curve(scope)))
     if run.proxy:
-        series.append(Series("acc.proxy", tuple((float(figures.round), figures.acc) for figures in run.proxy), "c7"))
-    if not any(len(line.points) > 1 for line in series):
+        scores = tuple((float(figures.round), figures.acc) for figures in run.proxy)
+        series.append(Series("acc.proxy", scores, "c7"))
+    longest = max((len(line.points) for line in series), default=0)
+    if longest < 2:
         return None
-    floor = accuracy_floor(y for line in series for _, y in line.points if y is not None)
+    floor = accuracy_floor(y for line in series for _, y in line.drawn_points)
     return Lines(
         "Accuracy by rounds done",
         ends(series, "after round", percent),
@@ -235,7 +279,8 @@ def _lines_of_scope(scope: Curve, models: Sequence[tuple[int, Mapping[str, float
     means = tuple((float(done), fmean(shares.values())) for done, shares in models)
     # With fewer agents a spread would say nothing that their mean does not.
     band: tuple[tuple[float, float], ...] = ()
-    if any(len(shares) >= LEAST_SPREAD for _, shares in models):
+    most_agents = max(len(shares) for _, shares in models)
+    if most_agents >= LEAST_SPREAD:
         band = tuple(_spread(list(shares.values())) for _, shares in models)
     yield Series(f"{name}, mean", means, role, band=band)
     worst = tuple((float(done), mean_of_worst_tenth(shares.values())) for done, shares in models)
@@ -250,13 +295,23 @@ def _notes_on_accuracy(run: RunFigures, series: Sequence[Series]) -> Iterator[st
         yield "After training: the same agents after the round's local training."
     if any(line.band for line in series):
         yield "Shaded: the middle four fifths of the agents."
-    populations = {len(shares) for scope in CURVES for _, shares in run.curve(scope)}
-    if len(populations) > 1:
-        yield f"Means are over {min(populations)} to {max(populations)} agents."
+    populations = _agents_of_models(run)
+    fewest = min(populations, default=0)
+    most = max(populations, default=0)
+    if fewest < most:
+        yield f"Means are over {fewest} to {most} agents."
+
+
+def _agents_of_models(run: RunFigures) -> list[int]:
+    """Return for each model of each scope how many agents have an accuracy of it."""
+    populations = list[int]()
+    for scope in CURVES:
+        populations += [len(shares) for _, shares in run.curve(scope)]
+    return populations
 
 
 def loss(rounds: Sequence[RoundFigures]) -> Lines | None:
-    """Return the training loss by round; None before the second round that has one."""
+    """Return the chart of the training loss by round; None before the second round that has one."""
     means = tuple((float(figures.round), fmean(figures.loss.values())) for figures in rounds if figures.loss)
     if len(means) < 2:
         return None
@@ -297,13 +352,13 @@ class _Duration:
 
 def _seconds(rounds: Sequence[RoundFigures]) -> Iterator[tuple[str, Bars | None]]:
     """Yield what the rounds took, as a sentence, and a chart where they differ; nothing where no time is known."""
-    durations = [
-        _Duration(figures.round, figures.seconds, figures.waiting_s or 0.0)
-        for figures in rounds
-        if figures.seconds is not None
-    ]
+    durations = list[_Duration]()
+    for figures in rounds:
+        if figures.seconds is not None:
+            durations.append(_Duration(figures.round, figures.seconds, figures.waiting_s or 0.0))
     if not durations:
         return
+    # 1. The sentence: the sum, what of it was waiting, and which round took longest.
     totals = [duration.total_s for duration in durations]
     whole = math.fsum(totals)
     waited = math.fsum(duration.waiting_s for duration in durations)
@@ -316,29 +371,32 @@ def _seconds(rounds: Sequence[RoundFigures]) -> Iterator[tuple[str, Bars | None]
     longest = max(durations, key=lambda duration: duration.total_s)
     sentence += f"; the median is {median(totals):.2f} s, "
     sentence += f"the longest is round {longest.round} with {longest.total_s:.2f} s."
-    high, caption = slow_first(durations[0].round, totals)
+    # 2. The bars: waiting first where any of it is long enough to be read, because the sentence counts it.
     working = tuple((float(duration.round), duration.seconds) for duration in durations)
     phases = [Series("from sending the tasks to the end", working, "plain")]
-    # The caption counts waiting, so bars show it wherever it is long enough to be read.
-    if any(duration.waiting_s >= LEAST_WAIT_S for duration in durations):
+    longest_wait_s = max(duration.waiting_s for duration in durations)
+    if longest_wait_s >= LEAST_WAIT_S:
         waiting = tuple((float(duration.round), duration.waiting_s) for duration in durations)
         phases.insert(0, Series("waiting for enough agents", waiting, "c1"))
+    high, caption = slow_first(durations[0].round, totals)
     time_axis = Axis("time", "s", 0.0, high)
     title = "Time of each round"
     yield sentence, Bars(title, sentence, Axis("round"), time_axis, tuple(phases), caption, stacked=True)
 
 
 def slow_first(number: int, seconds: Sequence[float]) -> tuple[float | None, str]:
-    """Return where the axis of the times of rounds ends, and what is said of a bar beyond it.
+    """Return where an axis of the times of rounds ends, and a sentence on the bar that reaches beyond it.
 
-    The first round often takes longest, for everything is loaded in it: it would squeeze the bars of all others.
+    The first round often takes longest, because everything is loaded in it. On an axis for all rounds its bar would
+    squeeze the others.
 
     Args:
-        number: The first round.
-        seconds: Its time, then those of the rounds that follow.
+        number: The number of the first round.
+        seconds: The seconds that it took, then those of the rounds that follow.
 
     Returns:
-        The end of the axis (None: as the data need), and a sentence for the caption (empty: no bar is beyond it).
+        The end of the axis in seconds (None: as the data need), and a sentence for the caption (empty: no bar reaches
+        beyond the axis).
     """
     first = seconds[0]
     others = seconds[1:]
@@ -358,17 +416,24 @@ class _Payload:
     up_mb: float
     down_mb: float
 
+    @classmethod
+    def from_figures(cls, figures: RoundFigures) -> _Payload | None:
+        """Return what a round moved; a direction that is not known counts as 0. None where neither is known."""
+        if figures.bytes_up is None and figures.bytes_down is None:
+            return None
+        return cls(figures.round, (figures.bytes_up or 0) / 1e6, (figures.bytes_down or 0) / 1e6)
+
 
 def _traffic(rounds: Sequence[RoundFigures]) -> Iterator[tuple[str, Bars | None]]:
     """Yield what the rounds moved, as a sentence, and a chart where they differ; nothing where no bytes are known."""
-    payloads = []
+    payloads = list[_Payload]()
     for figures in rounds:
-        if figures.bytes_up is not None or figures.bytes_down is not None:
-            up_mb = (figures.bytes_up or 0) / 1e6
-            down_mb = (figures.bytes_down or 0) / 1e6
-            payloads.append(_Payload(figures.round, up_mb, down_mb))
+        payload = _Payload.from_figures(figures)
+        if payload is not None:
+            payloads.append(payload)
     if not payloads:
         return
+    # 1. The sentence; where all rounds moved the same it says all that a chart would.
     ups = [payload.up_mb for payload in payloads]
     downs = [payload.down_mb for payload in payloads]
     total = f"{math.fsum(ups):.2f} MB came from agents and {math.fsum(downs):.2f} MB went to agents in all"
@@ -378,36 +443,44 @@ def _traffic(rounds: Sequence[RoundFigures]) -> Iterator[tuple[str, Bars | None]
             total += f"; each of {counted(len(payloads), 'round')} moved {moved}"
         yield f"{total}.", None
         return
+    # 2. The chart of rounds that differ.
+    numbers = [float(payload.round) for payload in payloads]
     series = (
-        Series("from agents", tuple((float(payload.round), payload.up_mb) for payload in payloads), "up"),
-        Series("to agents", tuple((float(payload.round), payload.down_mb) for payload in payloads), "down"),
+        Series("from agents", tuple(zip(numbers, ups, strict=True)), "up"),
+        Series("to agents", tuple(zip(numbers, downs, strict=True)), "down"),
     )
     caption = "Payload in MB (millions of bytes), as counted by the coordinator."
-    if not all(downs):
+    has_silent_round = 0.0 in downs
+    if has_silent_round:
         caption += f" {NOTHING_DOWN}"
     summary = f"{total}."
     yield summary, Bars("Traffic of each round", summary, Axis("round"), Axis("payload", "MB", 0.0), series, caption)
 
 
 def _are_equal(values: Sequence[float]) -> bool:
+    """Return whether all values are within the share `EQUAL` of their mean of each other."""
     return max(values) - min(values) <= EQUAL * abs(fmean(values))
 
 
 def partition(shown: Mapping[str, Any], most: int = MOST_CELLS) -> Matrix:
-    """Return who has how many training samples of which class; the first ``most`` of more clients or classes.
+    """Return the chart of a partition: how many training samples of which class each client has.
 
-    ``shown``: JSON with ``rule``, ``classes`` (names), and ``clients`` with ``id`` and ``train`` (counts by class);
-    where they are known also the ``settings`` of the rule, such as alpha and seed, and the name of the ``data``.
+    Args:
+        shown: A JSON object with ``rule``, ``classes`` (names), and ``clients`` with ``id`` and ``train`` (counts by
+            class); where they are known, also the ``settings`` of the rule, such as alpha and seed, and the name of
+            the ``data``.
+        most: The most clients and the most classes that the chart has; of more, the first ones are shown.
     """
+    # 1. What the partition is, in a sentence on all clients and classes.
     clients = shown["clients"]
     classes = list(shown["classes"])
     sizes = [sum(client["train"]) for client in clients]
-    classes_held = [sum(map(bool, client["train"])) for client in clients]
+    classes_held = [len([count for count in client["train"] if count]) for client in clients]
     summary = (
         f"{counted(len(clients), 'client')} with {_range(sizes)} training samples of {_range(classes_held)} of "
         f"{len(classes)} classes each."
     )
-    # Where not all fit, the caption says which ones are shown.
+    # 2. Where not all fit, the caption says which ones are shown.
     shortened = []
     if len(clients) > most:
         shortened.append(f"the first {most} of {len(clients)} clients")
@@ -416,25 +489,32 @@ def partition(shown: Mapping[str, Any], most: int = MOST_CELLS) -> Matrix:
     caption = summary
     if shortened:
         caption += f" Shown: {' and '.join(shortened)}."
+    # 3. The cells: a row for each class and a column for each client, as dark as the largest count of all.
     shown_clients = clients[:most]
-    cells = []
-    for position, _ in enumerate(classes[:most]):
-        cells.append(tuple(float(client["train"][position]) for client in shown_clients))
-    most_of_a_class = max((max(client["train"]) for client in clients), default=0)
+    shown_classes = tuple(classes[:most])
+    cells = tuple(_counts_of_class(shown_clients, position) for position in range(len(shown_classes)))
+    darkest = max((max(client["train"]) for client in clients), default=0)
+    if darkest == 0:  # a scale needs two ends
+        darkest = 1
     return Matrix(
         f"Partition {_rule_and_settings(shown)}: training samples of each class",
         summary,
         "class",
         "client",
-        tuple(classes[:most]),
+        shown_classes,
         tuple(client["id"] for client in shown_clients),
-        tuple(cells),
+        cells,
         0.0,
-        float(most_of_a_class or 1),
+        float(darkest),
         digits=0,
         zero="·",
         caption=caption,
     )
+
+
+def _counts_of_class(clients: Sequence[Mapping[str, Any]], position: int) -> tuple[float, ...]:
+    """Return how many training samples each client has of the class at this position."""
+    return tuple(float(client["train"][position]) for client in clients)
 
 
 def _rule_and_settings(shown: Mapping[str, Any]) -> str:
@@ -456,7 +536,11 @@ def _setting(value: object) -> str:
 
 
 def sample_counts(sizes: Sequence[tuple[str, float]]) -> Rows:
-    """Return how many samples each agent has, most first; which classes they are of stays on the devices."""
+    """Return the chart of how many samples each agent has, most first; their classes stay on the devices.
+
+    Args:
+        sizes: (Agent, number of its training samples).
+    """
     order = sorted(sizes, key=lambda pair: (-pair[1], pair[0]))
     counts = [size for _, size in order]
     summary = f"{counted(len(order), 'agent')} with {_range(counts)} training samples."
@@ -469,14 +553,19 @@ def sample_counts(sizes: Sequence[tuple[str, float]]) -> Rows:
 
 
 def accuracy_floor(values: Iterable[float]) -> float:
-    """Return where an axis of accuracies begins: at 0 (or a value below it), or just below where all are high."""
+    """Return where an axis of accuracies begins.
+
+    That is 0, or the lowest value where that is negative. Where all values are at least 0.5 it is the largest tenth
+    that is at least 0.05 below the lowest one, and at most 0.9.
+    """
     lowest = min(values, default=0.0)
     if lowest < 0.5:
         return min(0.0, lowest)
-    return min(0.9, math.floor(10 * lowest - 0.5) / 10)  # the tenth that leaves at least 0.05 below the lowest
+    return min(0.9, math.floor(10 * lowest - 0.5) / 10)
 
 
 def _range(values: Sequence[float]) -> str:
+    """Return the lowest and the highest value as text; one number where they are equal."""
     low = min(values, default=0)
     high = max(values, default=0)
     if low == high:

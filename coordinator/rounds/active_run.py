@@ -1,7 +1,7 @@
-"""The run that is executed now, as its rounds see it: the state it has reached, its agents, and what these work on.
+"""The run that is executed now, as its rounds see it: its state, its agents, and what these work on.
 
-A round asks agents through it, collects what they send, and calls off the others. It holds what changes while the run
-goes on; what a round needs for itself alone lives in the class of that round.
+Through it a round asks agents, collects what they send, and calls off the others. It holds what changes while the run
+goes on. What only one kind of round needs lives in the class of that kind.
 """
 
 from __future__ import annotations
@@ -120,10 +120,10 @@ class ActiveRun:
         return unanswered
 
     def ask_after_round(self, collection: Collection, given: Tensors | None = None) -> Steps:
-        """Ask the agents of ``collection`` about their data after a round.
+        """Ask the agents of a collection about their data after a round, and wait for their answers.
 
         Args:
-            collection: What they are asked for, by its purpose.
+            collection: The collection, whose purpose says what the agents are asked for.
             given: The tensors that they are asked about; None: the state of the run.
         """
         yield from self.exchange(collection, JobSpec(collection.round, collection.purpose, given=given))
@@ -155,7 +155,7 @@ class ActiveRun:
         return (yield from computed(self.run.context.worker, what, job, Waiting(f"the method computes its {what}")))
 
     def judge(self, path: Path, judged: Callable[[str | None], bool]) -> None:
-        """Ask for the method's own objection to the update in this file, in the worker.
+        """Have the worker compute the method's own objection to the update in a file.
 
         Args:
             path: The file of the update.
@@ -170,7 +170,7 @@ class ActiveRun:
         self.run.context.worker.submit("objection", partial(self.own.objection, path), done)
 
     def fail(self, error: BaseException) -> None:
-        """Have the run fail with the error of a computation for single agents."""
+        """Note the error of a computation for single agents, with which the run then fails."""
         if isinstance(error, Exception):
             self.failure = error
         else:

@@ -41,7 +41,7 @@ from .robust import rule_of
 from .staleness import rebased
 
 OTHER_FILES = 256
-"""Open at once beside updates: journal, sockets, logs."""
+"""Files that are open at once beside updates: journal, sockets, logs."""
 
 _BOUNDED = ("mean", "clipped")
 """Rules that are a mean of bounded updates, for every method."""
@@ -121,8 +121,8 @@ def notes(decided: Aggregation) -> dict[str, str]:
     for agent, count in decided.repeats.items():
         if is_repeater(count):
             texts[agent].append(f"near the bound in round after round ({count} more than below)")
-    for agent, why in decided.suspects.items():
-        texts[agent].append(f"suspect: {why}")
+    for agent, reason in decided.suspects.items():
+        texts[agent].append(f"suspect: {reason}")
     return {agent: ", ".join(of_agent) for agent, of_agent in sorted(texts.items())}
 
 
@@ -153,8 +153,8 @@ def aggregate(
     # 1. Measure all updates, and find how far each may move the model, and which point against the others.
     received = method.broadcast(state)
     bounds = find_bounds(method, received, updates, config, start, repeats)
-    # 2. By a mean, the bounded updates are streamed through the method's own server step. So they are in a round of few
-    #    updates, of which no robust rule can tell which ones are right.
+    # 2. By a mean, the bounded updates are streamed through the method's own server step. So are those of a round that
+    #    has few, because no robust rule can tell which of them are right.
     is_mean = config.rule in _BOUNDED
     if is_mean or bounds.is_small_round:
         bounded = bounds.apply(updates(), received, method.bounded_extras)
@@ -212,12 +212,14 @@ class StoredUpdates:
         def base(number: int) -> State:
             return decode(blobs.read(self.bases[number]))
 
-        def each() -> Iterator[Update]:
+        def stored() -> Iterator[Update]:
             for agent, (digest, samples) in sorted(self.accepted.items()):
                 yield Update(agent, samples, decode(mapped(blobs.path(digest))))
 
         def updates() -> Iterator[Update]:
-            return rebased(each(), state, self.asked, self.number, base) if self.asked else each()
+            if not self.asked:
+                return stored()
+            return rebased(stored(), state, self.asked, self.number, base)
 
         # A run that an earlier version began may have no such state any more.
         start: State | None = None

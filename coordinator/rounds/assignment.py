@@ -1,7 +1,7 @@
-"""What agents are asked to do in a round, or after it: their jobs, and the blobs that these refer to.
+"""The assignment of a round, or of a question after it: the jobs of its agents, and the blobs that these refer to.
 
-An assignment is made once for a round and lives until the round is over, so that an agent that was restarted, or has
-lost its message, is sent the same job again with the time that is left.
+An assignment is made once for a round and lives until the round is over. An agent that was restarted, or that has lost
+its message, is sent the same job again, with the time that is left.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Fail = Callable[[BaseException], None]
 
 @dataclass(frozen=True)
 class JobSpec:
-    """What the agents of an assignment are asked to do."""
+    """The task of the agents of an assignment."""
 
     round: int
     purpose: Purpose = "train"
@@ -108,11 +108,15 @@ class JobMaker:
 
 @dataclass
 class Assignment:
-    """Jobs that are open until ``until`` (by `Roster.heard_s`). ``maker`` makes the job of each agent once."""
+    """Jobs of some agents that are open at the same time."""
 
     context: RunContext
     until: float
+    """When the jobs are overdue, by `Roster.heard_s`."""
+
     maker: JobMaker
+    """Makes the job of each agent, once."""
+
     fail: Fail
     downlinks: Callable[[tuple[str, ...]], Mapping[str, Tensors]] | None = None
     """Computes in the worker what each of these agents gets alone; None: the method has no function of its own."""
@@ -121,6 +125,8 @@ class Assignment:
     """Agents for which that is being computed."""
 
     _jobs: dict[str, Job] = field(default_factory=dict)
+    """Agent -> its job, of those whose job has been made."""
+
     _on_offer: set[str] = field(default_factory=set)
     """The digests of the blobs that are offered for the jobs."""
 
@@ -163,7 +169,9 @@ class Assignment:
 
     def purpose_of(self, agent: str) -> Purpose:
         """Return what this agent is asked to do; a device without torch contributes where others train."""
-        return self._jobs[agent].purpose if agent in self._jobs else self.spec.purpose
+        if agent not in self._jobs:
+            return self.spec.purpose
+        return self._jobs[agent].purpose
 
     def _prepare(self, agents: Sequence[str]) -> None:
         """Make the jobs of those of these agents that have none, and invite them."""
@@ -191,6 +199,15 @@ class Assignment:
             self.fail(error)
 
     def _offer(self, agents: Sequence[str], downlinks: Mapping[str, Tensors]) -> None:
+        """Make the jobs of these agents, offer their blobs, and invite them.
+
+        Args:
+            agents: The agents.
+            downlinks: Agent -> what it gets alone, where that was computed in the worker.
+
+        Raises:
+            RunFailed: A job cannot be made, see `JobMaker.make`.
+        """
         # All blobs are on offer before the first job is sent: agents that ask for the same one then share a broadcast.
         for agent in agents:
             self._jobs[agent], blobs = self.maker.make(agent, downlinks.get(agent, {}))
@@ -215,12 +232,11 @@ def make_assignment(
         frozen: The encoder for devices without torch, where some take part.
         fail: Called when such a computation fails later.
     """
+    # 1. The job without its blobs. A task that is too large for a message is a blob of its own.
     method = run.method
     limit_s = _limit_s(run, spec.purpose)
     text = run.request.task.model_dump_json().encode()
     large_task = Outgoing.of(text) if len(text) > LARGE_TASK_BYTES else None
-    every = run.context.config.evaluate_every
-    is_last = spec.round == run.request.rounds
     job = Job(
         purpose=spec.purpose,
         run=run.id,
@@ -233,12 +249,12 @@ def make_assignment(
         given=run.request.task if large_task is None else large_task.ref,
         blobs=(),
         deadline_s=limit_s,
-        evaluate=bool(every) and (spec.round % every == 0 or is_last),
+        evaluate=_is_evaluated(run, spec.round),
         privacy=run.privacy_budget.asked(),
         session=spec.session,
     )
-    # Agents start from the state of the run, but for those that are given tensors, and those that are asked about
-    # their own batch norm alone.
+    # 2. The tensors that all agents get: those of the state of the run, unless they are given others, or are asked
+    #    about their own batch norm alone.
     shared: Tensors = {}
     common: tuple[Outgoing, ...] = ()
     starts_from_state = spec.given is None and spec.purpose != "batch_norm_stats"
@@ -247,6 +263,7 @@ def make_assignment(
         common = (_blob_of(run, shared),)
     elif spec.given:
         common = (Outgoing.of(encode(spec.given)),)
+    # 3. What each agent gets alone is computed by the worker, where the method does that by a function of its own.
     is_computed_elsewhere = starts_from_state and "downlink" in own.names
     maker = JobMaker(
         spec,
@@ -258,9 +275,19 @@ def make_assignment(
         adds_downlink=starts_from_state and not is_computed_elsewhere,
         frozen=frozen,
     )
+    downlinks = None
+    if is_computed_elsewhere:
+        downlinks = functools.partial(own.downlinks, run.checkpoint)
     until = run.context.roster.heard_s() + limit_s
-    downlinks = functools.partial(own.downlinks, run.checkpoint) if is_computed_elsewhere else None
     return Assignment(run.context, until, maker, fail, downlinks)
+
+
+def _is_evaluated(run: Run, number: int) -> bool:
+    """Return whether agents evaluate the model that they receive in a round: every so many rounds, and in the last."""
+    every = run.context.config.evaluate_every
+    if not every:
+        return False
+    return number % every == 0 or number == run.request.rounds
 
 
 def _limit_s(run: Run, purpose: Purpose) -> float:
@@ -278,9 +305,8 @@ def _broadcast_tensors(run: Run, own: OwnFunctions) -> Generator[Waiting, None, 
     if "broadcast" not in own.names:
         return run.method.broadcast(run.state)
     broadcast = functools.partial(own.broadcast, run.checkpoint)
-    return (
-        yield from computed(run.context.worker, "broadcast", broadcast, Waiting("the method computes its broadcast"))
-    )
+    waiting = Waiting("the method computes its broadcast")
+    return (yield from computed(run.context.worker, "broadcast", broadcast, waiting))
 
 
 def _blob_of(run: Run, shared: Tensors) -> Outgoing:

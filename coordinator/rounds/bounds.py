@@ -219,15 +219,16 @@ def _cap_samples(method: Method, measured: Sequence[_Measured], config: Aggregat
     if len(declared_samples) < LEAST_UPDATES:
         return _SampleBounds()
     bound = config.max_weight * median(declared_samples.values())
+    # By default this is 50 times the median; counts of honest clients were at most 12 times it.
+    suspect_count = SUSPECT * bound
     caps: dict[str, tuple[float, float]] = {}
     suspects: dict[str, str] = {}
     for agent, declared in sorted(declared_samples.items()):
         if declared > bound:
             caps[agent] = (declared, bound)
-            # By default this is 50 times the median; counts of honest clients were at most 12 times it.
-            if declared > SUSPECT * bound:
-                times = _show_times(declared, bound)
-                suspects[agent] = f"declared {declared:g} samples, {times} the bound of the round"
+        if declared > suspect_count:
+            times = _show_times(declared, bound)
+            suspects[agent] = f"declared {declared:g} samples, {times} the bound of the round"
     return _SampleBounds(caps, suspects)
 
 
@@ -255,10 +256,8 @@ def _judge_directions(comparison: Comparison, updates: Updates, count: int, conf
     directions = comparison.directions(updates)
     # An agent is judged by the worst of its groups: one that sends an honest encoder may attack with its classifier.
     trusts: dict[str, float] = {}
-    for by_agent in directions.values():
-        for agent, direction in by_agent.items():
-            if direction.decisive < config.min_cosine:
-                trusts[agent] = min(trusts.get(agent, 1.0), direction.trust(config.min_cosine))
+    for _, agent, direction in _below_limit(directions, config.min_cosine):
+        trusts[agent] = min(trusts.get(agent, 1.0), direction.trust(config.min_cosine))
     opposed = tuple(sorted(agent for agent, trust in trusts.items() if trust == 0))
     if 2 * len(opposed) >= count:
         # Half of the updates point against the rest, and nobody can tell which half is right: no direction counts.
@@ -267,20 +266,30 @@ def _judge_directions(comparison: Comparison, updates: Updates, count: int, conf
 
 
 def _explain_directions(directions: Mapping[str, Mapping[str, Direction]], config: AggregationConfig) -> dict[str, str]:
-    """Agent -> which of its tensors point against those of the others, of those below the limit."""
+    """Return agent -> which of its tensors point against those of the others, of those below the limit."""
     reasons: dict[str, str] = {}
     if config.min_cosine is None:
         return reasons
-    for group, by_agent in directions.items():
+    for group, agent, direction in _below_limit(directions, config.min_cosine):
         subject = "its change of the model points" if group == WEIGHTS else f"its {group} point"
-        for agent, direction in by_agent.items():
-            if direction.decisive < config.min_cosine:
-                reason = f"{subject} against those of the others: {_show_cosines(direction)}"
-                reasons.setdefault(agent, reason)
+        reason = f"{subject} against those of the others: {_show_cosines(direction)}"
+        # Of several groups the first one says enough.
+        reasons.setdefault(agent, reason)
     return reasons
 
 
+def _below_limit(
+    directions: Mapping[str, Mapping[str, Direction]], limit: float
+) -> Iterator[tuple[str, str, Direction]]:
+    """Yield group of tensors, agent and direction of each direction whose decisive cosine is below a limit."""
+    for group, by_agent in directions.items():
+        for agent, direction in by_agent.items():
+            if direction.decisive < limit:
+                yield group, agent, direction
+
+
 def _show_cosines(direction: Direction) -> str:
+    """Return the cosines of a direction as text."""
     to_others = f"cosine {direction.to_others:.2f}"
     if direction.along_way is None:
         return to_others
@@ -345,7 +354,7 @@ class _Shares:
     def bound(
         self, config: AggregationConfig, judgement: _Judgement, repeaters: frozenset[str]
     ) -> dict[str, tuple[float, float]]:
-        """Agent -> declared and counted weight, of those whose share of the sum is above its bound.
+        """Return agent -> declared and counted weight, of those whose share of the sum is above its bound.
 
         Args:
             config: The bounds.
@@ -389,13 +398,16 @@ def _most_medians(
     """
     if is_outlier:
         return OUTLIER_SHARE
-    if direction is not None and direction.decisive <= 0:
-        # It pulls the model neither where the others do nor where the run goes: its size gives it no more votes.
+    # It pulls the model neither where the others do nor where the run goes: its size gives it no more votes.
+    pulls_elsewhere = direction is not None and direction.decisive <= 0
+    if pulls_elsewhere:
         return 1.0
-    most = math.inf if config.max_share is None else config.max_share
+    bounds = [math.inf]
+    if config.max_share is not None:
+        bounds.append(config.max_share)
     if is_repeater and config.repeat_share is not None:
-        most = min(most, config.repeat_share)
-    return most
+        bounds.append(config.repeat_share)
+    return min(bounds)
 
 
 # --- sizes -----------------------------------------------------------------------------------------------------------
@@ -437,7 +449,7 @@ def norms_of(method: Method, state: State, updates: Iterable[Update]) -> dict[st
 
 
 def _norms_by_group(measured: Sequence[_Measured]) -> dict[str, dict[str, float]]:
-    """Group of tensors -> agent -> norm."""
+    """Return group of tensors -> agent -> norm."""
     norms: dict[str, dict[str, float]] = {}
     for change in measured:
         for group, norm in change.norms.items():
@@ -461,7 +473,7 @@ def _measure(update: Update, received: Tensors, extras: Mapping[str, str]) -> _M
 
 
 def _measure_model(received: Tensors) -> dict[str, float]:
-    """Group of tensors -> norm of what clients received."""
+    """Return group of tensors -> norm of what clients received."""
     squares: dict[str, float] = {}
     for name, array in received.items():
         group = _group(name, array, received, {})
@@ -471,6 +483,7 @@ def _measure_model(received: Tensors) -> dict[str, float]:
 
 
 def _roots(squares: Mapping[str, float]) -> dict[str, float]:
+    """Return group of tensors -> norm, from the sums of squares."""
     return {group: float(np.sqrt(square)) for group, square in squares.items()}
 
 
@@ -515,7 +528,9 @@ def _bound_sizes(
         config: The bounds.
     """
     bounds = _SizeBounds()
-    groups = {group for change in measured for group in change.norms}
+    groups = set[str]()
+    for change in measured:
+        groups.update(change.norms)
     # Weights come first: an agent whose weights are scaled down has no looser bound for its statistics.
     for group in sorted(groups, reverse=True):
         norms = {change.client: change.norms[group] for change in measured if group in change.norms}
@@ -561,29 +576,41 @@ def _bound_by_median(
     most_medians = 1.0 if config.rule == "clipped" else config.max_norm
     if most_medians is None:
         return
-    # Clients without a change count, or the others' median would be that of few, who may all be hostile. Of two in the
-    # middle the larger is the median then: half way between no change and another one is nobody's change.
-    has_unchanged = 0.0 in norms.values()
-    middle = median_high(norms.values()) if has_unchanged else median(norms.values())
+    # Step 1: what changes are measured by. That is the median; where half of the updates change nothing there is no
+    # usual change, and what the others change the model by is measured by the model itself.
+    middle = _median_norm(norms)
     unit = middle
     unit_name = "the median of the round"
     is_mostly_unchanged = middle == 0
     if is_mostly_unchanged:
-        # There is no usual change: what others change the model by is measured by the model itself.
         unit = SUSPECT_SHARE * model_norm
         unit_name = "the bound of a round in which half change nothing"
+    # Step 2: what no honest agent sends, far beyond the others, and large beside the model itself.
     spread = _spread_of(group)
     suspect_norm = max(SUSPECT * spread * middle, SUSPECT_SHARE * model_norm)
-    subject = "its change of the model" if group in {WEIGHTS, STATISTICS} else f"the norm of its {group}"
+    subject = f"the norm of its {group}"
+    if group in {WEIGHTS, STATISTICS}:
+        subject = "its change of the model"
     for agent, norm in norms.items():
         # The unit itself is the bound where it is no median, and for whoever is beyond a bound in another group.
         is_strict = is_mostly_unchanged or agent in bounds.factors
         bound = unit if is_strict else unit * (most_medians * spread)
         if norm > bound:
             bounds.scale(agent, group, unit / norm)
-        # Suspect is what no honest agent sends: far beyond the others, and large beside the model itself.
         if unit and norm > suspect_norm:
             bounds.suspects[agent] = f"{subject} is {_show_times(norm, unit)} {unit_name}"
+
+
+def _median_norm(norms: Mapping[str, float]) -> float:
+    """Return the median of agent -> norm.
+
+    Clients without a change count, or the others' median would be that of few, who may all be hostile. Of two norms in
+    the middle the larger is the median then: half way between no change and another one is nobody's change.
+    """
+    has_unchanged = 0.0 in norms.values()
+    if has_unchanged:
+        return median_high(norms.values())
+    return median(norms.values())
 
 
 def _spread_of(group: str) -> float:
@@ -592,6 +619,7 @@ def _spread_of(group: str) -> float:
 
 
 def _show_times(value: float, unit: float) -> str:
+    """Return how many times a value is as large as a unit, as text."""
     return f"{value / unit:.3g} times"
 
 

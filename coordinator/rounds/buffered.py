@@ -1,8 +1,8 @@
 """Buffered rounds: a round closes with its first K updates, and agents that are still training go on.
 
-Their updates count in a later round, as changes to the model that they started from, and the less the older that is
-(`staleness`). An agent that has delivered is asked again when the round closes. How many updates close a round says
-`BufferedCollection.needed`; the wait for them is that of all rounds, `SynchronousRounds.collect`.
+Their updates count in a later round, as changes to the model that they started from; the older that model is, the less
+they count (`staleness`). An agent that has delivered is asked again when the round closes. `BufferedCollection.needed`
+says how many updates close a round; the wait for them is that of all rounds, `SynchronousRounds.collect`.
 
 Source: Nguyen, Malik, Zhan, Yousefpour, Rabbat, Malek, Huba, "Federated Learning with Buffered Asynchronous
 Aggregation", AISTATS 2022 (FedBuff), with the weight 1 / sqrt(1 + staleness).
@@ -35,9 +35,11 @@ TOO_LATE = "the update would come too late"
 
 @dataclass
 class BufferedCollection(Collection):
-    """What a buffered round has collected; its quorum is the buffer, or all that can still deliver."""
+    """The collection of a buffered round; its quorum is the buffer, or all that can still deliver."""
 
     buffer: int = 1
+    """How many updates close the round."""
+
     asked_in: Mapping[str, int] = field(default_factory=dict)
     """Agent -> the earlier round that its update is of."""
 
@@ -51,8 +53,8 @@ class BufferedCollection(Collection):
 
     def takes(self, agent: str, message: UpdateManifest) -> bool:
         """Return whether the update was made for the round in which the agent was asked."""
-        asked = (self.run, self.asked_in_round(agent), self.purpose)
-        return (message.run, message.round, message.purpose) == asked
+        expected = (self.run, self.asked_in_round(agent), self.purpose)
+        return (message.run, message.round, message.purpose) == expected
 
     def asked_in_round(self, agent: str) -> int:
         """Return the round that an update of this agent is of."""
@@ -83,17 +85,19 @@ class BufferedRounds(SynchronousRounds):
         config = self.active.run.context.config.round
         if not self._busy and config.mode == "synchronous":  # the configuration was changed, and nobody works on
             return (yield from super().plan(number))
-        # Where agents work on, there is no wait: their updates may come at any time.
+        # 1. Where agents work on, there is no wait: their updates may come at any time.
         cohort: tuple[str, ...] = ()
         if not self._busy:
             cohort = yield from self.active.selection.await_cohort(number)
-        asked = dict(sorted(self._busy.items()))
-        bases = {earlier: self._bases[earlier] for earlier in set(asked.values())}
+        # 2. Each agent's update is a change to the state that it started from, so these states are kept.
+        busy = dict(sorted(self._busy.items()))
+        bases = {earlier: self._bases[earlier] for earlier in set(busy.values())}
         bases[number] = self.active.run.checkpoint
         self._bases = bases
-        new = cohort or self.active.selection.with_idle(number, asked, len(asked))
-        fact = RoundOpened(joining=(), buffer=config.buffer, asked=asked, bases=bases)
-        return OpenRound(number, 1, tuple(sorted({*asked, *new})), fact)
+        # 3. Beside the agents that work on, idle ones are asked.
+        new = cohort or self.active.selection.with_idle(number, busy, len(busy))
+        fact = RoundOpened(joining=(), buffer=config.buffer, asked=busy, bases=bases)
+        return OpenRound(number, 1, tuple(sorted({*busy, *new})), fact)
 
     def make_collection(self, opened: OpenRound, late: Sequence[tuple[str, int]]) -> Collection:
         """Return a collection that takes updates of earlier rounds as well; without any of this attempt yet."""
@@ -116,11 +120,13 @@ class BufferedRounds(SynchronousRounds):
         opened = collecting.opened
         collection = collecting.collection
         self._busy = {}
+        # 1. No round follows that would use updates of this one.
         is_last = opened.round == self.active.run.request.rounds
         if is_last or opened.fact.buffer is None:
             self.active.call_off(collection)
             self.withdraw()
             return
+        # 2. Otherwise those work on whose updates will not be too old in the next round.
         following = opened.round + 1
         most = self.active.run.context.config.round.max_staleness
         for agent in collection.outstanding:

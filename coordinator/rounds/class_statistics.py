@@ -25,7 +25,7 @@ statistics, and the lengths of all clients' class means.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
@@ -232,24 +232,25 @@ def _find_wrong(declared: ClassStatistics, updates: Updates, count: int) -> tupl
     """
     wrong: frozenset[str] = frozenset()
     while True:
+        # 1. The mean margin of each client, by the statistics of those that are not known to be wrong.
         margins = _find_margins(declared, updates, wrong)
         means = {agent: _mean_margin(by_array) for agent, by_array in margins.items()}
         remaining = {agent: mean for agent, mean in means.items() if agent not in wrong}
         worst = min(remaining.values(), default=0.0)
         if worst >= 0:
             break
-        # The worst first: among a few clients a single one that is wrong makes others look wrong, too. All that are
-        # more than half as bad go with it, so that there are a few steps only.
+        # 2. The worst ones are wrong: among a few clients a single one that is wrong makes others look wrong, too. All
+        #    that are more than half as bad go with it, so that there are a few steps only.
         wrong |= {agent for agent, mean in remaining.items() if mean <= worst / 2}
         if 2 * len(wrong) >= count:
             # Half of them point elsewhere, and nobody can tell which half is right.
             return margins, frozenset()
-    # By those that remain some may be right after all.
+    # 3. Compared with those that remain, some of the others may be right after all.
     return margins, frozenset(agent for agent in wrong if means[agent] < 0)
 
 
 def _find_margins(declared: ClassStatistics, updates: Updates, without: frozenset[str]) -> dict[str, _Margins]:
-    """Agent -> margins of its classes, by the features of all others but those ``without``."""
+    """Return agent -> margins of its classes, by the features of all others but those ``without``."""
     names = (*declared.means, *declared.sums)
     # Step 1: the sum of all clients' features, by class. Each class of each client counts alike, whatever its length
     # and sample count.
@@ -281,7 +282,7 @@ def _find_margins(declared: ClassStatistics, updates: Updates, without: frozense
 def _margins_of(
     directions: np.ndarray, has_class: np.ndarray, others: np.ndarray, others_holders: np.ndarray
 ) -> dict[int, float]:
-    """Class -> margin, of the classes of one client that others have, too.
+    """Return class -> margin, of the classes of one client that others have, too.
 
     Args:
         directions: The client's features by class (K, d), of length 1 or 0.
@@ -322,7 +323,7 @@ def _mean_margin(margins: _Margins) -> float:
 
 
 def _find_exchanged(margins: Mapping[str, _Margins], wrong: frozenset[str]) -> dict[str, tuple[int, ...]]:
-    """Agent -> its classes that are passed for others, of agents whose other classes count.
+    """Return agent -> its classes that are passed for others, of agents whose other classes count.
 
     None where half of all classes are: nobody can tell then which half is right.
     """
@@ -388,7 +389,7 @@ def _with_statistics(declared: ClassStatistics, updates: Updates) -> Iterable[Up
 
 
 def _measure(declared: ClassStatistics, updates: Updates) -> dict[str, _Sizes]:
-    """Agent -> sizes of its statistics."""
+    """Return agent -> sizes of its statistics."""
     measured: dict[str, _Sizes] = {}
     for update in _with_statistics(declared, updates):
         tensors = update.tensors
@@ -409,27 +410,44 @@ def _lengths(array: np.ndarray, declared: ClassStatistics) -> np.ndarray:
 
 
 def _shorten(declared: ClassStatistics, measured: Mapping[str, _Sizes], most: float) -> dict[str, dict[int, float]]:
-    """Agent -> class -> factor, of class means that are longer than ``most`` times the median of their class."""
+    """Return agent -> class -> factor, of class means that are longer than ``most`` times the median of their class."""
     factors: dict[str, dict[int, float]] = {}
     for name in declared.means:
         lengths = {agent: sizes.lengths[name] for agent, sizes in measured.items()}
-        all_lengths = np.concatenate(list(lengths.values()))
-        middle_of_all = float(np.median(all_lengths[all_lengths > 0])) if all_lengths.any() else 0.0
-        class_count = len(next(iter(lengths.values()), ()))
-        for label in range(class_count):
-            of_class = [by_class[label] for by_class in lengths.values() if by_class[label] > 0]
-            # A class that few clients have is measured by all classes: of two nobody can tell which is too long.
-            middle = float(median(of_class)) if len(of_class) >= FEWEST_HOLDERS else middle_of_all
+        for label, middle in enumerate(_median_lengths(list(lengths.values()))):
             for agent, by_class in lengths.items():
                 length = float(by_class[label])
                 if length > most * middle:
-                    by_agent = factors.setdefault(agent, {})
-                    by_agent[label] = min(middle / length, by_agent.get(label, 1.0))
+                    # Of several arrays of means the one that is longest beside its median decides.
+                    by_label = factors.setdefault(agent, {})
+                    by_label[label] = min(middle / length, by_label.get(label, 1.0))
     return factors
 
 
+def _median_lengths(lengths: Sequence[np.ndarray]) -> list[float]:
+    """Return the median length of each class over the clients that have it.
+
+    A class that few clients have is measured by all classes: of two lengths nobody can tell which one is too long.
+
+    Args:
+        lengths: Of each client the lengths of its class means (K,); 0 where it does not have the class.
+    """
+    all_lengths = np.concatenate(lengths)
+    median_of_all = 0.0
+    if all_lengths.any():
+        median_of_all = float(np.median(all_lengths[all_lengths > 0]))
+    medians = []
+    for label in range(len(lengths[0])):
+        of_holders = [by_class[label] for by_class in lengths if by_class[label] > 0]
+        if len(of_holders) >= FEWEST_HOLDERS:
+            medians.append(float(median(of_holders)))
+        else:
+            medians.append(median_of_all)
+    return medians
+
+
 def _bound_counts(measured: Mapping[str, _Sizes], most: float | None) -> dict[str, dict[int, float]]:
-    """Agent -> class -> factor of its sample count, of those that count for more than their share."""
+    """Return agent -> class -> factor of its sample count, of those that count for more than their share."""
     counts = {agent: sizes.counts for agent, sizes in measured.items() if sizes.counts.size}
     if most is None or not counts:
         return {}
@@ -437,33 +455,49 @@ def _bound_counts(measured: Mapping[str, _Sizes], most: float | None) -> dict[st
     totals = {agent: float(by_class.sum()) for agent, by_class in counts.items()}
     overall = _factors(totals, most)
     factors = {agent: np.full(by_class.shape, overall.get(agent, 1.0)) for agent, by_class in counts.items()}
-    # Step 2: each class that enough clients have, by what is left of the counts. Its share of the sum alone is bounded.
+    # Step 2: each class by itself, by what is left of the counts.
     class_count = len(next(iter(counts.values())))
     for label in range(class_count):
-        of_class: dict[str, float] = {}
-        for agent, by_class in counts.items():
-            if by_class[label] > 0:
-                of_class[agent] = float(by_class[label]) * factors[agent][label]
-        if len(of_class) < FEWEST_HOLDERS:
-            continue
-        limited = limit_to_sum(of_class, median(of_class.values()))
-        for agent, count in of_class.items():
-            factors[agent][label] *= limited[agent] / count
+        _bound_counts_of_class(label, counts, factors)
     # Step 3: what rounding alone has changed stays as it is.
     lowered: dict[str, dict[int, float]] = {}
     for agent, by_class in factors.items():
-        labels = np.flatnonzero((by_class < 1 - ROUNDING) & (counts[agent] > 0)).tolist()
+        is_lowered = (by_class < 1 - ROUNDING) & (counts[agent] > 0)
+        labels = np.flatnonzero(is_lowered).tolist()
         if labels:
             lowered[agent] = {label: float(by_class[label]) for label in labels}
     return lowered
 
 
+def _bound_counts_of_class(label: int, counts: Mapping[str, np.ndarray], factors: Mapping[str, np.ndarray]) -> None:
+    """Lower the factors of a class so that no client has more than its share of all samples of the class.
+
+    A class that fewer than `FEWEST_HOLDERS` clients have stays as it is.
+
+    Args:
+        label: The class.
+        counts: Agent -> its sample counts (K,).
+        factors: Agent -> the factors (K,) that its counts are scaled by so far; changed in place.
+    """
+    counted: dict[str, float] = {}
+    for agent, by_class in counts.items():
+        if by_class[label] > 0:
+            counted[agent] = float(by_class[label]) * factors[agent][label]
+    if len(counted) < FEWEST_HOLDERS:
+        return
+    limited = limit_to_sum(counted, median(counted.values()))
+    for agent, count in counted.items():
+        factors[agent][label] *= limited[agent] / count
+
+
 def _bound_sums(measured: Mapping[str, _Sizes], most: float | None) -> dict[str, float]:
-    """Agent -> factor of what it adds to sums over samples, of those that add more than their share."""
+    """Return agent -> factor of what it adds to sums over samples, of those that add more than their share."""
     factors: dict[str, float] = {}
     if most is None:
         return factors
-    names = {name for sizes in measured.values() for name in sizes.sums}
+    names = set[str]()
+    for sizes in measured.values():
+        names.update(sizes.sums)
     for name in sorted(names):
         of_array = {agent: sizes.sums[name] for agent, sizes in measured.items()}
         # Arrays belong together, as feature sums and moments do: the least factor of an agent counts for all of them.
@@ -473,7 +507,10 @@ def _bound_sums(measured: Mapping[str, _Sizes], most: float | None) -> dict[str,
 
 
 def _factors(sizes: Mapping[str, float], most: float) -> dict[str, float]:
-    """Agent -> factor that bounds its size by ``most`` medians and by its share of the sum, where that is below 1."""
+    """Return agent -> factor below 1 that bounds its size by ``most`` medians and by its share of the sum.
+
+    Agents whose size is within both bounds are left out.
+    """
     if not sizes:
         return {}
     middle = median(sizes.values())

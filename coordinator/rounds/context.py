@@ -31,21 +31,27 @@ MOST_LISTED = 100
 """The most agents that one message, one line of the log, or one list in the status of a run names."""
 
 FEW_AGENTS = 256
-"""Up to this number of agents without an answer, all of them are looked at in each step."""
+"""The most agents without an answer that are all looked at in each step."""
 
 LOOK_AGAIN_S = 0.5
-"""Time between two looks at more than `FEW_AGENTS`: an agent that goes offline is noticed so much later."""
+"""Seconds between two looks at more than `FEW_AGENTS`; an agent that goes offline is noticed that much later."""
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """What a run waits for, and for which agents (``whom``). ``until``: monotonic seconds; None: no time limit."""
+    """A wait of a run: for what, for which agents, and until when."""
 
     what: str
+    """What the run waits for, as text."""
+
     whom: tuple[str, ...] = ()
+    """The agents that it waits for."""
+
     until: float | None = None
+    """Monotonic seconds when the wait ends; None: it has no time limit."""
+
     about: str = ""
-    """Waits with the same subject get one line in the log; empty: each new text is a new wait."""
+    """The subject of the wait. Waits of one subject get one line in the log; empty: each new text is a new wait."""
     is_idle: bool = False
     """Whether nothing is to be done until a person starts something."""
 
@@ -145,7 +151,7 @@ class Reports:
         """The released bundle whose metrics are accepted; empty: those of any."""
 
     def add(self, agent: str, message: Report) -> None:
-        """An agent's report; it replaces an earlier one. A report about an earlier release is ignored."""
+        """Take an agent's report, which replaces an earlier one; a report about an earlier release is ignored."""
         if message.about and message.about != self._bundle_id:
             return
         self.reports[agent] = message
@@ -153,7 +159,7 @@ class Reports:
         self._unanswered.pop(agent, None)
 
     def fault(self, agent: str, reason: str) -> None:
-        """An agent failed: its report is not waited for."""
+        """Note that an agent failed: its report is not waited for."""
         self.faults[agent] = reason
         self._unanswered.pop(agent, None)
 
@@ -162,7 +168,7 @@ class Reports:
         return agent in self._asked
 
     def expect(self, bundle_id: str) -> None:
-        """From now on, accept metrics of this released bundle only."""
+        """Accept metrics of this released bundle only, from now on."""
         self._bundle_id = bundle_id
 
     def collect(
@@ -198,15 +204,16 @@ class Reports:
         """Accept faults of these agents from now on, and have them asked again by ``ask`` (`ask_again`)."""
         self._ask = ask
         self._asked = frozenset(agents)
-        self._unanswered = {agent: None for agent in agents if agent not in self.reports and agent not in self.faults}
+        answered = self.reports.keys() | self.faults.keys()
+        self._unanswered = {agent: None for agent in agents if agent not in answered}
 
     def pop(self, agents: Iterable[str]) -> dict[str, Report]:
         """Remove and return the reports of these agents, and remove their faults, before they are asked again."""
-        asked = set(agents)
-        self._unanswered.update(dict.fromkeys(sorted(asked & self._asked)))
-        for agent in asked:
+        removed = set(agents)
+        self._unanswered.update(dict.fromkeys(sorted(removed & self._asked)))
+        for agent in removed:
             self.faults.pop(agent, None)
-        return {agent: self.reports.pop(agent) for agent in sorted(asked & self.reports.keys())}
+        return {agent: self.reports.pop(agent) for agent in sorted(removed & self.reports.keys())}
 
     def ask_again(self, agent: str) -> None:
         """Ask an idle agent again whose answer is pending: the message or the answer was lost."""
@@ -214,6 +221,7 @@ class Reports:
             self._ask(agent)
 
     def _is_pending(self, agent: str) -> bool:
+        """Return whether an agent may still answer: it is here or may return, and has neither reported nor failed."""
         roster = self._context.roster
         is_awaited = agent in roster.ready or (roster.patience(agent) or 0) > 0
         return is_awaited and agent not in self.reports and agent not in self.faults
@@ -269,7 +277,9 @@ class Run:
 
     def _put(self, tensors: Tensors) -> str:
         """Put tensors into the blob store and return their digest; empty where there are none."""
-        return self.context.state.blobs.put(*pieces(tensors)) if tensors else ""
+        if not tensors:
+            return ""
+        return self.context.state.blobs.put(*pieces(tensors))
 
     @property
     def has_encoder(self) -> bool:
@@ -278,28 +288,28 @@ class Run:
 
 
 class RunHooks:
-    """Called around the rounds of runs; this class does nothing. No hook delays an open round."""
+    """Hooks that are called around the rounds of runs; here they do nothing. No hook delays an open round."""
 
     def start(self, state: StateFolder) -> None:
-        """The coordinator starts on this state folder."""
+        """Do what is needed when the coordinator starts on this state folder."""
 
     def before_run(self, run: Run) -> Generator[Waiting, None, Run]:
-        """Called when a run starts or resumes; its rounds wait for this and start from the returned value."""
+        """Prepare a run that starts or resumes; its rounds wait for this and start from the returned value."""
         yield from ()
         return run
 
     def after_round(self, run: Run, number: int) -> None:
-        """Called after each round."""
+        """Do what follows each round; the next one does not wait for it."""
 
     def after_run(self, run: Run) -> Steps:  # noqa: ARG002 - for overriding methods
-        """Called after the last round; the end of the run waits for this."""
+        """Do what follows the last round; the end of the run waits for this."""
         yield from ()
 
     def on_end(self, run: str) -> None:
-        """A run has ended, for whatever reason: cancel computations for it."""
+        """Cancel computations for a run that has ended, for whatever reason."""
 
     def collect(self) -> None:
-        """Called regularly in the coordinator's own thread."""
+        """Take up results of computations; called regularly in the coordinator's own thread."""
 
     def close(self) -> None:
-        """The coordinator stops."""
+        """Release what the hooks hold, because the coordinator stops."""

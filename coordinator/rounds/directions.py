@@ -86,7 +86,7 @@ class Direction:
         return max(self.to_others, self.along_way)
 
     def trust(self, limit: float) -> float:
-        """Share (0..1) of its weight that an update of this direction keeps: all at ``limit``, none `RAMP` below."""
+        """Return the share (0..1) of its weight that an update keeps: all of it at ``limit``, nothing `RAMP` below."""
         missing = limit - self.decisive
         return min(1.0, max(0.0, 1.0 - missing / RAMP))
 
@@ -124,7 +124,10 @@ class Comparison:
     """Name of a tensor -> sum of the shortened changes, float32."""
 
     def directions(self, updates: Updates) -> dict[str, dict[str, Direction]]:
-        """Group of tensors -> agent -> its direction; without agents whose change, or all others', is 0 or infinite."""
+        """Return group of tensors -> agent -> its direction.
+
+        An agent is left out whose change is 0 or infinite, or whose others have changes that add up to 0.
+        """
         # Step 1: the sum of all changes, each at most as long as the median, so that nobody's counts for two.
         for update in updates():
             for group, name, array in self._compared(update):
@@ -137,17 +140,17 @@ class Comparison:
         squared_sums = self._squared_sums()
         directions: dict[str, dict[str, Direction]] = {}
         for update in updates():
-            products, along_way = self._multiply(update, has_way=way_length > 0)
+            products, product_with_way = self._multiply(update, has_way=way_length > 0)
             for group, product in products.items():
                 norm = self.norms[group][update.client]
                 share = self._share(group, update.client)
-                cosine = _cosine_to_rest(product, norm, share, squared_sums[group])
-                if cosine is None:
+                to_others = _cosine_to_rest(product, norm, share, squared_sums[group])
+                if to_others is None:
                     continue
-                direction = Direction(cosine)
+                along_way = None
                 if group == WEIGHTS and way_length:
-                    direction = Direction(cosine, along_way / (norm * way_length))
-                directions.setdefault(group, {})[update.client] = direction
+                    along_way = product_with_way / (norm * way_length)
+                directions.setdefault(group, {})[update.client] = Direction(to_others, along_way)
         return directions
 
     def _multiply(self, update: Update, *, has_way: bool) -> tuple[dict[str, float], float]:
@@ -156,12 +159,12 @@ class Comparison:
         ``has_way``: whether the second one is computed; it is 0 otherwise.
         """
         products: dict[str, float] = {}
-        along_way = 0.0
+        product_with_way = 0.0
         for group, name, array in self._compared(update):
             products[group] = products.get(group, 0.0) + self._product(name, array, self._sums[name])
             if group == WEIGHTS and has_way:
-                along_way += self._product_with_way(name, array)
-        return products, along_way
+                product_with_way += self._product_with_way(name, array)
+        return products, product_with_way
 
     def _compared(self, update: Update) -> Iterator[tuple[str, str, np.ndarray]]:
         """Yield group, name and array of the tensors whose direction is compared, of groups with a finite norm."""
@@ -178,7 +181,9 @@ class Comparison:
         """Return the factor that shortens a client's change to the median length; 1 where it is no longer."""
         norm = self.norms[group][client]
         middle = median(self.norms[group].values())
-        return 1.0 if norm <= middle else middle / norm
+        if norm <= middle:
+            return 1.0
+        return middle / norm
 
     def _add(self, name: str, array: np.ndarray, share: float) -> None:
         """Add the change of a tensor to the sum of the changes, shortened by a factor."""
@@ -211,13 +216,12 @@ class Comparison:
             return 0.0
         total = 0.0
         for name, array in self.received.items():
-            if name not in self.start or not is_learned(name, array):
-                continue
-            total += sum(float(part @ part) for _, part in _differences(array, self.start[name]))
+            if name in self.start and is_learned(name, array):
+                total += sum(float(part @ part) for _, part in _differences(array, self.start[name]))
         return float(np.sqrt(total))
 
     def _squared_sums(self) -> dict[str, float]:
-        """Group of tensors -> squared norm of its sum."""
+        """Return group of tensors -> squared norm of its sum."""
         totals: dict[str, float] = {}
         for name, array in self._sums.items():
             group = extra_group(name, self.extras) or WEIGHTS

@@ -25,9 +25,10 @@ class Stats:
 
     @classmethod
     def begin(cls, context: RunContext, run: str | None = None) -> Stats:
-        """Begin to count now; for a ``run`` together with the rounds that earlier processes have closed.
+        """Return statistics that count from now on.
 
-        What a process did in a round before it was killed does not count, nor does the time until the next process.
+        For a ``run`` they include the rounds that earlier processes have closed. What a process did in a round before
+        it was killed does not count, nor does the time until the next process.
         """
         stats = cls(context.stopwatch(), dict(context.collector.bytes_from), dict(context.distributor.bytes_to))
         closed = [] if run is None else context.state.journal.entries(run, ("round_closed",))
@@ -55,22 +56,32 @@ class Stats:
         agent.
         """
         traffic: dict[str, list[int]] = {}
+        bytes_up = 0
+        bytes_down = 0
         for agent in sorted({*context.collector.bytes_from, *context.distributor.bytes_to}):
             up, down = self.traffic(context, agent)
             if up or down:
                 traffic[agent] = [up, down]
+                bytes_up += up
+                bytes_down += down
         return {
             "seconds": round(self.seconds(context), 4),
             "waiting_s": round(self.waiting_s, 4),
-            "bytes_up": sum(up for up, _ in traffic.values()),
-            "bytes_down": sum(down for _, down in traffic.values()),
+            "bytes_up": bytes_up,
+            "bytes_down": bytes_down,
             "traffic": traffic,
             "late": [{"agent": agent, "round": number} for agent, number in collection.late],
         }
 
 
 def round_record(closed: OpenRound, fact: RoundClosed) -> dict[str, Any]:
-    """Return the line of a closed round in ``metrics.jsonl``; ``fact``: what is journaled of its end."""
+    """Return the line of a closed round in ``metrics.jsonl``, as JSON.
+
+    Args:
+        closed: The round with its updates and rejections.
+        fact: What is journaled of its end.
+    """
+    # 1. Whose updates are not in the round, and why: an agent whose own policy refuses the job was not rejected.
     refused: dict[str, str] = {}
     rejected: dict[str, str] = {}
     for agent, rejection in closed.rejected.items():
@@ -82,6 +93,7 @@ def round_record(closed: OpenRound, fact: RoundClosed) -> dict[str, Any]:
         # Agents of a buffered round that are at work have their updates in a later one.
         if not has_answered and agent not in fact.busy:
             missing.append(agent)
+    # 2. What only some rounds have: updates of earlier rounds, late ones, and accuracies after training.
     stale = sorted(closed.fact.asked.keys() & closed.updates.keys())
     late = None if fact.late is None else [update.model_dump() for update in fact.late]
     acc: dict[str, Any] = {scope: _metric_by_agent(closed, f"acc.{scope}") for scope in ("global", "personal")}
@@ -114,7 +126,7 @@ def round_record(closed: OpenRound, fact: RoundClosed) -> dict[str, Any]:
 
 
 def _metric_by_agent(closed: OpenRound, name: str) -> dict[str, float]:
-    """Agent -> a metric of its update, of those that sent it."""
+    """Return agent -> a metric of its update, of those that sent it."""
     updates = sorted(closed.updates.items())
     return {agent: update.metrics[name] for agent, update in updates if name in update.metrics}
 

@@ -49,22 +49,26 @@ def explosion(
 ) -> Explosion | None:
     """Return the explosion of a round's loss; None where there is none, or nothing to compare it with.
 
-    The median of the losses counts, of two the lower, and whoever is silent has not seen an explosion: so no minority
-    of a round can have a state restored.
+    The median of the losses counts, or the lower one of two in the middle. An agent that withholds its loss counts as
+    one that has not seen an explosion. So no minority of a round can have a state restored.
 
     Args:
         losses: The loss of each accepted update; None where its agent withholds it.
         good: The last good state, with the lowest median loss of the run.
         num_classes: K; a model that guesses has a loss of log K.
-        most: The median may be so many times the larger of those two losses; None: it may be anything.
+        most: The median may be this many times the larger of those two losses; None: it may be anything.
     """
-    of_agents = [-math.inf if loss is None else loss for loss in losses]
-    if most is None or good is None or not of_agents:
+    if most is None or good is None:
         return None
-    loss = median_low(of_agents)
+    known_or_lowest = [-math.inf if loss is None else loss for loss in losses]
+    if not known_or_lowest:
+        return None
+    loss = median_low(known_or_lowest)
     loss_of_guessing = math.log(max(2, num_classes))
     bound = most * max(good.loss, loss_of_guessing)
-    return Explosion(loss, bound) if loss > bound else None
+    if loss > bound:
+        return Explosion(loss, bound)
+    return None
 
 
 def after(good: GoodState | None, losses: Iterable[float | None], number: int, digest: str) -> GoodState | None:
@@ -77,9 +81,9 @@ def after(good: GoodState | None, losses: Iterable[float | None], number: int, d
         number: The round whose state the agents have trained from.
         digest: The digest of that state.
     """
-    of_agents = list(losses)
-    reported = [loss for loss in of_agents if loss is not None]
-    if 2 * len(reported) <= len(of_agents):
+    all_losses = list(losses)
+    reported = [loss for loss in all_losses if loss is not None]
+    if 2 * len(reported) <= len(all_losses):
         return good
     lowest = median_low(reported)
     if good is not None:
@@ -89,8 +93,10 @@ def after(good: GoodState | None, losses: Iterable[float | None], number: int, d
 
 def reason_of_restoration(restored: Mapping[str, Any]) -> str:
     """Return why a round has restored an earlier state, as text, from what it has journaled."""
-    what = "the initial state" if restored["round"] == 0 else f"the state of round {restored['round']}"
+    state = f"the state of round {restored['round']}"
+    if restored["round"] == 0:
+        state = "the initial state"
     return (
-        f"{what} was restored: the median training loss rose to {restored['loss']:.4g}, the bound is "
+        f"{state} was restored: the median training loss rose to {restored['loss']:.4g}, the bound is "
         f"{restored['bound']:.4g} (aggregation.max_loss); the updates of the round are not in the model"
     )

@@ -19,7 +19,10 @@ HISTORY = 10
 """Rounds of an agent that its expected time is taken from."""
 
 QUANTILE = 0.8
-"""Of these times, rounded up: of up to four it is the longest, of ten the third: single bad rounds change nothing."""
+"""The quantile of these times that is expected, rounded up to one of them.
+
+Of up to four times it is the longest, of ten the third longest: single bad rounds change nothing.
+"""
 
 LATE_FACTOR = 4.0
 """An agent without an update when its round closed is taken to need this many times as long as the round was.
@@ -37,10 +40,10 @@ standard deviation of 0.25, in 4.9 % if it has one of 0.5, and the others wait h
 """
 
 GRACE_LEAST_S = 1.0
-"""After the quorum an agent is waited for at least so many seconds beyond its expected time."""
+"""After the quorum an agent is waited for at least this many seconds beyond its expected time."""
 
 DEADLINE_FACTOR = 3.0
-"""Before the quorum, after half of the cohort delivered, an agent is waited for so many times its expected time.
+"""Before the quorum, after half of the cohort delivered, an agent is waited for this many times its expected time.
 
 Without the quorum a round has to be repeated, so the limit is one that agents hardly reach by chance: 0.1 % of rounds
 for log-normal times with a standard deviation of 0.5 in the logarithm.
@@ -50,16 +53,16 @@ SLOW_FACTOR = 2.0
 """A slow agent is expected to take more than this many times the median of the cohort; see `SLOW_LEAST_S`."""
 
 SLOW_LEAST_S = 1.0
-"""A slow agent is expected to take so many seconds more than the median of the cohort, too."""
+"""A slow agent is also expected to take at least this many seconds more than the median of the cohort."""
 
 LATE_ANYWAY = 2
-"""Rounds in a row that closed without an agent although it had less to do: later rounds do not wait for it."""
+"""After so many rounds in a row that closed without an agent although it had less to do, none waits for it."""
 
 LEAST_WORK = 1 / 64
-"""Share of local training; what takes longer than the others' whole training even so comes late."""
+"""The least share of local training that an agent is asked for, even if it will come late with that."""
 
 Times = Mapping[str, Sequence[float]]
-"""Agent -> seconds from its task to its update, share of the work, and 1 where the round closed without it, else 0."""
+"""Agent -> (seconds from its task to its update, share of the work, 1 if the round closed without it, else 0)."""
 
 
 @dataclass(frozen=True)
@@ -159,11 +162,12 @@ class Pace:
         return max(work * whole_s, any_s)
 
     def work(self, cohort: Iterable[str]) -> dict[str, float]:
-        """Slow agent -> the share of local training that it can do in the median time of the cohort.
+        """Return slow agent -> the share of local training that it can do in the median time of the cohort.
 
         Only of agents that rounds have closed without: one that was restarted and still delivered in time does all of
         its work, so that a run has the same bits as an undisturbed one.
         """
+        # 1. What is expected of the agents that have a past.
         expected: dict[str, float] = {}
         for agent in cohort:
             seconds = self.expected_s(agent)
@@ -171,12 +175,12 @@ class Pace:
                 expected[agent] = seconds
         if not expected:
             return {}
+        # 2. Who is slow beside the median: twice as slow, and by more than a second, which others hardly wait for.
         usual_s = median_low(expected.values())
+        slow_s = max(SLOW_FACTOR * usual_s, usual_s + SLOW_LEAST_S)
         shares: dict[str, float] = {}
         for agent, seconds in expected.items():
-            # Twice as slow is slow; of rounds of seconds, a second more is nothing that others wait for.
-            is_slow = seconds > SLOW_FACTOR * usual_s and seconds > usual_s + SLOW_LEAST_S
-            if is_slow and self._was_ever_late(agent):
+            if seconds > slow_s and self._was_ever_late(agent):
                 # Three digits, as the share is journaled and sent.
                 shares[agent] = max(LEAST_WORK, float(f"{usual_s / seconds:.3g}"))
         return shares

@@ -40,28 +40,37 @@ class PrivacyBudget:
 
     @property
     def least(self) -> int:
-        """Among how many updates the noise is divided: with noise, a round closes with no fewer."""
-        return max(1, self.config.cohort.min_agents) if self.sums and self.is_on else 1
+        """The number of updates that the noise is divided among: with noise, a round closes with no fewer."""
+        is_divided = self.sums and self.is_on
+        if not is_divided:
+            return 1
+        return max(1, self.config.cohort.min_agents)
 
     def asked(self) -> Noise | None:
-        """Return what each device is asked to do with its update; None: nothing."""
+        """Return how each device has to clip its update, and how much noise it adds; None: nothing of it."""
         privacy = self.config.privacy
         if privacy.clip is None:
             return None
         # Independent noise of n devices adds up to sqrt(n) times that of one.
         part = privacy.noise / math.sqrt(self.least)
-        clip_statistics = privacy.clip if privacy.clip_statistics is None else privacy.clip_statistics
+        clip_statistics = privacy.clip_statistics
+        if clip_statistics is None:
+            clip_statistics = privacy.clip
         return Noise(clip=privacy.clip, clip_statistics=clip_statistics, noise=part)
 
     def terms(self) -> PrivacyTerms | None:
         """Return the terms under which updates are made, for the entry of a round; None without clipping."""
-        asked = self.asked()
-        return None if asked is None else PrivacyTerms(**asked.model_dump(), least=self.least)
+        noise = self.asked()
+        if noise is None:
+            return None
+        return PrivacyTerms(**noise.model_dump(), least=self.least)
 
     def opens(self, opened: RoundOpened) -> RoundOpened:
         """Return what is journaled of a round that is opened, with `terms` where there are any."""
         terms = self.terms()
-        return opened if terms is None else opened.changed(privacy=terms)
+        if terms is None:
+            return opened
+        return opened.changed(privacy=terms)
 
     def check_terms(self, number: int, opened: RoundOpened) -> None:
         """Return quietly where the updates of round ``number``, journaled as ``opened``, are made as now asked.
@@ -88,8 +97,10 @@ class PrivacyBudget:
     def spent(self) -> tuple[float, int]:
         """Return the cost of all closed rounds with noise, and the number of those without."""
         closed = self.journal.entries(kinds=("round_closed",))
-        noised = [one.noise_multiplier for one in facts_of(closed, RoundClosed) if one.noise_multiplier is not None]
-        costs = [cost(multiplier) for multiplier in noised]
+        costs = list[float]()
+        for fact in facts_of(closed, RoundClosed):
+            if fact.noise_multiplier is not None:
+                costs.append(cost(fact.noise_multiplier))
         return sum(costs), len(closed) - len(costs)
 
     def figures(self) -> dict[str, Any] | None:
@@ -103,9 +114,12 @@ class PrivacyBudget:
         privacy = self.config.privacy
         spent, uncovered = self.spent()
         epsilon = epsilon_of(spent, privacy.delta)
+        epsilon_left = None
+        if privacy.epsilon is not None:
+            epsilon_left = round(max(0.0, privacy.epsilon - epsilon), 4)
         return {
             "epsilon": round(epsilon, 4) if math.isfinite(epsilon) else None,
-            "epsilon_left": None if privacy.epsilon is None else round(max(0.0, privacy.epsilon - epsilon), 4),
+            "epsilon_left": epsilon_left,
             "delta": privacy.delta,
             "rounds_without_noise": uncovered,
             "clip": privacy.clip,
@@ -129,4 +143,7 @@ class PrivacyBudget:
 
 
 def _as_text(terms: PrivacyTerms | None) -> str:
-    return "none" if terms is None else str(terms.to_body())
+    """Return terms of privacy for a message."""
+    if terms is None:
+        return "none"
+    return str(terms.to_body())

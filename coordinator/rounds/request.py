@@ -1,4 +1,4 @@
-"""The request of a run: method, parameters, rounds, seed, task, and the weights it starts with."""
+"""The request of a run: method, parameters, rounds, seed, task, and the weights that it starts with."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Weights(Frozen):
         """Return the file with its current hash.
 
         Raises:
-            WeightsError: it cannot be read.
+            WeightsError: The file cannot be read.
         """
         try:
             if path.exists() and not path.is_file():
@@ -50,7 +50,7 @@ class Weights(Frozen):
         """Load the weights into the model's encoder.
 
         Raises:
-            WeightsError: the file is missing or has changed, or does not contain this encoder.
+            WeightsError: The file is missing or has changed, or does not contain this encoder.
         """
         from edge_agent.training.weights import put_weights, read_weights
 
@@ -99,7 +99,7 @@ class Request:
         return "" if pinned is None else pinned.sha256
 
     def body(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the request as JSON."""
         body: dict[str, Any] = _REQUEST.dump_python(self, mode="json")
         return body
 
@@ -112,7 +112,7 @@ class Request:
         """Return the request in an entry of the journal.
 
         Raises:
-            ValueError: a field is missing or invalid.
+            ValueError: A field is missing or invalid.
         """
         return _REQUEST.validate_python(fact.to_body())
 

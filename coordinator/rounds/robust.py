@@ -67,12 +67,12 @@ class Rule(Protocol):
     """A way to combine the updates of a round."""
 
     def combine(self, updates: Sequence[Update], received: Tensors, state: State) -> Combination:
-        """Combine the updates.
+        """Return the combination of a round's updates.
 
         Args:
-            updates: Those of the round.
-            received: What their clients started from.
-            state: The state of the run.
+            updates: The updates of the round.
+            received: The tensors that their clients started from.
+            state: The state of the run, which has the memory of the rule.
         """
 
 
@@ -213,15 +213,17 @@ def by_coordinate(updates: Sequence[Update], trim: int | None) -> Tensors:
     """Combine the updates coordinate by coordinate.
 
     Args:
-        updates: Those of the round; each array counts over the updates that have it.
-        trim: How many of the largest and of the smallest values the mean leaves out; None: the median is taken, as
-            where that many cannot be spared.
+        updates: The updates of the round; an array is combined over the updates that have it.
+        trim: How many of the largest and of the smallest values the mean leaves out. Where that many cannot be spared,
+            or without a number (None), the median is taken.
 
     Returns:
         Name -> array. Integer arrays (counters) have the lower median, which is a value that a client has sent.
     """
     combined: Tensors = {}
-    names = {name for update in updates for name in update.tensors}
+    names = set[str]()
+    for update in updates:
+        names.update(update.tensors)
     for name in sorted(names):
         arrays = [update.tensors[name] for update in updates if name in update.tensors]
         combined[name] = _combine_coordinates(arrays, trim)
@@ -252,8 +254,8 @@ def gram(updates: Sequence[Update], received: Tensors) -> np.ndarray:
         for name in sorted(received):
             # An update without an array has not changed it.
             arrays = [update.tensors.get(name, received[name]).reshape(-1) for update in updates]
-            is_float = all(array.dtype.kind == "f" for array in arrays)
-            if not is_float:
+            are_floats = {array.dtype.kind for array in arrays} <= {"f"}
+            if not are_floats:
                 continue  # counters are no direction
             before = received[name].reshape(-1)
             for begin, end in _blocks(before.size, len(arrays)):

@@ -6,8 +6,8 @@ off the sum (`secure_sum` has the coordinator's part of the protocol). Where too
 is over and nothing of it is used: the round begins again with fresh keys and without the agents in dispute over
 shares, up to ``round.max_attempts`` times.
 
-Once shares may have been revealed, the journal has whose sum it is. The updates of the same training are the same
-again, so a sum over other agents would bare single updates by the difference: only these agents take part from then on.
+Before shares are revealed, the journal notes whose sum it is. The same training gives the same updates again, so the
+difference to a sum over other agents would expose single updates: from then on, only these agents take part.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class AbsentMembers:
-    """Who was asked in an attempt at a secure sum, and has not done its part."""
+    """The agents that were asked in an attempt at a secure sum and have not done their part."""
 
     failed: dict[str, Rejection] = field(default_factory=dict)
     """Agent -> why it could not do its part."""
@@ -55,15 +55,18 @@ class AbsentMembers:
     """Agent -> why, of those that were present and did not answer in time."""
 
     def note(self, collection: Collection, unanswered: dict[str, str]) -> None:
-        """Add whoever has not done its part in one phase."""
+        """Add the agents that have not done their part in one phase."""
         self.failed.update(collection.rejected)
         self.unanswered.update(unanswered)
 
     def __str__(self) -> str:
+        """Return the agents with their reasons, on one line."""
         reasons = {agent: rejection.reason for agent, rejection in self.failed.items()}
         reasons.update(self.unanswered)
-        some = sorted(reasons.items())[:MOST_LISTED]
-        return "; ".join(f"{agent}: {why}" for agent, why in some) or "nobody failed"
+        if not reasons:
+            return "nobody failed"
+        first_ones = sorted(reasons.items())[:MOST_LISTED]
+        return "; ".join(f"{agent}: {reason}" for agent, reason in first_ones)
 
 
 class SecureSumRounds(Rounds):
@@ -137,19 +140,30 @@ class SecureSumRounds(Rounds):
         bound_to = self._bound_to()
         if not bound_to:
             return (yield from plan_cohort(self.active, number))
+        yield from self._await_all(bound_to, number)
+        fact = self.active.run.privacy_budget.opens(RoundOpened(joining=(), wanted=len(bound_to), work={}))
+        return OpenRound(number, 1, bound_to, fact)
+
+    def _await_all(self, bound_to: tuple[str, ...], number: int) -> Steps:
+        """Wait until all agents are here whom the sum is bound to.
+
+        Raises:
+            RunFailed: They are not all here within the deadline of a round.
+        """
         context = self.active.run.context
         until = context.roster.heard_s() + context.config.round.deadline_s
-        while missing := tuple(drop_left_out(bound_to, context.roster.ready)):
+        text = f"round {number} begins again with the {len(bound_to)} agents whose sum has begun to be revealed"
+        while True:
+            missing = tuple(drop_left_out(bound_to, context.roster.ready))
+            if not missing:
+                return
             if context.roster.heard_s() >= until:
                 raise RunFailed(
                     f"round {number}: the sum of {listed(bound_to)} has begun to be revealed, and cannot be that of "
                     f"others, because the difference would bare single updates; {listed(missing)} did not come back; "
                     "start another run with another seed (headwater run --seed)"
                 )
-            what = f"round {number} begins again with the {len(bound_to)} agents whose sum has begun to be revealed"
-            yield Waiting(what, missing, until + context.roster.deaf_s, f"round {number}")
-        fact = self.active.run.privacy_budget.opens(RoundOpened(joining=(), wanted=len(bound_to), work={}))
-        return OpenRound(number, 1, bound_to, fact)
+            yield Waiting(text, missing, until + context.roster.deaf_s, f"round {number}")
 
     def open(self, opened: OpenRound, *, is_new: bool) -> Generator[Waiting, None, Collecting]:  # noqa: ARG002 - each attempt is
         """Collect keys and shares, then journal the attempt, and ask the members for their updates under masks.
@@ -158,18 +172,21 @@ class SecureSumRounds(Rounds):
             SumMissed: Too few have sent keys or shares.
         """
         sums = self._sums
+        # 1. Public keys. Those whom the sum is bound to are all asked, also if they are in dispute: nobody else may be.
         barred = () if self._bound_to() else self._barred
-        asked = tuple(drop_left_out(opened.cohort, barred))
-        keyed, unanswered = yield from self._exchange("secure_keys", opened, asked, {}, keys_objection)
+        agents = tuple(drop_left_out(opened.cohort, barred))
+        keyed, unanswered = yield from self._exchange("secure_keys", opened, agents, {}, keys_objection)
         self._absent.note(keyed, unanswered)
         sums.take_keys(updates_of(self._blobs, keyed))
         if len(sums.keys) < sums.least:
-            raise SumMissed(f"{len(sums.keys)} of {len(asked)} agents have sent keys, it takes {sums.least}")
+            raise SumMissed(f"{len(sums.keys)} of {len(agents)} agents have sent keys, it takes {sums.least}")
+        # 2. Encrypted shares of the secrets, so that masks of members that fail later can still be taken off.
         shared, unanswered = yield from self._exchange("secure_shares", opened, sums.members, sums.for_shares())
         self._absent.note(shared, unanswered)
         sums.take_shares(updates_of(self._blobs, shared))
         if len(sums.sealed) < sums.needed:
             raise SumMissed(f"{len(sums.sealed)} of {len(sums.keys)} agents have sent shares, it takes {sums.needed}")
+        # 3. Only now the members train: the attempt is in the journal, and they are asked for their updates.
         opened = self.record_opening(opened)
         collection = self._accept_masked_updates(opened)
         self.active.selection.note_opened(collection)
@@ -189,6 +206,7 @@ class SecureSumRounds(Rounds):
         active = self.active
         collection = collecting.collection
         work = collecting.opened.fact.work
+        # 1. The updates under masks, of enough members.
         late_s = yield from active.selection.collect(collection, collecting.deadline, work=work)
         self._absent.note(collection, active.selection.unanswered(collection, late_s))
         closed = with_updates(collecting.opened, collection)
@@ -196,13 +214,12 @@ class SecureSumRounds(Rounds):
         delivered = tuple(sorted(collection.accepted))
         if len(delivered) < sums.needed:
             raise SumMissed(f"{len(delivered)} of {len(sums.keys)} agents have delivered, it takes {sums.needed}")
-        # Before anybody is asked to reveal shares, the journal has whose sum it is: from here on it is no other's.
-        active.journal.append(
-            SumRevealed(agents=delivered, origin=self._origin()), run=active.run.id, round=closed.round
-        )
+        # 2. Before anybody is asked to reveal shares, the journal has whose sum it is: from here on it is no other's.
+        revealed = SumRevealed(agents=delivered, origin=self._origin())
+        active.journal.append(revealed, run=active.run.id, round=closed.round)
         mean = yield from self._take_masks_off(closed, collection, delivered)
         digest = self._blobs.put(*pieces(mean))
-        # Single updates, of which this is checked otherwise, cannot be seen.
+        # 3. The mean is checked as single updates are in other rounds, which cannot be seen here.
         negative = find_negative_variance(mean)
         if negative:
             raise SumMissed(f"the sum of tensor '{negative}' holds a variance below 0")
@@ -230,7 +247,7 @@ class SecureSumRounds(Rounds):
         return ()
 
     def _origin(self) -> str:
-        """Return the digest of what decides updates, save for what is random, as `edge_agent.agent` computes it."""
+        """Return the digest of what updates follow from, but for what is random, as `edge_agent.agent` computes it."""
         run = self.active.run
         task = run.request.task.model_dump(mode="json")
         params = run.method.all_params()
@@ -293,9 +310,9 @@ class SecureSumRounds(Rounds):
         Raises:
             SumMissed: A share was wrong, or too few have revealed theirs.
         """
-        # Whoever does not answer here has delivered, and is not noted as absent.
-        given = self._sums.for_unmasking(delivered)
-        revealed, _ = yield from self._exchange("secure_unmask", closed, delivered, given)
+        # An agent that does not answer here has delivered, and is not noted as absent.
+        who_delivered = self._sums.for_unmasking(delivered)
+        revealed, _ = yield from self._exchange("secure_unmask", closed, delivered, who_delivered)
         waiting = Waiting(f"round {closed.round}: masks are taken off the sum of {len(delivered)} updates")
         masked_updates = updates_of(self._blobs, collection)
         answers = updates_of(self._blobs, revealed)

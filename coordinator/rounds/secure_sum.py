@@ -1,10 +1,10 @@
 """What the coordinator knows of a secure sum: public keys, shares that it cannot read, and updates under masks.
 
-The protocol is `edge_agent.privacy.secure_sum`. An attempt at a round has its own session, and keys that serve no
-other: where too few agents deliver, or the coordinator was restarted, the round begins again with another session. So
-nobody's masks are ever taken off two different sums. As the updates are the same again, two sums over different
-agents would tell more than one: once shares are asked for, the journal has whose sum it is, and only these agents take
-part in the next try, also in another run that trains from the same model.
+The protocol is `edge_agent.privacy.secure_sum`. An attempt at a round has its own session, and keys that no other
+attempt uses: where too few agents deliver, or the coordinator was restarted, the round begins again with another
+session. So nobody's masks are ever taken off two different sums. The updates of another attempt are the same again, so
+two sums over different agents would tell more than one does. Therefore the journal has whose sum it is once shares are
+asked for, and only these agents take part in the next attempt, also in another run that trains from the same model.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class SecureSum:
         return {name: forms[name]}
 
     def take_keys(self, updates: Iterable[Update]) -> None:
-        """Take the members' public keys, but for keys that two agents have sent: each client refuses such a list."""
+        """Take the members' public keys, without those that two agents have sent: clients refuse a list with these."""
         keys = {update.client: layout.keys_of(update.tensors[layout.KEYS]) for update in updates}
         senders: Counter[bytes] = Counter()
         for public in keys.values():
@@ -128,6 +128,7 @@ class SecureSum:
         return layout.mean_of(total, self.forms)
 
     def _blame(self, agent: str) -> None:
+        """Log that the shares of an agent were wrong."""
         log.warning("shares_wrong run=%s round=%d agent=%s", self.run, self.round, agent)
 
     def _answer(self, rows: np.ndarray) -> dict[str, bytes]:
@@ -146,13 +147,18 @@ def disputed(accusations: Mapping[str, Collection[str]], members: Iterable[str])
         accusations: Agent -> the agents whose shares it could not decrypt.
         members: The members of the attempt; accusations of others do not count.
     """
-    here = frozenset(members)
+    present = frozenset(members)
+    # 1. Each dispute counts once, whoever of the two has accused the other.
     pairs: set[frozenset[str]] = set()
     for accuser, accused in accusations.items():
-        pairs.update(frozenset((accuser, other)) for other in here.intersection(accused) if other != accuser)
-    times = Counter(agent for pair in pairs for agent in pair)
-    most = max(times.values(), default=0)
-    return {agent for agent, count in times.items() if count == most}
+        others = present.intersection(accused) - {accuser}
+        pairs.update(frozenset((accuser, other)) for other in others)
+    # 2. With how many others each agent is in dispute.
+    disputes: Counter[str] = Counter()
+    for pair in pairs:
+        disputes.update(pair)
+    most = max(disputes.values(), default=0)
+    return {agent for agent, count in disputes.items() if count == most}
 
 
 def keys_objection(tensors: Tensors) -> str:

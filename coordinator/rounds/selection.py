@@ -40,13 +40,13 @@ LONGEST_PAUSE_ROUNDS = 16
 """Pauses are 1, 2, 4, … rounds, up to this, so that a repaired device is asked again."""
 
 REPAIR = "repair those agents, raise round.deadline_s, or lower round.quorum and cohort.min_agents"
-"""What to do about a round without a quorum."""
+"""Advice on a round without a quorum."""
 
 SIMULATED = (
     "in a simulation every client is computed on this machine: mend what the reason names in the method or the data, "
     "or lower dropout"
 )
-"""The same where no device is far away and nothing has a deadline."""
+"""Advice on a round without a quorum in a simulation, where no device is far away and nothing has a deadline."""
 
 Boots = Callable[[str], str]
 """The current start of an agent (`Member.boot`); empty for one that is absent."""
@@ -77,7 +77,7 @@ class _Failures:
 
 @dataclass
 class Exclusions:
-    """Agents that a run leaves out, with reasons. All of it follows from the journal, so a restart changes nothing.
+    """The agents that a run leaves out, with reasons. They follow from the journal, so a restart changes nothing.
 
     A rejected update, a fault, or no update by the deadline is a failure; so is the second round in a row that closes
     without an agent. After its n-th failure an agent is left out of 2^(n-1) rounds (at most `LONGEST_PAUSE_ROUNDS`),
@@ -110,12 +110,11 @@ class Exclusions:
         record = RunRecord(run)
         for entry in journal.entries(run):
             # A round's end is noted before the record goes on: the record then still has the round's updates.
-            for fact in facts_of([entry], RoundClosed):
-                if record.open_round is not None:
+            done = record.open_round
+            if done is not None:
+                for fact in facts_of([entry], RoundClosed):
                     suspects = fact.aggregation.suspects
-                    exclusions.note_closed(
-                        record.open_round, fact.unanswered, fact.boots, frozenset(fact.excused), suspects
-                    )
+                    exclusions.note_closed(done, fact.unanswered, fact.boots, frozenset(fact.excused), suspects)
             record = step(record, entry)
             for opened in facts_of([entry], RoundOpened):
                 if entry.round is not None:
@@ -145,7 +144,8 @@ class Exclusions:
             done: The round with its updates and rejections, and the starts of the agents that were rejected.
             unanswered: Agent -> reason, of those that were present and did not deliver.
             boots: The starts of those that are present and have not delivered.
-            excused: To have missed the round is no failure of these: they get less work, or their round is buffered.
+            excused: Agents for which it is no failure to have missed the round, because they get less work from now on,
+                or because the round is buffered.
             suspects: Agent -> reason, of those whose updates are suspect.
 
         Returns:
@@ -171,7 +171,11 @@ class Exclusions:
         return excluded
 
     def _note_update(self, agent: str, done: OpenRound, suspects: Mapping[str, str]) -> str:
-        """Note an accepted update; returns for how long the agent is left out for it, empty where it is not."""
+        """Note an accepted update.
+
+        Returns:
+            For how long the agent is left out because the update is suspect; empty where it is not left out.
+        """
         self.delivered.add(agent)
         self._refusals.pop(agent, None)
         if agent not in suspects:
@@ -242,20 +246,18 @@ class Exclusions:
         return f"for {counted(pause, 'round')}: {failures.reason}"
 
     def left_out(self, number: int, boots: Boots = lambda _: "") -> dict[str, str]:
-        """Agent -> reason, of those that round ``number`` leaves out."""
+        """Return agent -> reason, of those that round ``number`` leaves out."""
         reasons = self.refusing(boots)
         for agent, failures in sorted(self._failures.items()):
-            is_restarted = failures.boot and boots(agent) not in {"", failures.boot}
-            if failures.until > number and not is_restarted:
+            if failures.until > number and not _is_restarted(failures.boot, boots(agent)):
                 reasons[agent] = failures.reason
         return reasons
 
     def refusing(self, boots: Boots = lambda _: "") -> dict[str, str]:
-        """Agent -> reason, of those whose policy does not allow the job, and that were not restarted since."""
+        """Return agent -> reason, of those whose policy does not allow the job, and that were not restarted since."""
         reasons: dict[str, str] = {}
         for agent, (reason, boot) in sorted(self._refusals.items()):
-            is_restarted = boot and boots(agent) not in {"", boot}
-            if not is_restarted:
+            if not _is_restarted(boot, boots(agent)):
                 reasons[agent] = reason
         return reasons
 
@@ -275,12 +277,22 @@ class Exclusions:
         return {agent: failures.reason for agent, failures in sorted(self._failures.items()) if failures.failures}
 
     def body(self) -> dict[str, Any]:
-        """Agent -> the rounds that left it out and the reason for the last of them, as JSON."""
+        """Return agent -> the rounds that left it out and the reason for the last of them, as JSON."""
         body: dict[str, Any] = {}
         for agent, (rounds, reason) in sorted(self._rounds.items()):
             if rounds:
                 body[agent] = {"rounds": sorted(rounds), "reason": reason}
         return body
+
+
+def _is_restarted(before: str, now: str) -> bool:
+    """Return whether an agent was restarted: its start now is another one than before, and both are known.
+
+    Args:
+        before: The start in which something happened; empty: it does not matter in which.
+        now: The start that the agent has now; empty: it is absent.
+    """
+    return bool(before) and now not in {"", before}
 
 
 def drop_left_out(agents: Iterable[str], left_out: Container[str]) -> list[str]:
@@ -289,15 +301,18 @@ def drop_left_out(agents: Iterable[str], left_out: Container[str]) -> list[str]:
 
 
 IDLE_HEARTBEATS = 3
-"""Heartbeats in a row with another task, or none, although the agent was asked again after each of them."""
+"""After so many heartbeats in a row without its task, although it was asked again each time, an agent is stuck."""
 
 
 @dataclass(frozen=True)
 class Addition:
-    """Agents that join an open round: new ones, and members that are asked once more."""
+    """The agents that an open round asks in addition."""
 
     new: tuple[str, ...] = ()
+    """Agents that join the round."""
+
     again: tuple[str, ...] = ()
+    """Members that have failed and are asked once more."""
 
 
 @dataclass
@@ -309,13 +324,13 @@ class Selection:
     exclusions: Exclusions = field(default_factory=Exclusions)
     pace: Pace = field(default_factory=Pace)
     fewest: int = 1
-    """Fewer updates never close a round: the noise of differential privacy was divided among so many."""
+    """No round closes with fewer updates: the noise of differential privacy was divided among so many."""
 
     _asked: dict[str, tuple[float, str, float]] = field(default_factory=dict)
-    """When each member of the open round was asked (`Roster.heard_s`), its start, and `Roster.deaf_s` then."""
+    """Member of the open round -> when it was asked (`Roster.heard_s`), its start, and `Roster.deaf_s` then."""
 
     _took: dict[str, float] = field(default_factory=dict)
-    """Seconds from there to its update."""
+    """Member of the open round -> seconds from when it was asked to its update."""
 
     _stalled: set[str] = field(default_factory=set)
     """Members of the open round whose disk was full in it: how long they took says nothing of their pace."""
@@ -330,28 +345,36 @@ class Selection:
     """Updates of the open round that have been looked at."""
 
     _idle: Counter[str] = field(default_factory=Counter)
+    """Member of the open round -> how many heartbeats in a row it has sent without its task."""
+
     _stuck: set[str] = field(default_factory=set)
-    """Agents with at least `IDLE_HEARTBEATS` of ``_idle``."""
+    """Members of the open round with at least `IDLE_HEARTBEATS` of these."""
 
     _unreplaced: tuple[object, ...] | None = None
     """The state of the collection for which `replacements` has found nobody."""
 
     def left_out(self, number: int) -> dict[str, str]:
-        """Agent -> reason, of those that round ``number`` leaves out."""
-        return self.exclusions.left_out(number, self.boot) if self.context.excludes_failing else {}
+        """Return agent -> reason, of those that round ``number`` leaves out."""
+        if not self.context.excludes_failing:
+            return {}
+        return self.exclusions.left_out(number, self.boot)
 
     def willing(self) -> list[str]:
-        """Train agents that are present and whose own policy has not refused the run's jobs."""
+        """Return the train agents that are present and whose own policy has not refused the run's jobs."""
         return drop_left_out(self.context.roster.present("train"), self.exclusions.refusing(self.boot))
 
     @property
     def on_trial(self) -> frozenset[str]:
         """Agents that have failed and have not delivered since: a round never waits for them alone."""
-        return self.exclusions.on_trial if self.context.excludes_failing else frozenset()
+        if not self.context.excludes_failing:
+            return frozenset()
+        return self.exclusions.on_trial
 
     def least(self, collection: Collection) -> int:
         """Return how many updates a round needs in any case, however few of its cohort can still deliver."""
-        return self.context.config.cohort.min_agents if self.context.excludes_failing else len(collection.cohort)
+        if not self.context.excludes_failing:
+            return len(collection.cohort)
+        return self.context.config.cohort.min_agents
 
     def has_quorum(self, collection: Collection) -> bool:
         """Return whether enough updates have arrived to close the round."""
@@ -361,24 +384,26 @@ class Selection:
     def await_cohort(self, number: int) -> Generator[Waiting, None, tuple[str, ...]]:
         """Wait until enough agents are present; returns the cohort (as the generator's value).
 
-        Agents that are left out are asked nevertheless where the others are too few. After a restart of the
-        coordinator, agents that have delivered get time to reconnect, or the first one would be the whole cohort.
+        Agents that are left out are asked nevertheless where the others are too few.
         """
-        roster = self.context.roster
-
-        def can_return(agent: str) -> bool:
-            return roster.get(agent) is None and (roster.patience(agent) or 0) > 0
-
-        while True:
-            returning = tuple(agent for agent in sorted(self.exclusions.delivered) if can_return(agent))
-            if not returning:
-                break
+        # 1. After a restart of the coordinator, agents that have delivered get time to reconnect: otherwise the first
+        #    one to do so would be the whole cohort.
+        returning = self._agents_that_may_return()
+        while returning:
             yield Waiting(f"round {number}: agents of this run get {RETURN_S:g} s to come back", returning)
-        while True:
-            chosen = self.choose_cohort(number)
-            if chosen:
-                return chosen
+            returning = self._agents_that_may_return()
+        # 2. The cohort is chosen as soon as there are enough.
+        chosen = self.choose_cohort(number)
+        while not chosen:
             yield Waiting(f"round {number} needs {describe_lack(self.willing(), self.context.config)}")
+            chosen = self.choose_cohort(number)
+        return chosen
+
+    def _agents_that_may_return(self) -> tuple[str, ...]:
+        """Return the agents that have delivered before, are not back since a restart, and still have time for it."""
+        roster = self.context.roster
+        unknown = [agent for agent in sorted(self.exclusions.delivered) if roster.get(agent) is None]
+        return tuple(agent for agent in unknown if (roster.patience(agent) or 0) > 0)
 
     def choose_cohort(self, number: int) -> tuple[str, ...]:
         """Return the cohort of those who are present now; empty while they are too few."""
@@ -391,7 +416,13 @@ class Selection:
         return ()
 
     def with_idle(self, number: int, busy: Container[str], at_work: int) -> tuple[str, ...]:
-        """Idle agents that a buffered round asks beside the ``at_work`` ones of earlier rounds; never waits."""
+        """Return the idle agents that a buffered round asks beside those of earlier rounds; nobody is waited for.
+
+        Args:
+            number: The round.
+            busy: The agents that work on a job of an earlier round.
+            at_work: How many these are.
+        """
         chosen = self.choose_cohort(number)
         idle = drop_left_out(chosen, busy)
         return self.draw(idle, len(chosen) - at_work, number)
@@ -438,14 +469,14 @@ class Selection:
             collection.given_up.setdefault(agent, boot)
 
     def unanswered(self, collection: Collection, late_s: float | None) -> dict[str, str]:
-        """Agent -> reason, of those that are present and have not delivered by the deadline, ``late_s`` seconds.
+        """Return agent -> reason, of those that are present and have not delivered by the deadline, ``late_s`` seconds.
 
         An agent that was restarted during the round is not among them.
         """
         reasons: dict[str, str] = {}
-        for agent in collection.outstanding:
-            if agent not in self.context.roster.ready:
-                continue
+        ready = self.context.roster.ready
+        present = [agent for agent in collection.outstanding if agent in ready]
+        for agent in present:
             if agent in self._stuck:
                 reasons[agent] = f"did not take up the work of round {collection.round}"
             elif late_s is not None and agent not in collection.given_up:
@@ -453,15 +484,19 @@ class Selection:
         return reasons
 
     def replacements(self, collection: Collection, wanted: int) -> tuple[str, ...]:
-        """Agents to ask in place of members that failed, were rejected or are offline; empty where nobody is needed.
+        """Return agents to ask in place of members that failed, were rejected or are offline.
 
-        ``wanted``: how many updates the round aims for. Nobody is asked once their quorum has delivered, because the
-        round would wait for a whole training, nor an agent that this round leaves out.
+        Nobody is asked once the quorum has delivered, because the round would wait for a whole training, nor an agent
+        that this round leaves out.
+
+        Args:
+            collection: What the round has collected.
+            wanted: How many updates the round aims for.
         """
         has_failures = bool(collection.rejected or collection.given_up)
         if not self.context.excludes_failing or not has_failures:
             return ()
-        # This runs after each event. Where nothing has changed since nobody was found, nobody is found now.
+        # Step 1: this runs after each event. Where nothing has changed since nobody was found, nobody is found now.
         state = (
             len(collection.cohort),
             len(collection.rejected),
@@ -471,8 +506,10 @@ class Selection:
         )
         if state == self._unreplaced:
             return ()
+        # Step 2: how many updates will be missing, if all that may still deliver do so.
         awaited = set(self.awaited(collection))
-        lacking = wanted - collection.delivered - sum(agent in awaited for agent in collection.training)
+        may_deliver = [agent for agent in collection.training if agent in awaited]
+        lacking = wanted - collection.delivered - len(may_deliver)
         quorum = max(self.fewest, quorum_of(self.context.config.round.quorum, wanted))
         if lacking > 0 and collection.delivered < quorum:
             others = drop_left_out(self.willing(), set(collection.cohort))
@@ -502,13 +539,17 @@ class Selection:
 
         Those that have failed before are not among them: they may hang.
         """
-        return sorted(find_slowed(times) - self.on_trial) if can_shorten and self._is_adaptive else []
+        if not can_shorten or not self._is_adaptive:
+            return []
+        return sorted(find_slowed(times) - self.on_trial)
 
     def work(self, cohort: Sequence[str], *, can_shorten: bool) -> dict[str, float]:
-        """Slow agent -> its share of local training; ``can_shorten``: whether the method allows that."""
+        """Return slow agent -> its share of local training; ``can_shorten``: whether the method allows that."""
         for agent in cohort:
             self.pace.note_asked(agent, self.boot(agent))
-        return self.pace.work(cohort) if can_shorten and self._is_adaptive else {}
+        if not can_shorten or not self._is_adaptive:
+            return {}
+        return self.pace.work(cohort)
 
     def times(self, collection: Collection, work: Mapping[str, float]) -> dict[str, list[float]]:
         """Return how long the agents of a round took that closes now, for the journal (`pace.Times`)."""
@@ -529,10 +570,19 @@ class Selection:
     def collect(
         self, collection: Collection, deadline: float, wanted: int = 0, work: Mapping[str, float] | None = None
     ) -> Generator[Waiting, None, float | None]:
-        """Wait until all that still can have delivered, the grace period after the quorum is over, or the deadline.
+        """Wait until the updates of a round are complete, or until it is not waited for the missing ones any longer.
 
-        The deadline is by `Roster.heard_s`. The wait also ends where there are `replacements` for members that have
-        failed. Returns the seconds after which those who have not answered are late, None where they are not.
+        The wait ends when all that still can have delivered, when the grace period after the quorum is over, at the
+        deadline, or as soon as there are `replacements` for members that have failed.
+
+        Args:
+            collection: What the round collects.
+            deadline: The deadline, by `Roster.heard_s`.
+            wanted: How many updates the round aims for; 0: no member is replaced.
+            work: Slow agent -> its share (0..1) of local training.
+
+        Returns:
+            The seconds after which those who have not answered are late; None where they are not late.
         """
         self._idle.clear()
         self._stuck.clear()
@@ -540,54 +590,77 @@ class Selection:
         opened_at = self.context.roster.heard_s()
         quorum_at = None
         while True:
+            # 1. Nobody is left to wait for, or somebody else has to be asked.
             awaited = self.awaited(collection)
             if not awaited:
                 return None
             if self.replacements(collection, wanted):
                 return None
+            # 2. What has happened since the last step. Members that fail may take the quorum away again.
             now = self.context.roster.heard_s()
             self._note_times(collection, now)
-            for agent in collection.cohort:
-                member = self.context.roster.get(agent)
-                if member is not None and member.condition == "stalled":
-                    self._stalled.add(agent)
+            self._note_stalled(collection)
             if not self.has_quorum(collection):
                 quorum_at = None
             elif quorum_at is None:
                 quorum_at = now
+            # 3. The time is up: before the deadline it was the grace period, after which nobody is late.
             limit = self._limit(collection, awaited, deadline, quorum_at, work or {})
             if now >= limit:
-                return None if quorum_at is not None and limit < deadline else now - opened_at
-            offline = drop_left_out(collection.outstanding, set(awaited))
-            got = f"{len(collection.accepted)} of {len(collection.cohort)} updates are here"
-            beside = f", without {listed(offline)}" if offline else ""
-            about = str(collection)
-            yield Waiting(f"{about}: {got}{beside}", awaited, limit + self.context.roster.deaf_s, about)
+                is_grace_over = quorum_at is not None and limit < deadline
+                return None if is_grace_over else now - opened_at
+            yield self._wait_for(collection, awaited, limit)
+
+    def _note_stalled(self, collection: Collection) -> None:
+        """Note the members whose disk is full now."""
+        for agent in collection.cohort:
+            member = self.context.roster.get(agent)
+            if member is not None and member.condition == "stalled":
+                self._stalled.add(agent)
+
+    def _wait_for(self, collection: Collection, awaited: tuple[str, ...], limit: float) -> Waiting:
+        """Return the wait for these members, which ends at ``limit`` (by `Roster.heard_s`)."""
+        about = str(collection)
+        text = f"{about}: {len(collection.accepted)} of {len(collection.cohort)} updates are here"
+        offline = drop_left_out(collection.outstanding, set(awaited))
+        if offline:
+            text += f", without {listed(offline)}"
+        return Waiting(text, awaited, limit + self.context.roster.deaf_s, about)
 
     def is_enough(self, collection: Collection, unanswered: dict[str, str], overdue: int) -> bool:
         """Return whether a round without a quorum ends nevertheless, because members did not deliver by the deadline.
 
         It does when half of the cohort has delivered. Otherwise there is another deadline, ``round.max_attempts`` in
-        all, because the others may be slow. ``overdue`` counts the attempts that ended in this way.
+        all, because the others may be slow.
+
+        Args:
+            collection: What the round has collected.
+            unanswered: Agent -> reason, of those that were present and did not deliver in time.
+            overdue: How many attempts at the round have ended at their deadline.
 
         Raises:
-            RunFailed: it was the last one, and too few have delivered.
+            RunFailed: It was the last attempt, and too few have delivered.
         """
         is_last = overdue >= self.context.config.round.max_attempts
-        # Half of the cohort is enough after any deadline; after the last one, what the round needs in any case.
-        if unanswered and self._has_half(collection):
-            return True
-        if unanswered and is_last and self._has_least(collection):
-            return True
-        # Another deadline helps only if somebody may be slow, or may take the place of those that have failed.
+        # 1. Half of the cohort is enough after any deadline; after the last one, what the round needs in any case.
+        if unanswered:
+            if self._has_half(collection):
+                return True
+            if is_last and self._has_least(collection):
+                return True
+        # 2. Another deadline helps only if somebody may be slow, or may take the place of those that have failed.
         can_go_on = bool(unanswered) or self.context.excludes_failing
         if can_go_on and not is_last:
             return False
+        raise RunFailed(self._describe_missed_quorum(collection, overdue))
+
+    def _describe_missed_quorum(self, collection: Collection, overdue: int) -> str:
+        """Say how many updates a round has and needs, whose are missing, and what to do."""
         quorum = collection.needed(self.context.config.round.quorum, self.least(collection))
         needed = counted(max(self.fewest, quorum), "update")
         times = f" {counted(overdue, 'time')}" if overdue else ""
         remedy = SIMULATED if self.context.is_simulation else REPAIR
-        raise RunFailed(
+        return (
             f"round {collection.round} missed its quorum{times}: {collection.delivered} of {needed}; missing: "
             f"{listed(collection.outstanding)}; rejected: {failures(collection) or 'none'}; {remedy}"
         )
@@ -596,7 +669,7 @@ class Selection:
         """Wait until the round has enough members that can deliver; returns the new ones (as the generator's value).
 
         Raises:
-            RunFailed: all that were asked have failed, and no other agent has delivered before.
+            RunFailed: All that were asked have failed, and no other agent has delivered before.
         """
         while True:
             if self.has_quorum(collection):  # late updates have arrived
@@ -609,33 +682,39 @@ class Selection:
                 raise RunFailed(
                     f"round {collection.round}: every agent that was asked has failed: {failures(collection)}"
                 )
-            number = collection.round
-            needed = max(1, self.context.config.cohort.min_agents)
-            got = f"round {number}: {collection.delivered} of the {counted(needed, 'update')} that it needs"
-            failed = f"; failed: {failures(collection)}" if collection.rejected else ""
-            missing = "a train agent has to come"
-            if collection.outstanding:
-                missing = f"{listed(collection.outstanding)} must come back, or another train agent has to come"
-            text = f"{got} (cohort.min_agents) are here{failed}; {missing}"
-            yield Waiting(text, collection.outstanding, None, f"round {number}")
+            text = self._describe_missing_members(collection)
+            yield Waiting(text, collection.outstanding, None, f"round {collection.round}")
+
+    def _describe_missing_members(self, collection: Collection) -> str:
+        """Say how many updates a round has and needs, who has failed, and who has to come."""
+        needed = counted(max(1, self.context.config.cohort.min_agents), "update")
+        got = f"round {collection.round}: {collection.delivered} of the {needed} that it needs"
+        failed = f"; failed: {failures(collection)}" if collection.rejected else ""
+        missing = "a train agent has to come"
+        if collection.outstanding:
+            missing = f"{listed(collection.outstanding)} must come back, or another train agent has to come"
+        return f"{got} (cohort.min_agents) are here{failed}; {missing}"
 
     def note_closed(self, done: OpenRound, fact: RoundClosed, run: str) -> None:
         """Record the failures and times of a round, and log which agents the next ones leave out.
 
-        ``fact``: as journaled.
+        Args:
+            done: The round with its updates and rejections.
+            fact: What is journaled of its end.
+            run: The id of the run.
         """
         self.pace.note_closed(fact.times, fact.boots)
-        if self.context.excludes_failing:
-            suspects = fact.aggregation.suspects
-            left_out = self.exclusions.note_closed(done, fact.unanswered, fact.boots, fact.excused, suspects)
-            for agent, why in left_out.items():
-                log.warning("left_out run=%s agent=%s %s", run, agent, why)
+        if not self.context.excludes_failing:
+            return
+        suspects = fact.aggregation.suspects
+        left_out = self.exclusions.note_closed(done, fact.unanswered, fact.boots, fact.excused, suspects)
+        for agent, reason in left_out.items():
+            log.warning("left_out run=%s agent=%s %s", run, agent, reason)
 
     def spared(self, number: int, cohort: Sequence[str]) -> dict[str, str]:
-        """Agent -> reason, of those that are present and that round ``number`` leaves out."""
-        ready = self.context.roster.ready
-        members = set(cohort)
-        return {a: why for a, why in self.left_out(number).items() if a in ready and a not in members}
+        """Return agent -> reason, of those that are present and that round ``number`` leaves out."""
+        present_others = self.context.roster.ready - set(cohort)
+        return {agent: reason for agent, reason in self.left_out(number).items() if agent in present_others}
 
     def status(self, number: int) -> dict[str, dict[str, object]]:
         """Return the agents that round ``number`` leaves out, when they are asked again, and why, as JSON.
@@ -643,44 +722,57 @@ class Selection:
         ``until_round`` is None where an agent's own policy does not allow the run's jobs.
         """
         refusing = self.exclusions.refusing(self.boot)
-        return {
-            agent: {"until_round": None if agent in refusing else self.exclusions.asked_again_in(agent), "reason": why}
-            for agent, why in self.left_out(number).items()
-        }
+        status: dict[str, dict[str, object]] = {}
+        for agent, reason in self.left_out(number).items():
+            until_round = None
+            if agent not in refusing:
+                until_round = self.exclusions.asked_again_in(agent)
+            status[agent] = {"until_round": until_round, "reason": reason}
+        return status
 
     def at_work(self, agent: str, *, is_at_work: bool) -> None:
-        """A heartbeat of a member of the open round; ``is_at_work``: on the task that it was asked to do."""
+        """Take a heartbeat of a member of the open round; ``is_at_work``: whether it works on the task of the round."""
         if is_at_work or self.context.collector.is_uploading(agent):
             del self._idle[agent]
             self._stuck.discard(agent)
-        else:
-            self._idle[agent] += 1
-            if self._idle[agent] >= IDLE_HEARTBEATS:
-                self._stuck.add(agent)
+            return
+        self._idle[agent] += 1
+        if self._idle[agent] >= IDLE_HEARTBEATS:
+            self._stuck.add(agent)
 
     def boot(self, agent: str) -> str:
         """Return the start of an agent that is present; empty for another one."""
         member = self.context.roster.get(agent)
-        return member.boot if member is not None and member.is_present else ""
+        if member is None or not member.is_present:
+            return ""
+        return member.boot
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
     @property
     def _is_adaptive(self) -> bool:
+        """Whether limits and work follow from how long agents took before."""
         round_ = self.context.config.round
         return round_.adaptive and round_.mode == "synchronous" and self.context.excludes_failing
 
     def _has_least(self, collection: Collection) -> bool:
+        """Return whether the round has the updates that it needs in any case."""
         return collection.delivered >= max(1, self.least(collection))
 
     def _has_half(self, collection: Collection) -> bool:
+        """Return whether half of the cohort has delivered, and no fewer than the round needs in any case."""
         return 2 * collection.delivered >= len(collection.training) and self._has_least(collection)
 
     def _note_times(self, collection: Collection, now: float) -> None:
+        """Note how long the agents took whose updates have arrived since the last look.
+
+        An agent does not count whose update may have waited for a broker that was away: agents work on meanwhile.
+        """
         new = len(collection.accepted) - self._seen
         for agent in islice(reversed(collection.accepted), new):
             asked_at, _, deaf_s = self._asked.get(agent, (0.0, "", None))
-            if deaf_s == self.context.roster.deaf_s:  # agents work on while the broker is away, unheard
+            was_heard_throughout = deaf_s == self.context.roster.deaf_s
+            if was_heard_throughout:
                 self._took[agent] = now - asked_at
         self._seen += new
 
@@ -692,31 +784,57 @@ class Selection:
         quorum_at: float | None,
         work: Mapping[str, float],
     ) -> float:
-        """Until when the round waits for these agents, by `Roster.heard_s`."""
-        grace_s = self.context.config.round.grace_s if collection.has_grace_period else 0.0
-        until = deadline if quorum_at is None else min(deadline, quorum_at + grace_s)
-        if not self._is_adaptive or (quorum_at is None and not self._has_half(collection)):
+        """Return until when the round waits for some agents, by `Roster.heard_s`.
+
+        Args:
+            collection: What the round has collected.
+            awaited: The agents.
+            deadline: The deadline of the round.
+            quorum_at: When the round had its quorum; None: it has none.
+            work: Slow agent -> its share (0..1) of local training.
+        """
+        has_quorum = quorum_at is not None
+        # 1. What the configuration says: the deadline, or the end of the grace period after the quorum.
+        until = deadline
+        if quorum_at is not None:
+            grace_s = self.context.config.round.grace_s if collection.has_grace_period else 0.0
+            until = min(deadline, quorum_at + grace_s)
+        # 2. It may be earlier by what is expected of these agents, once enough others show how fast this round is.
+        is_telling = has_quorum or self._has_half(collection)
+        if not self._is_adaptive or not is_telling:
             return until
+        # This runs after each event, so it is computed only where something may have changed.
         state = (len(collection.accepted), len(awaited), until)
-        if self._limited[0] != state:  # after each event: only what may have changed is computed
-            self._limited = state, self._limit_by_pace(awaited, work, until, has_quorum=quorum_at is not None)
-        return self._limited[1]
+        last_state, limit = self._limited
+        if state != last_state:
+            limit = self._limit_by_pace(awaited, work, until, has_quorum=has_quorum)
+            self._limited = (state, limit)
+        return limit
 
     def _limit_by_pace(
         self, awaited: Sequence[str], work: Mapping[str, float], until: float, *, has_quorum: bool
     ) -> float:
-        for agent in awaited:
-            if agent in self._asked and self.boot(agent) not in {"", self._asked[agent][1]}:
-                self.note_asked((agent,))  # it was restarted, and was asked again then
-        asked = {agent: self._asked[agent][0] for agent in awaited if agent in self._asked}
+        """Return until when these agents are waited for by what is expected of them; at most ``until``.
+
+        That is ``until`` itself where it is not known of each when it was asked.
+        """
+        # 1. When each was asked. One that was restarted meanwhile was asked again then.
+        asked = [agent for agent in awaited if agent in self._asked]
+        for agent in asked:
+            _, boot, _ = self._asked[agent]
+            if self.boot(agent) not in {"", boot}:
+                self.note_asked((agent,))
         if len(asked) < len(awaited):
             return until
-        if self._stretched[0] is not has_quorum:  # twice in a round: at half of the cohort and at the quorum
-            self._stretched = has_quorum, self.pace.stretch(self._took, work)
-        stretch = self._stretched[1]
+        asked_at = {agent: self._asked[agent][0] for agent in asked}
+        # 2. How slow this round is, by those who have delivered: at half of the cohort, and again at the quorum.
+        had_quorum, stretch = self._stretched
+        if had_quorum is not has_quorum:
+            stretch = self.pace.stretch(self._took, work)
+            self._stretched = (has_quorum, stretch)
         if has_quorum:
-            return self.pace.grace_until(asked, work, stretch, until)
-        return self.pace.deadline(asked, work, stretch, self.context.config.round.grace_s, until)
+            return self.pace.grace_until(asked_at, work, stretch, until)
+        return self.pace.deadline(asked_at, work, stretch, self.context.config.round.grace_s, until)
 
     def _find_addition(self, collection: Collection) -> Addition | None:
         """Return the agents to ask in addition, if any; None while the round would still have too few members."""
@@ -738,17 +856,17 @@ class Selection:
         """Return the members that were restarted after they failed in this round: they may be repaired."""
         if not self.context.excludes_failing:
             return ()
-        restarted: list[str] = []
-        for agent, rejection in collection.rejected.items():
-            if rejection.boot and self.boot(agent) not in {"", rejection.boot}:
-                restarted.append(agent)
-        return tuple(restarted)
+        rejected = collection.rejected.items()
+        return tuple(agent for agent, rejection in rejected if _is_restarted(rejection.boot, self.boot(agent)))
 
     def draw(self, agents: Sequence[str], size: int, number: int) -> tuple[str, ...]:
-        """At most ``size`` of the agents, sorted; the same ones for the same seed, round and agents."""
-        rng = np.random.default_rng([self.seed, number, len(agents)])
+        """Return at most ``size`` of the agents, sorted; the same ones for the same seed, round and agents."""
         size = min(len(agents), max(0, size))
-        return tuple(sorted(map(str, rng.choice(agents, size=size, replace=False)))) if size else ()
+        if not size:
+            return ()
+        rng = np.random.default_rng([self.seed, number, len(agents)])
+        drawn = rng.choice(agents, size=size, replace=False)
+        return tuple(sorted(map(str, drawn)))
 
 
 def quorum_of(share: float, agents: int) -> int:
@@ -768,21 +886,29 @@ def failures(collection: Collection) -> str:
 
 
 def choose(available: Sequence[str], config: CohortConfig, *, seed: int, round_number: int) -> tuple[str, ...]:
-    """Draw the cohort, sorted; the same agents, seed and round give the same one. Empty when too few are available.
+    """Draw the cohort of a round; the same agents, seed and round give the same one.
 
-    ``fraction`` of the available agents, at least ``min_agents`` and at most ``max_agents``, times ``over_selection``.
-    With ``fraction_max`` the number is drawn uniformly between the two shares.
+    It has the share ``fraction`` of the available agents, at least ``min_agents`` and at most ``max_agents`` of them,
+    times ``over_selection``. With ``fraction_max`` the number is drawn uniformly between the two shares.
+
+    Returns:
+        The cohort, sorted; empty when too few agents are available.
     """
-    if len(available) < config.min_agents:
+    count = len(available)
+    if count < config.min_agents:
         return ()
     rng = np.random.default_rng([seed, round_number])
-    share = round(config.fraction * len(available))
+    # 1. How many updates the round aims for.
+    aim = round(config.fraction * count)
     if config.fraction_max is not None:
-        share = int(rng.integers(share, round(config.fraction_max * len(available)), endpoint=True))
-    wanted = max(config.min_agents, share)
-    wanted = min(wanted, config.max_agents or wanted)
-    size = min(len(available), math.ceil(wanted * config.over_selection))
-    chosen = rng.choice(len(available), size=size, replace=False)
+        most = round(config.fraction_max * count)
+        aim = int(rng.integers(aim, most, endpoint=True))
+    aim = max(config.min_agents, aim)
+    if config.max_agents:
+        aim = min(aim, config.max_agents)
+    # 2. More agents are asked than that, because some may fail.
+    size = min(count, math.ceil(aim * config.over_selection))
+    chosen = rng.choice(count, size=size, replace=False)
     ordered = sorted(available)
     return tuple(sorted(ordered[index] for index in chosen))
 
@@ -790,7 +916,9 @@ def choose(available: Sequence[str], config: CohortConfig, *, seed: int, round_n
 def describe_lack(present: Sequence[str], config: CoordinatorConfig) -> str:
     """Say how many train agents a round needs and lacks, which are present, and which hosted ones are offline."""
     least = config.cohort.min_agents
-    away = [client.id for client in config.hosted if client.id not in present]
-    hosted = f"; hosted, but away: {listed(away)}" if away else ""
     needed = counted(least, "train agent")
-    return f"{needed}, {least - len(present)} more must come; here: {listed(present)}{hosted}"
+    text = f"{needed}, {least - len(present)} more must come; here: {listed(present)}"
+    offline = [client.id for client in config.hosted if client.id not in present]
+    if offline:
+        text += f"; hosted, but away: {listed(offline)}"
+    return text

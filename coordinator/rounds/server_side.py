@@ -9,7 +9,7 @@ reads states and updates from the blob store and writes new states there.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -81,7 +81,6 @@ class Described(Method):
 
 def describe(method: Method) -> dict[str, Any]:
     """Return the values of a method for `Described`, as JSON; ``own`` names what it computes by its own functions."""
-    kind = type(method)
     return {
         "name": method.name,
         "params": method.all_params(),
@@ -93,12 +92,13 @@ def describe(method: Method) -> dict[str, Any]:
         "needs_last_round": method.needs_last_round,
         "server_step_is_mean": method.server_step_is_mean(),
         "one_pass": method.one_pass(),
-        "own": [
-            what
-            for what, functions in _FUNCTIONS.items()
-            if any(getattr(kind, name) is not getattr(Method, name) for name in functions)
-        ],
+        "own": [request for request, functions in _FUNCTIONS.items() if _defines_any(type(method), functions)],
     }
+
+
+def _defines_any(kind: type[Method], functions: Iterable[str]) -> bool:
+    """Return whether a class of methods defines one of these functions itself, instead of inheriting the contract's."""
+    return any(getattr(kind, name) is not getattr(Method, name) for name in functions)
 
 
 def _is_earlier_answers(folder: Path) -> bool:
@@ -158,7 +158,14 @@ class OwnFunctions:
             self.compute.cancel(self._asked)
 
     def _ask(self, function: str, **fields: Any) -> dict[str, Any]:
-        self._asked = request = {**self.request, "do": f"coordinator.runs.computations:{function}", **fields}
+        """Return the result of a function of `coordinator.runs.computations`, as JSON.
+
+        Raises:
+            RunFailed: The run is over.
+            HeadwaterError, OSError: See `Compute.submit`.
+        """
+        request = {**self.request, "do": f"coordinator.runs.computations:{function}", **fields}
+        self._asked = request
         try:
             if self._is_cancelled:
                 raise RunFailed("request cancelled")
@@ -167,13 +174,19 @@ class OwnFunctions:
             self._asked = None
 
     def _answers(self, function: str, names: tuple[str, ...], **fields: Any) -> dict[str, Tensors]:
-        into = {name: self.folder / function / str(n) for n, name in enumerate(names)}
-        make_folder(self.folder / function, ANSWERS_FOLDER)
+        """Return name -> tensors of a function that writes one file of tensors for each of the names.
+
+        The files lie in a folder that is removed after they were read. They have numbers for names, because a name may
+        come from a peer.
+        """
+        folder = self.folder / function
+        paths = {name: folder / str(number) for number, name in enumerate(names)}
+        make_folder(folder, ANSWERS_FOLDER)
         try:
-            self._ask(function, into={name: str(path) for name, path in into.items()}, **fields)
-            return {name: read_tensors(path) for name, path in into.items()}
+            self._ask(function, into={name: str(path) for name, path in paths.items()}, **fields)
+            return {name: read_tensors(path) for name, path in paths.items()}
         finally:
-            remove_folder(self.folder / function, ANSWERS_FOLDER)
+            remove_folder(folder, ANSWERS_FOLDER)
 
 
 def method_of(

@@ -143,7 +143,7 @@ class ServerStep:
         return {agent: boot(agent) for agent in (*collected.collection.outstanding, *collected.unanswered)}
 
     def _find_explosion(self, collected: Collected, rule: AggregationConfig) -> Explosion | None:
-        """Return by what the agents' losses exceed the bound; None where they do not, or nobody watches them."""
+        """Return the explosion of the agents' losses; None where there is none, or where losses are not watched."""
         if rule.max_loss is None or not collected.has_losses_of_this_round:
             return None
         num_classes = self.active.run.request.task.num_classes
@@ -177,7 +177,10 @@ class ServerStep:
         self._repeats = count_after_round(self._repeats, aggregation.repeats, updates.accepted)
         # Agents have trained on the state that this round began with: now it is known whether that one was good.
         is_watched = rule.max_loss is not None and collected.has_losses_of_this_round
-        self._good = after(self._good, _losses(collected), number - 1, run.checkpoint) if is_watched else None
+        if is_watched:
+            self._good = after(self._good, _losses(collected), number - 1, run.checkpoint)
+        else:
+            self._good = None
         return state, aggregation
 
     def _describe(
@@ -215,8 +218,8 @@ class ServerStep:
         if exploded is not None and self._good is not None:
             restored = Restored(round=self._good.round, loss=exploded.loss, bound=exploded.bound)
             fact = fact.changed(restored=restored)
-            why = reason_of_restoration(restored.model_dump())
-            log.error("state_restored run=%s round=%d %s", run.id, collected.round.round, why)
+            reason = reason_of_restoration(restored.model_dump())
+            log.error("state_restored run=%s round=%d %s", run.id, collected.round.round, reason)
         return fact
 
     def _commit(self, closed: OpenRound, fact: RoundClosed, digest: str) -> None:

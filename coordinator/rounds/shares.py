@@ -1,21 +1,24 @@
-"""How much of a round's sum one contribution has at most."""
+"""The bound on how much of a round's sum one contribution may be."""
 
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
 
-MOST_OF_SUM, LEAST_BOUND = 1 / 3, 1.5
-"""Share of a round's sum that one update has at most, but for one of up to so many medians.
+MOST_OF_SUM = 1 / 3
+"""The largest share of a round's sum that one update may have."""
 
-Of four that are alike both are the same. Of three, each has a third of the sum, and honest ones differ a little.
+LEAST_BOUND = 1.5
+"""An update of up to this many medians may have a larger share than `MOST_OF_SUM`.
+
+Of four updates that are alike both bounds are the same. Of three, each has a third of the sum, and honest ones differ a
+little.
 """
 
-
 REPEATED_OF_SUM = 1 / 8
-"""Share of a round's sum that an agent has at most that was at a bound of size again and again.
+"""The largest share of a round's sum that an agent may have that was at a bound of size again and again.
 
-Among four that is under half of what another one adds. Among twenty it is nearly what the other bounds allow: there an
-honest agent with much or unusual data is often at them, and what it adds is not missed as little.
+Among four agents that is under half of what another one adds. Among twenty it is nearly what the other bounds allow:
+there, an honest agent with much or unusual data is often at a bound, and the round would miss what it adds.
 """
 
 

@@ -33,20 +33,30 @@ def rebased(
         base: Returns the state that the agents of a round started from.
     """
     for update in updates:
-        asked = asked_in.get(update.client, number)
-        if asked == number:
+        round_asked = asked_in.get(update.client, number)
+        if round_asked == number:
             yield update
             continue
-        weight = staleness_weight(number - asked)
-        before = base(asked)
-        tensors = {name: _moved(name, array, state, before, weight) for name, array in update.tensors.items()}
+        weight = staleness_weight(number - round_asked)
+        before = base(round_asked)
+        tensors = {name: _rebase(name, array, state, before, weight) for name, array in update.tensors.items()}
         yield Update(update.client, update.weight, tensors)
 
 
-def _moved(name: str, array: np.ndarray, state: State, before: Tensors, weight: float) -> np.ndarray:
+def _rebase(name: str, array: np.ndarray, state: State, before: Tensors, weight: float) -> np.ndarray:
+    """Return an array of an earlier round's update as if it had been made from the state of this round.
+
+    Args:
+        name: The name of the array.
+        array: The array after training; integers, and arrays that the state does not have, are returned as they are.
+        state: The state that this round began with.
+        before: The state that the agent started from.
+        weight: The weight (0..1) of the change.
+    """
     if array.dtype.kind != "f" or name not in state:
         return array
-    # A running statistic is no sum of steps: a change beyond it could make a variance negative.
+    # Weights change by a step from where the agent started. A running statistic moves towards the agent's: a step
+    # beyond that could make a variance negative.
     origin = before[name] if is_learned(name, array) else state[name]
-    moved: np.ndarray = state[name] + weight * (array.astype(np.float64) - origin)
-    return moved.astype(array.dtype)
+    rebased_array: np.ndarray = state[name] + weight * (array.astype(np.float64) - origin)
+    return rebased_array.astype(array.dtype)

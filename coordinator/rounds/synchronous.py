@@ -150,7 +150,8 @@ class SynchronousRounds(Rounds):
         added = tuple(sorted({*before.fact.added, *new}))
         # Members that were asked before have begun with the share that they were given then.
         shares = shares_of_work(self.active, before.round, cohort)
-        work = {**before.fact.work, **{agent: share for agent, share in shares.items() if agent in new}}
+        shares_of_new = {agent: share for agent, share in shares.items() if agent in new}
+        work = {**before.fact.work, **shares_of_new}
         fact = before.fact.changed(added=added, work=work, again=again)
         if overdue is not None:
             fact = fact.changed(overdue=overdue)
@@ -186,9 +187,9 @@ def plan_cohort(active: ActiveRun, number: int) -> Generator[Waiting, None, Open
     joining: list[str] = []
     if config.cohort.tier == "any" and heads.contribution(run.method.name) is not None:
         joining = drop_left_out(run.context.roster.present("head"), active.selection.left_out(number))
-    wanted = aim_of_cohort(len(cohort), config.cohort.over_selection)
+    aim = aim_of_cohort(len(cohort), config.cohort.over_selection)
     work = shares_of_work(active, number, cohort)
-    fact = run.privacy_budget.opens(RoundOpened(joining=tuple(joining), wanted=wanted, work=work))
+    fact = run.privacy_budget.opens(RoundOpened(joining=tuple(joining), wanted=aim, work=work))
     return OpenRound(number, 1, (*cohort, *joining), fact)
 
 

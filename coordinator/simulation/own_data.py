@@ -264,24 +264,47 @@ def _read_pair_of_rows(where: str, pair: tuple[Any, Any], pools: Pools) -> tuple
 
 
 def _row_array(where: str, given: Any, most: int, *, may_be_empty: bool = False) -> np.ndarray:
-    """Return row indices as (n,) int64; a DataError says what is wrong with them."""
+    """Return row indices as (n,) int64.
+
+    Args:
+        where: What the rows are, for messages.
+        given: The indices, as a list or an array.
+        most: The number of samples, which all indices have to be below.
+        may_be_empty: Whether no index is allowed, too.
+
+    Raises:
+        DataError: These are no indices of samples, or one of them occurs twice.
+    """
     rows = _array(where, given)
     if not rows.size and may_be_empty:
         return np.zeros(0, np.int64)
-    if rows.dtype.kind == "b":
+    _check_are_indices(where, given, rows)
+    # Every index names a sample, and no sample is named twice.
+    lowest = rows.min()
+    highest = rows.max()
+    if lowest < 0 or highest >= most:
+        raise DataError(f"{where}: rows {lowest} to {highest}, expected 0 to {most - 1}")
+    if len(np.unique(rows)) < len(rows):
+        raise DataError(f"{where}: a row is given twice, expected each at most once; use numpy.unique(rows)")
+    return rows.astype(np.int64)
+
+
+def _check_are_indices(where: str, given: Any, rows: np.ndarray) -> None:
+    """Require that ``rows``, which ``given`` was read as, is a list of at least one integer.
+
+    Raises:
+        DataError: It is something else; a mask and a list of other objects have messages of their own.
+    """
+    kind = rows.dtype.kind
+    if kind == "b":
         raise DataError(f"{where}: a mask of {rows.size} values; expected indices, np.flatnonzero(mask)")
-    if rows.dtype.kind == "O":
+    if kind == "O":
         raise DataError(
             f"{where}: {type(given).__name__}, expected indices (n,) of integers as a list or an array, or a pair "
             "(training rows, test rows)"
         )
-    if rows.ndim != 1 or rows.dtype.kind not in "iu" or not rows.size:
+    if rows.ndim != 1 or kind not in "iu" or not rows.size:
         raise DataError(f"{where}: {rows.dtype} of shape {rows.shape}, expected indices (n,) of integers, at least one")
-    if rows.min() < 0 or rows.max() >= most:
-        raise DataError(f"{where}: rows {rows.min()} to {rows.max()}, expected 0 to {most - 1}")
-    if len(np.unique(rows)) < len(rows):
-        raise DataError(f"{where}: a row is given twice, expected each at most once; use numpy.unique(rows)")
-    return rows.astype(np.int64)
 
 
 def _write(folder: Path, parts: Sequence[Labelled]) -> tuple[str, Pools]:
@@ -297,12 +320,25 @@ def _write(folder: Path, parts: Sequence[Labelled]) -> tuple[str, Pools]:
 
 
 def _write_partition(folder: Path, settings: Mapping[str, Any], pools: Pools, shares: Shares) -> str:
+    """Write the rows of each client as a partition file, and return its path.
+
+    Args:
+        folder: Where the file is written.
+        settings: What the rows follow from, such as the seed.
+        pools: The samples that the rows are of.
+        shares: Client -> its training rows and its test rows.
+    """
     path = folder / _PARTITION
     partition.divided("clients", settings, pools.mark, shares).write(path)
     return str(path)
 
 
 def _client_name(name: Any) -> str:
+    """Return the name of a client.
+
+    Raises:
+        DataError: It is not a text of the allowed characters.
+    """
     if not isinstance(name, str) or not re.fullmatch(NAME_PATTERN, name):
         example = f"'client-{name}'" if isinstance(name, int | np.integer) else "'porch-2'"
         raise DataError(
@@ -320,15 +356,12 @@ def _read(where: str, given: Any) -> LabelledParts:
     Raises:
         DataError: The samples have none of the forms; the message begins with ``where``.
     """
-    # 1. Arrays: (X, y, X_test, y_test), or (X, y).
+    # 1. Arrays with a held-out part, or without one.
     if isinstance(given, tuple) and len(given) == 4:
-        train = _check_labelled(where, given[0], given[1])
-        test = _check_labelled(f"{where}, test part", given[2], given[3])
-        _check_same_form(f"{where}, X_test", test, "X", train)
-        return LabelledParts(train, test)
-    is_pair = isinstance(given, tuple | list) and len(given) == 2 and not _is_item(given[0])
-    if is_pair:
-        return LabelledParts(_check_labelled(where, given[0], given[1]))
+        return _read_parts(where, given)
+    if _is_pair_of_arrays(given):
+        X, y = given  # noqa: N806 - as scikit-learn calls it
+        return LabelledParts(_check_labelled(where, X, y))
     # 2. What is often given by mistake, with what to do about it.
     if isinstance(given, np.ndarray):
         raise DataError(f"{where}: an array without labels; expected {FORMS}")
@@ -336,19 +369,49 @@ def _read(where: str, given: Any) -> LabelledParts:
         raise DataError(
             f"{where}: a path; files are named by the source that reads them, such as 'images:{given}' or 'npz:{given}'"
         )
-    # 3. A table, whose rows are no items, or a data set with an index and a length.
-    if hasattr(given, "columns") and hasattr(given, "to_dict"):
+    # 3. A table of pandas: its index gives columns, so it is read as a list of its rows.
+    if _is_table(given):
         return LabelledParts(_stack(where, given.to_dict("records")))
-    is_sized = hasattr(given, "__getitem__") and hasattr(given, "__len__")
-    if not is_sized or isinstance(given, str | bytes | tuple | Mapping):
-        hint = "; of a data set without a length give list(dataset)" if hasattr(given, "__iter__") else ""
-        raise DataError(f"{where}: {type(given).__name__}, expected {FORMS}{hint}")
-    return LabelledParts(_stack(where, given))
+    # 4. A data set whose samples are read by index.
+    if _is_data_set(given):
+        return LabelledParts(_stack(where, given))
+    hint = ""
+    if hasattr(given, "__iter__"):
+        hint = "; of a data set without a length give list(dataset)"
+    raise DataError(f"{where}: {type(given).__name__}, expected {FORMS}{hint}")
+
+
+def _read_parts(where: str, given: tuple[Any, Any, Any, Any]) -> LabelledParts:
+    """Read (X, y, X_test, y_test), both parts of which have to be of one form."""
+    X, y, X_test, y_test = given  # noqa: N806 - as scikit-learn calls them
+    train = _check_labelled(where, X, y)
+    test = _check_labelled(f"{where}, test part", X_test, y_test)
+    _check_same_form(f"{where}, X_test", test, "X", train)
+    return LabelledParts(train, test)
+
+
+def _is_pair_of_arrays(given: Any) -> bool:
+    """Return whether ``given`` is a pair (X, y), and not a list of two samples."""
+    return isinstance(given, tuple | list) and len(given) == 2 and not _is_item(given[0])
+
+
+def _is_table(given: Any) -> bool:
+    """Return whether ``given`` looks like a table of pandas."""
+    return hasattr(given, "columns") and hasattr(given, "to_dict")
+
+
+def _is_data_set(given: Any) -> bool:
+    """Return whether ``given`` has samples by index and a length, and is none of the other things that have these."""
+    if isinstance(given, str | bytes | tuple | Mapping):
+        return False
+    return hasattr(given, "__getitem__") and hasattr(given, "__len__")
 
 
 def _is_item(value: Any) -> bool:
     """Return whether ``value`` is one sample of a data set: a row, or a pair (x, y)."""
-    return isinstance(value, Mapping) or (isinstance(value, tuple) and len(value) == 2)
+    is_row = isinstance(value, Mapping)
+    is_pair = isinstance(value, tuple) and len(value) == 2
+    return is_row or is_pair
 
 
 def _stack(where: str, dataset: Any) -> Labelled:
@@ -418,18 +481,22 @@ def _label_of(where: str, value: Any) -> str | int:
 
 
 def _find_keys(where: str, row: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the keys of the input and of the label of a row."""
-    image = next((key for key in IMAGE_KEYS if key in row), None)
-    label = next((key for key in LABEL_KEYS if key in row), None)
-    if image is None or label is None:
-        shown = ", ".join(str(key) for key in [*row][:_SHOWN_KEYS])
-        if len(row) > _SHOWN_KEYS:
-            shown += f" and {len(row) - _SHOWN_KEYS} more"
-        raise DataError(
-            f"{where}: rows with the keys {shown}; expected one of {', '.join(IMAGE_KEYS)} and one "
-            f"of {', '.join(LABEL_KEYS)}: rename the columns, or give (X, y)"
-        )
-    return image, label
+    """Return the keys of the input and of the label of a row.
+
+    Raises:
+        DataError: The row has none of `IMAGE_KEYS`, or none of `LABEL_KEYS`.
+    """
+    image = next(filter(row.__contains__, IMAGE_KEYS), None)
+    label = next(filter(row.__contains__, LABEL_KEYS), None)
+    if image is not None and label is not None:
+        return image, label
+    shown = ", ".join(str(key) for key in [*row][:_SHOWN_KEYS])
+    if len(row) > _SHOWN_KEYS:
+        shown += f" and {len(row) - _SHOWN_KEYS} more"
+    raise DataError(
+        f"{where}: rows with the keys {shown}; expected one of {', '.join(IMAGE_KEYS)} and one "
+        f"of {', '.join(LABEL_KEYS)}: rename the columns, or give (X, y)"
+    )
 
 
 def _check_labelled(where: str, X: Any, y: Any) -> Labelled:  # noqa: N803 - as scikit-learn calls it
@@ -487,7 +554,14 @@ def _check_same_form(where: str, part: Labelled, whose: str, known: Labelled) ->
 
 
 def _array(where: str, value: Any) -> np.ndarray:
+    """Return a value as an array; a tensor of torch is copied from its device.
+
+    Raises:
+        DataError: The value is not an array of one shape and type.
+    """
     try:
-        return np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)
+        if hasattr(value, "detach"):
+            value = value.detach().cpu()
+        return np.asarray(value)
     except (ValueError, TypeError) as error:
         raise DataError(f"{where}: not an array ({error}), expected values of one shape and type") from error

@@ -91,8 +91,18 @@ class _Node:
 
     operator: str = ""
     inputs: list[str] = field(default_factory=list)
+    """Names of the values that it reads; empty: an optional input is left out."""
+
     outputs: list[str] = field(default_factory=list)
+    """Names of its results; empty: an optional result is left out."""
+
     attributes: dict[str, _Value] = field(default_factory=dict)
+
+    def input_at(self, position: int) -> str:
+        """Return the name of the input at this position; empty where the node has none there."""
+        if position >= len(self.inputs):
+            return ""
+        return self.inputs[position]
 
     def ints(self, name: str, default: Sequence[int] = ()) -> list[int]:
         """Return the integers of an attribute, or ``default`` where the node does not have it."""
@@ -134,26 +144,33 @@ def check(content: bytes | memoryview, inputs: Sequence[Shape], *, where: str = 
         BundleDamaged: The file is not a graph, uses an operator or form that is not allowed, or exceeds a limit of
             memory or work.
     """
+    # 1. Read the file and follow its shapes. Whatever a hostile file makes of the reader's arithmetic is a damaged one.
     try:
         budget = _Budget()
-        cost = _cost(_Reader(budget).model(memoryview(content)), inputs, budget)
-    except (BundleDamaged, ArithmeticError, IndexError, ValueError) as error:
-        reason = str(error)[:400] if isinstance(error, BundleDamaged) else f"malformed ({str(error)[:200]})"
-        raise BundleDamaged(f"{where}: {reason}; refused before it is run; export it again", is_public=True) from error
-    limit = most_bytes or budget_bytes()
-    if cost.memory_bytes > limit:
-        raise BundleDamaged(
-            f"{where}: takes {cost.memory_bytes >> 20} MiB of memory for a batch, at most {limit >> 20} MiB are "
-            "allowed here; refused before it is run; export a smaller encoder",
-            is_public=True,
+        graph = _Reader(budget).model(memoryview(content))
+        cost = _cost(graph, inputs, budget)
+    except BundleDamaged as error:
+        raise _refusal(where, str(error)[:400], "export it again") from error
+    except (ArithmeticError, IndexError, ValueError) as error:
+        raise _refusal(where, f"malformed ({str(error)[:200]})", "export it again") from error
+    # 2. What it costs has to be within the limits of this device, and of any.
+    limit_of_memory = most_bytes or budget_bytes()
+    if cost.memory_bytes > limit_of_memory:
+        reason = (
+            f"takes {cost.memory_bytes >> 20} MiB of memory for a batch, at most {limit_of_memory >> 20} MiB are "
+            "allowed here"
         )
-    if cost.work > MOST_WORK * max(inputs[0][0], 1):
-        raise BundleDamaged(
-            f"{where}: takes {cost.work / max(inputs[0][0], 1):.2g} multiplications for an input, at most "
-            f"{MOST_WORK:.2g} are allowed; refused before it is run; export a smaller encoder",
-            is_public=True,
-        )
+        raise _refusal(where, reason, "export a smaller encoder")
+    batch_size = max(inputs[0][0], 1)
+    if cost.work > MOST_WORK * batch_size:
+        reason = f"takes {cost.work / batch_size:.2g} multiplications for an input, at most {MOST_WORK:.2g} are allowed"
+        raise _refusal(where, reason, "export a smaller encoder")
     return cost
+
+
+def _refusal(where: str, reason: str, advice: str) -> BundleDamaged:
+    """Return the error of a file that is not run, which its sender may know."""
+    return BundleDamaged(f"{where}: {reason}; refused before it is run; {advice}", is_public=True)
 
 
 def budget_bytes(most: int = MOST_BYTES) -> int:
@@ -188,6 +205,9 @@ _TENSOR = {
 _FIXED = {"f", "floats*", "float_data*", "double_data*"}
 _KINDS = {"f": 1, "i": 2, "s": 3, "t": 4, "floats": 6, "ints": 7}
 """The type that an attribute states where its value is in each field."""
+
+_FIELDS = {number: name for name, number in _KINDS.items()}
+"""The field that has the value of an attribute of each type."""
 
 _ITEM_BYTES = {1: 4, 2: 1, 3: 1, 4: 2, 5: 2, 6: 4, 7: 8, 9: 1, 10: 2, 11: 8, 12: 4, 13: 8}
 """Bytes of an element of each ONNX type: float32, int8..int64, bool, float16, float64, and the unsigned ones."""
@@ -231,10 +251,13 @@ class _Reader:
         for part in parts:
             self._add_graph(graph, _bytes(part))
         # ONNX Runtime takes memory for everything in the file: the values of constants have their own bound.
-        values = (node.attributes.get("value") for node in graph.nodes if node.operator == "Constant")
         beside = len(data)
-        beside -= sum(constant.bytes for constant in graph.constants.values())
-        beside -= sum(value.bytes for value in values if isinstance(value, _Tensor))
+        for constant in graph.constants.values():
+            beside -= constant.bytes
+        for node in graph.nodes:
+            value = node.attributes.get("value")
+            if node.operator == "Constant" and isinstance(value, _Tensor):
+                beside -= value.bytes
         if beside > _MOST_BESIDE:
             raise BundleDamaged(
                 f"{beside} of its {len(data)} bytes are not values of constants, at most {_MOST_BESIDE} are allowed"
@@ -345,8 +368,8 @@ class _Reader:
     def _tensor(self, data: memoryview) -> tuple[str, _Tensor]:
         """Return a constant with its name; only its integers may be needed later, for sizes."""
         content = self._content(data, _TENSOR, {12, 16}, "tensor")
-        kind = _number(content["data_type"][0]) if content["data_type"] else 0
-        if content["data_location"] and _number(content["data_location"][0]):
+        kind = _number_or_zero(content["data_type"])
+        if _number_or_zero(content["data_location"]):
             raise BundleDamaged("weights are in another file")
         if kind not in _ITEM_BYTES:
             raise BundleDamaged(f"element type {kind} of a constant is not allowed")
@@ -363,15 +386,18 @@ class _Reader:
 
         ONNX has them as raw bytes, or in the one field for their type. A part of a value gives a count of -1.
         """
-        typed = [name for name in _TYPED if content[name]]
+        # 1. The field that has them: no other reader may find other values in another one.
+        filled = [name for name in _TYPED if content[name]]
         raw = content["raw_data"]
-        if len(typed) + len(raw) > 1:
+        if len(filled) + len(raw) > 1:
             raise BundleDamaged("a constant has its values twice")
+        # 2. Raw bytes, or no values at all.
         if raw:
             return _raw_values(_bytes(raw[0]), kind)
-        if not typed:
+        if not filled:
             return 0, _empty_values(kind)
-        name = typed[0]
+        # 3. The field for their type; floats are counted by their bytes, and never looked at.
+        name = filled[0]
         if kind not in _TYPED[name]:
             raise BundleDamaged(f"a constant of element type {kind} has its values as '{name}'")
         if name in {"int32_data", "int64_data"}:
@@ -384,7 +410,9 @@ class _Reader:
         """Return what `_tensor_values` does, of a constant whose values are integers in a field of their own."""
         numbers = self._integers(values)
         is_needed = kind == _INT64 and len(numbers) <= _MOST_KNOWN
-        return len(numbers), np.array(numbers, np.int64) if is_needed else None
+        if not is_needed:
+            return len(numbers), None
+        return len(numbers), np.array(numbers, np.int64)
 
     def _text(self, values: Sequence[_Raw]) -> str:
         """Return the text of a field that occurs at most once; empty where it does not."""
@@ -414,19 +442,27 @@ class _Reader:
         """Return the name of an input or output, and its sides; None for one that has a name instead of a number."""
         content = self._content(data, {1: "name", 2: "type"}, {3, 4}, "value")
         sides: list[int | None] = []
-        # Each level but that of the sides occurs at most once.
-        for kind in content["type"]:
-            for tensor in self._content(_bytes(kind), {1: "tensor"}, {6}, "type")["tensor"]:
-                for shape in self._content(_bytes(tensor), {1: "element", 2: "shape"}, set(), "tensor type")["shape"]:
-                    sides += self._sides(_bytes(shape))
+        for value_type in content["type"]:  # at most one
+            sides = self._sides_of_type(_bytes(value_type))
         return self._text(content["name"]), sides
+
+    def _sides_of_type(self, data: memoryview) -> list[int | None]:
+        """Return the sides that the type of an input or output states, see `_sides`; empty where it states none."""
+        # Each level occurs at most once.
+        for tensor in self._content(data, {1: "tensor"}, {6}, "type")["tensor"]:
+            for shape in self._content(_bytes(tensor), {1: "element", 2: "shape"}, set(), "tensor type")["shape"]:
+                return self._sides(_bytes(shape))
+        return []
 
     def _sides(self, data: memoryview) -> list[int | None]:
         """Return the sides of a shape; None for one that has a name instead of a number."""
         sides: list[int | None] = []
         for side in self._content(data, {1: "side*"}, set(), "shape")["side"]:
             value = self._content(_bytes(side), {1: "value", 2: "symbol"}, {3}, "side")["value"]
-            sides.append(_signed(_number(value[0])) if value else None)
+            if value:
+                sides.append(_signed(_number(value[0])))
+            else:
+                sides.append(None)
         return sides
 
 
@@ -437,10 +473,11 @@ def _varint(data: memoryview, at: int) -> tuple[int, int]:
     while True:
         if at >= len(data) or shift > 63:
             raise BundleDamaged("not an ONNX model, or truncated")
+        # Each byte has seven bits of the number, the lowest first; its highest bit says that another byte follows.
         byte = data[at]
-        value = value | (byte & 127) << shift
-        at = at + 1
-        shift = shift + 7
+        value |= (byte & 127) << shift
+        at += 1
+        shift += 7
         if byte < 128:
             return value & (1 << 64) - 1, at
 
@@ -457,6 +494,13 @@ def _number(value: _Raw) -> int:
     return value
 
 
+def _number_or_zero(values: Sequence[_Raw]) -> int:
+    """Return the number of a field that occurs at most once; 0, the default of protobuf, where it does not."""
+    if not values:
+        return 0
+    return _number(values[0])
+
+
 def _bytes(value: _Raw) -> memoryview:
     """Return the bytes of a field that ONNX has with a length or of a fixed size."""
     if isinstance(value, int):
@@ -470,18 +514,14 @@ def _field_of(content: Mapping[str, list[_Raw]]) -> str:
     Raises:
         BundleDamaged: The type is not allowed, or the value is not in this field, and in no other one.
     """
-    stated = 0
-    if content["type"]:
-        stated = _number(content["type"][0])
+    stated_type = _number_or_zero(content["type"])
     filled = [name for name in _KINDS if content[name]]
-    for name, number in _KINDS.items():
-        if number != stated:
-            continue
-        # An empty list has no field at all; everything else has exactly that of its type.
-        is_empty_list = not filled and name in {"ints", "floats"}
-        if filled == [name] or is_empty_list:
-            return name
-    raise BundleDamaged(f"an attribute of type {stated} has {' and '.join(filled) or 'no value'}")
+    name = _FIELDS.get(stated_type, "")
+    # An empty list has no field at all; everything else has exactly that of its type.
+    is_empty_list = not filled and name in {"ints", "floats"}
+    if is_empty_list or filled == [name]:
+        return name
+    raise BundleDamaged(f"an attribute of type {stated_type} has {' and '.join(filled) or 'no value'}")
 
 
 def _empty_values(kind: int) -> np.ndarray | None:
@@ -494,13 +534,16 @@ def _raw_values(raw: memoryview, kind: int) -> tuple[int, np.ndarray | None]:
     count, bytes_over = divmod(len(raw), _ITEM_BYTES[kind])
     if bytes_over:
         return -1, None
-    is_known = kind == _INT64 and count <= _MOST_KNOWN
-    return count, np.frombuffer(raw, "<i8") if is_known else None
+    is_needed = kind == _INT64 and count <= _MOST_KNOWN
+    if not is_needed:
+        return count, None
+    return count, np.frombuffer(raw, "<i8")
 
 
 def _shape(sides: Sequence[int]) -> Shape:
     """Return the shape with these sides, which must be few and in range."""
-    if len(sides) > _MOST_RANK or any(not 0 <= side < _MOST_SIDE for side in sides):
+    are_in_range = all(0 <= side < _MOST_SIDE for side in sides)
+    if len(sides) > _MOST_RANK or not are_in_range:
         raise BundleDamaged(f"shape {list(sides[: _MOST_RANK + 1])} is not possible")
     return tuple(map(int, sides))
 
@@ -518,16 +561,34 @@ class _State:
     budget: _Budget
 
     def shape(self, node: _Node, position: int) -> Shape:
-        """Return the shape of the input of a node at this position."""
-        if position >= len(node.inputs) or not node.inputs[position]:
+        """Return the shape of the input of a node at this position.
+
+        Raises:
+            BundleDamaged: The node has no such input.
+        """
+        name = node.input_at(position)
+        if not name:
             raise BundleDamaged(f"{node.operator} has no input {position}")
-        return self.shapes[node.inputs[position]]
+        return self.shapes[name]
+
+    def shapes_of(self, node: _Node) -> list[Shape]:
+        """Return the shapes of all inputs of a node, in order.
+
+        Raises:
+            BundleDamaged: An input is left out.
+        """
+        return [self.shape(node, position) for position in range(len(node.inputs))]
 
     def numbers_of(self, node: _Node, position: int) -> list[int] | None:
-        """Return the numbers of the input of a node at this position; None where it is not there."""
-        if position >= len(node.inputs) or not node.inputs[position]:
+        """Return the numbers of the input of a node at this position; None where it has no such input.
+
+        Raises:
+            BundleDamaged: The numbers depend on the data.
+        """
+        name = node.input_at(position)
+        if not name:
             return None
-        numbers = self.numbers.get(node.inputs[position])
+        numbers = self.numbers.get(name)
         if numbers is None:
             raise BundleDamaged(f"the size of a result of {node.operator} depends on the data")
         self.budget.spend("numbers in sizes", numbers.size)
@@ -543,17 +604,19 @@ def _cost(graph: _Graph, inputs: Sequence[Shape], budget: _Budget) -> Cost:
     peak_bytes = live_bytes
     work = 0
     for at, node in enumerate(graph.nodes):
+        # 1. The node's results. One of constants alone is computed when the graph is loaded, and kept.
         shapes = _infer(node, state)
         size = sum(map(_size, shapes))
-        # A result of constants alone is computed when the graph is loaded, and kept.
-        if state.fixed.issuperset(filter(None, node.inputs)):
+        depends_on_input = not state.fixed.issuperset(filter(None, node.inputs))
+        if depends_on_input:
+            live_bytes += size
+        else:
             state.fixed.update(node.outputs)
             constant_bytes += size
-        else:
-            live_bytes += size
+        # 2. What the node takes while it runs: all values that are live, and what it needs for itself.
         peak_bytes = max(peak_bytes, live_bytes + _scratch(node, state))
         work += _work(node, state, shapes)
-        # Values that no later node reads are freed; those that are fixed count among the constants.
+        # 3. Values that no later node reads are freed; those that are fixed count among the constants.
         for name in {*node.inputs, *node.outputs} - state.fixed:
             if name and last_use.get(name, at) <= at:
                 live_bytes -= _size(state.shapes[name])
@@ -609,13 +672,16 @@ def _scratch(node: _Node, state: _State) -> int:
 
 def _infer(node: _Node, state: _State) -> list[Shape]:
     """Return the shapes of a node's results, and add these, and their numbers where they are few, to ``state``."""
-    missing = [name for name in node.inputs if name and name not in state.shapes]
-    if missing:
-        raise BundleDamaged(f"input '{missing[0][:60]}' of {node.operator} is not there yet")
-    shapes = _RULES[node.operator](node, state)[: len(node.outputs)]
-    if not shapes or len(node.outputs) > len(shapes):
-        raise BundleDamaged(f"{node.operator} has {len(node.outputs)} results, which is not allowed")
-    # Numbers first: arithmetic that is too large for the budget is refused before its shapes count.
+    # 1. The inputs have to be there: a graph has its nodes in the order in which they run.
+    for name in filter(None, node.inputs):
+        if name not in state.shapes:
+            raise BundleDamaged(f"input '{name[:60]}' of {node.operator} is not there yet")
+    # 2. As many results as the node has; its operator may have fewer, and a node without any is of no use.
+    count = len(node.outputs)
+    shapes = _RULES[node.operator](node, state)[:count]
+    if not shapes or len(shapes) < count:
+        raise BundleDamaged(f"{node.operator} has {count} results, which is not allowed")
+    # 3. Numbers before shapes: arithmetic that is too large for the budget is refused before its shapes count.
     _note_numbers(node, state, shapes[0])
     for name, shape in zip(node.outputs, shapes, strict=True):
         if name in state.shapes:
@@ -705,6 +771,7 @@ def _first(node: _Node, state: _State) -> list[Shape]:
 
 
 def _cast(node: _Node, state: _State) -> list[Shape]:
+    """Return the shape of the input, whose elements get another type."""
     kind = node.int("to", 0)
     if kind not in _ITEM_BYTES:
         raise BundleDamaged(f"Cast to element type {kind}")
@@ -712,11 +779,13 @@ def _cast(node: _Node, state: _State) -> list[Shape]:
 
 
 def _layer_norm(node: _Node, state: _State) -> list[Shape]:
+    """Return the shape of the input for the result, its means and its deviations, which are no larger."""
     return [state.shape(node, 0)] * 3
 
 
 def _broadcast(node: _Node, state: _State) -> list[Shape]:
-    return [_common([state.shape(node, position) for position in range(len(node.inputs))])]
+    """Return the shape that the inputs are broadcast to."""
+    return [_common(state.shapes_of(node))]
 
 
 def _common(shapes: Sequence[Shape]) -> Shape:
@@ -734,34 +803,67 @@ def _common(shapes: Sequence[Shape]) -> Shape:
     return tuple(common_sides)
 
 
+@dataclass(frozen=True)
+class _Sliding:
+    """How the windows of a convolution or pooling slide: a number for each of the ``count`` sides, two for pads."""
+
+    count: int
+    strides: list[int]
+    dilations: list[int]
+    pads: list[int]
+    """Values added before each side, then behind each side."""
+
+    @classmethod
+    def of(cls, node: _Node, count: int) -> _Sliding:
+        """Return what a node states, or ONNX's defaults."""
+        strides = node.ints("strides", [1] * count)
+        dilations = node.ints("dilations", [1] * count)
+        pads = node.ints("pads", [0] * 2 * count)
+        return cls(count, strides, dilations, pads)
+
+    @property
+    def has_all_sides(self) -> bool:
+        """Whether there is a side, and each list has its numbers for every side."""
+        lengths = {len(self.strides), len(self.dilations), len(self.pads) // 2}
+        return self.count >= 1 and lengths == {self.count}
+
+    def width(self, at: int, kernel: int) -> int:
+        """Return how many values of side ``at`` a window of ``kernel`` values spans."""
+        return self.dilations[at] * (kernel - 1) + 1
+
+
 def _windows(node: _Node, shape: Shape, kernel: Sequence[int]) -> Shape:
-    """Return how many windows of ``kernel`` a convolution or pooling has on each side of an input (n, c, ...)."""
-    count = len(shape) - 2
-    strides = node.ints("strides", [1] * count)
-    dilations = node.ints("dilations", [1] * count)
-    pads = node.ints("pads", [0] * 2 * count)
-    has_all_sides = count >= 1 and len(kernel) == len(strides) == len(dilations) == len(pads) // 2 == count
-    if not has_all_sides or min(*strides, *dilations, *kernel) < 1 or min(pads) < 0:
+    """Return how many windows of ``kernel`` a convolution or pooling has on each side of an input (n, c, ...).
+
+    Raises:
+        BundleDamaged: The node has other numbers than its input has sides, or impossible ones.
+    """
+    # 1. Every number is there and possible.
+    sliding = _Sliding.of(node, len(shape) - 2)
+    has_all_sides = sliding.has_all_sides and len(kernel) == sliding.count
+    if not has_all_sides or min(*sliding.strides, *sliding.dilations, *kernel) < 1 or min(sliding.pads) < 0:
         raise BundleDamaged(f"{node.operator} with impossible kernel, strides, dilations or pads")
-    # Padded "same", an input has a window at each stride, whatever the kernel is. Only NOTSET takes the stated pads.
-    auto = node.attributes.get("auto_pad", b"NOTSET")
-    if auto in {b"SAME_UPPER", b"SAME_LOWER"}:
-        return tuple(-(-side // stride) for side, stride in zip(shape[2:], strides, strict=True))
-    if auto != b"NOTSET":
-        pads = [0] * 2 * count
-    sides = []
+    # 2. Padded "same", an input has a window at each stride, whatever the kernel is. Only NOTSET takes the stated pads.
+    auto_pad = node.attributes.get("auto_pad", b"NOTSET")
+    if auto_pad in {b"SAME_UPPER", b"SAME_LOWER"}:
+        return tuple(-(-side // stride) for side, stride in zip(shape[2:], sliding.strides, strict=True))
+    pads = sliding.pads if auto_pad == b"NOTSET" else [0] * 2 * sliding.count
+    # 3. Otherwise windows are counted that lie within the padded side.
+    counts = []
     for at, side in enumerate(shape[2:]):
-        width = dilations[at] * (kernel[at] - 1) + 1
-        before = pads[at]
-        room = side + before + pads[at + count] - width
+        width = sliding.width(at, kernel[at])
+        stride = sliding.strides[at]
+        begin_of_pad = side + pads[at]
+        room = begin_of_pad + pads[at + sliding.count] - width
         if room < 0:
             raise BundleDamaged(f"{node.operator} with a window of {width} over {side}")
-        windows = room // strides[at] + 1
-        # With ceil_mode a last window may reach beyond the end, if it begins before it.
-        if node.int("ceil_mode", 0) and room % strides[at] and windows * strides[at] < side + before:
-            windows += 1
-        sides.append(windows)
-    return tuple(sides)
+        count = room // stride + 1
+        # With ceil_mode a last window may reach beyond the end, if it begins before the pad behind the side.
+        is_rounded_up = node.int("ceil_mode", 0) != 0
+        if is_rounded_up and room % stride > 0 and count * stride < begin_of_pad:
+            count += 1
+        counts.append(count)
+    return tuple(counts)
 
 
 def _conv(node: _Node, state: _State) -> list[Shape]:
@@ -780,33 +882,40 @@ def _conv_transpose(node: _Node, state: _State) -> list[Shape]:
     shape = state.shape(node, 0)
     weight = state.shape(node, 1)
     group = node.int("group", 1)
-    count = len(shape) - 2
-    strides = node.ints("strides", [1] * count)
-    dilations = node.ints("dilations", [1] * count)
-    pads = node.ints("pads", [0] * 2 * count)
-    extra = node.ints("output_padding", [0] * count)
-    has_fixed_form = "output_shape" in node.attributes or node.attributes.get("auto_pad", b"NOTSET") != b"NOTSET"
-    lengths = {len(weight) - 2, len(strides), len(dilations), len(pads) // 2, len(extra)}
-    if count < 1 or lengths != {count} or has_fixed_form:
-        raise BundleDamaged(f"ConvTranspose of {shape} with weights {weight}, or of a form that is not allowed")
+    sliding = _Sliding.of(node, len(shape) - 2)
+    output_padding = node.ints("output_padding", [0] * sliding.count)
+    message = f"ConvTranspose of {shape} with weights {weight}, or of a form that is not allowed"
+    # 1. The form: pads are stated, and every number is there.
+    if "output_shape" in node.attributes or node.attributes.get("auto_pad", b"NOTSET") != b"NOTSET":
+        raise BundleDamaged(message)
+    has_all_sides = sliding.has_all_sides and len(weight) - 2 == len(output_padding) == sliding.count
+    if not has_all_sides:
+        raise BundleDamaged(message)
+    # 2. The numbers: channels fit the weights, windows move and span values, and nothing negative is added.
     fits_channels = group >= 1 and shape[1] == weight[0] and shape[1] % group == 0
-    if not fits_channels or min(*strides, *dilations) < 1 or min(*pads, *extra) < 0:
-        raise BundleDamaged(f"ConvTranspose of {shape} with weights {weight}, or of a form that is not allowed")
+    has_steps = min(*sliding.strides, *sliding.dilations) >= 1
+    has_pads = min(*sliding.pads, *output_padding) >= 0
+    if not fits_channels or not has_steps or not has_pads:
+        raise BundleDamaged(message)
+    # 3. Each value of the input adds a window to the result, at each stride.
     sides = []
     for at, side in enumerate(shape[2:]):
-        width = dilations[at] * (weight[at + 2] - 1) + 1
-        sides.append(strides[at] * (side - 1) + extra[at] + width - pads[at] - pads[at + count])
+        width = sliding.width(at, weight[at + 2])
+        cut = sliding.pads[at] + sliding.pads[at + sliding.count]
+        sides.append(sliding.strides[at] * (side - 1) + output_padding[at] + width - cut)
     return [(shape[0], weight[1] * group, *sides)]
 
 
 def _pool(node: _Node, state: _State) -> list[Shape]:
+    """Return the shape of a pooling over the windows of the input; the second result are indices of maxima."""
     shape = state.shape(node, 0)
     return [(*shape[:2], *_windows(node, shape, node.ints("kernel_shape")))] * 2
 
 
 def _global_pool(node: _Node, state: _State) -> list[Shape]:
+    """Return the shape of a pooling over all of each channel."""
     shape = state.shape(node, 0)
-    return [(*shape[:2], *(1 for _ in shape[2:]))]
+    return [(*shape[:2], *[1] * len(shape[2:]))]
 
 
 def _gemm(node: _Node, state: _State) -> list[Shape]:
@@ -854,11 +963,20 @@ def _flatten(node: _Node, state: _State) -> list[Shape]:
 
 def _concat(node: _Node, state: _State) -> list[Shape]:
     """Return the shape of the inputs one behind the other along an axis."""
-    shapes = [state.shape(node, position) for position in range(len(node.inputs))]
+    shapes = state.shapes_of(node)
     axis = _axis(node.int("axis", 0), len(shapes[0]))
-    if len({(*shape[:axis], *shape[axis + 1 :]) for shape in shapes}) != 1 or len(set(map(len, shapes))) != 1:
+    # All sides but that along the axis have to be the same.
+    ranks = {len(shape) for shape in shapes}
+    other_sides = {_replace_side(shape, axis) for shape in shapes}
+    if len(ranks) != 1 or len(other_sides) != 1:
         raise BundleDamaged(f"Concat of {', '.join(map(str, shapes))[:200]}")
-    return [(*shapes[0][:axis], sum(shape[axis] for shape in shapes), *shapes[0][axis + 1 :])]
+    length = sum(shape[axis] for shape in shapes)
+    return [_replace_side(shapes[0], axis, length)]
+
+
+def _replace_side(shape: Shape, axis: int, *sides: int) -> Shape:
+    """Return a shape with the side of an axis replaced by other sides, or left out."""
+    return (*shape[:axis], *sides, *shape[axis + 1 :])
 
 
 def _split(node: _Node, state: _State) -> list[Shape]:
@@ -866,18 +984,20 @@ def _split(node: _Node, state: _State) -> list[Shape]:
     shape = state.shape(node, 0)
     axis = _axis(node.int("axis", 0), len(shape))
     count = len(node.outputs)
+    length = shape[axis]
     parts = state.numbers_of(node, 1) or node.ints("split")
     if not parts:
         # All parts are equally large but the last ones, which get what is left.
-        part_size = -(-shape[axis] // count)
-        parts = [max(0, min(part_size, shape[axis] - part_size * at)) for at in range(count)]
-    if len(parts) != count or sum(parts) != shape[axis] or min(parts) < 0:
+        part_size = -(-length // count)
+        parts = [max(0, min(part_size, length - part_size * at)) for at in range(count)]
+    if len(parts) != count or sum(parts) != length or min(parts) < 0:
         raise BundleDamaged(f"Split of {shape} into {parts[:20]}")
-    return [(*shape[:axis], part, *shape[axis + 1 :]) for part in parts]
+    return [_replace_side(shape, axis, part) for part in parts]
 
 
 def _slices(node: _Node, state: _State) -> tuple[slice, ...]:
-    """Return the slice that a Slice node takes of each axis."""
+    """Return the slice that a Slice node takes of each axis; all of an axis that it does not name."""
+    # 1. The numbers of the node: axes and steps have defaults.
     shape = state.shape(node, 0)
     starts = state.numbers_of(node, 1)
     ends = state.numbers_of(node, 2)
@@ -885,12 +1005,17 @@ def _slices(node: _Node, state: _State) -> tuple[slice, ...]:
         raise BundleDamaged("Slice without starts and ends")
     axes = state.numbers_of(node, 3) or list(range(len(starts)))
     steps = state.numbers_of(node, 4) or [1] * len(starts)
-    if not len(starts) == len(ends) == len(axes) == len(steps) or 0 in steps:
+    are_as_many = len(starts) == len(ends) == len(axes) == len(steps)
+    if not are_as_many or 0 in steps:
         raise BundleDamaged("Slice with starts, ends, axes and steps that do not fit")
+    # 2. The slices. Forwards, ONNX and Python read them alike.
     slices = [slice(None)] * len(shape)
     for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
         at = _axis(axis, len(shape))
-        slices[at] = slice(start, end, step) if step > 0 else _slice_backwards(start, end, step, shape[at])
+        if step > 0:
+            slices[at] = slice(start, end, step)
+        else:
+            slices[at] = _slice_backwards(start, end, step, shape[at])
     return tuple(slices)
 
 
@@ -906,8 +1031,11 @@ def _slice_backwards(start: int, end: int, step: int, side: int) -> slice:
 def _slice(node: _Node, state: _State) -> list[Shape]:
     """Return the shape of the slices of all axes."""
     shape = state.shape(node, 0)
-    parts = _slices(node, state)
-    return [tuple(len(range(*part.indices(side))) for part, side in zip(parts, shape, strict=True))]
+    sides = []
+    for part, side in zip(_slices(node, state), shape, strict=True):
+        indices = range(*part.indices(side))
+        sides.append(len(indices))
+    return [tuple(sides)]
 
 
 def _axes(node: _Node, state: _State) -> list[int]:
@@ -950,24 +1078,28 @@ def _transpose(node: _Node, state: _State) -> list[Shape]:
 def _reshape(node: _Node, state: _State) -> list[Shape]:
     """Return the shape that the node asks for, with its 0 and -1 replaced by numbers."""
     shape = state.shape(node, 0)
-    sides = state.numbers_of(node, 1)
-    if sides is None or min(sides, default=0) < -1 or sides.count(-1) > 1:
-        raise BundleDamaged(f"Reshape of {shape} to {sides}")
-    target = list(sides)
-    # A side of 0 stands for that of the input, unless the node says otherwise.
+    stated = state.numbers_of(node, 1)
+    if stated is None or min(stated, default=0) < -1 or stated.count(-1) > 1:
+        raise BundleDamaged(f"Reshape of {shape} to {stated}")
+    sides = list(stated)
+    # 1. A side of 0 stands for that of the input, unless the node says otherwise.
     if not node.int("allowzero", 0):
-        target = [shape[at] if side == 0 else side for at, side in enumerate(target)]
-    # A side of -1 stands for what the others leave.
+        for at, side in enumerate(stated):
+            if side == 0:
+                sides[at] = shape[at]
+    # 2. A side of -1 stands for what the others leave.
     count = math.prod(shape)
-    if -1 in target:
-        stated_count = math.prod(side for side in target if side != -1)
-        target[target.index(-1)] = count // stated_count
-    if math.prod(target) != count:
-        raise BundleDamaged(f"Reshape of {shape} to {sides}")
-    return [tuple(target)]
+    if -1 in sides:
+        unknown = sides.index(-1)
+        others = (*sides[:unknown], *sides[unknown + 1 :])
+        sides[unknown] = count // math.prod(others)
+    if math.prod(sides) != count:
+        raise BundleDamaged(f"Reshape of {shape} to {stated}")
+    return [tuple(sides)]
 
 
 def _expand(node: _Node, state: _State) -> list[Shape]:
+    """Return the shape that the input is broadcast to together with the stated one."""
     return [_common([state.shape(node, 0), _shape(state.numbers_of(node, 1) or [])])]
 
 
@@ -989,7 +1121,7 @@ def _gather(node: _Node, state: _State) -> list[Shape]:
     shape = state.shape(node, 0)
     indices = state.shape(node, 1)
     axis = _axis(node.int("axis", 0), len(shape))
-    return [(*shape[:axis], *indices, *shape[axis + 1 :])]
+    return [_replace_side(shape, axis, *indices)]
 
 
 def _reduce(node: _Node, state: _State) -> list[Shape]:
@@ -1070,17 +1202,20 @@ OPERATORS = frozenset(_RULES)
 def _work(node: _Node, state: _State, shapes: Sequence[Shape]) -> int:
     """Return the multiplications of a node with results of these shapes; where it has none, the values it handles."""
     count = math.prod(shapes[0])
+    # 1. Convolutions multiply by each weight of a channel: for each value of the result, or of the input.
     if node.operator == "Conv":
         return count * math.prod(state.shape(node, 1)[1:])
     if node.operator == "ConvTranspose":
         return math.prod(state.shape(node, 0)) * math.prod(state.shape(node, 1)[1:])
+    # 2. Products multiply along the inner axis.
     if node.operator == "MatMul":
         return count * state.shape(node, 0)[-1]
     if node.operator == "Gemm":
         left_shape = state.shape(node, 0)
         inner_axis = 0 if node.int("transA", 0) else 1
         return count * left_shape[inner_axis]
+    # 3. Pooling looks at each value of a window; all others look at each value once.
     if node.operator in {"MaxPool", "AveragePool"}:
         return count * math.prod(node.ints("kernel_shape"))
-    values = math.prod(state.shape(node, 0)) if node.inputs and node.inputs[0] else 0
-    return max(count, values)
+    input_count = math.prod(state.shape(node, 0)) if node.input_at(0) else 0
+    return max(count, input_count)

@@ -7,8 +7,8 @@ apart), ``time`` (column of numbers or ISO dates; rows are sorted by it), ``gaps
 values instead of refusing them), ``delimiter`` (default: found).
 
 A row is one sample of a recording, which the task's input spec cuts into windows. No window reaches over a change of
-recording or label, a row left out, or a time step more than three times the usual one. Recordings that a column or
-files tell apart are held out whole; else the end of each stretch of one label is.
+recording or label, a row that is left out, or a time step of more than three times the usual one. Where a column or
+files tell recordings apart, whole recordings are held out; otherwise the end of each stretch of one label is.
 
 ``row=window``: each row is a whole window, ``shape=channels,length`` (default: one channel). ``row=image``: each row is
 an image, ``shape=height,width`` or ``height,width,channels`` (default: square and grey), 0..255 or 0..1.
@@ -51,6 +51,12 @@ _MOST_MISTAKES = 20
 
 _LONGEST_NAME = 256
 """The most characters of a label or of the name of a recording; arrays take as many for each row as the longest has."""
+
+_MOST_LISTED_COLUMNS = 50
+"""The most columns of a file that a message lists."""
+
+_MISSING = frozenset({"", "na", "n/a", "null", "none", "?"})
+"""Cells that stand for a missing value, in lower case."""
 
 _LARGEST = float(np.finfo(np.float32).max)
 """The largest value of a cell."""
@@ -180,25 +186,32 @@ def _segments_of_files(files: ClassFiles, options: CsvOptions, where: str) -> li
 
 def _rows_as_inputs(raw: Raw, segments: Sequence[_Segment], options: CsvOptions, where: str) -> Raw:
     """Return the same data where each row is an input."""
+    # 1. The inputs: the rows of all recordings, each in the shape of an input.
     values = np.concatenate(raw.items)
-    is_window = options.row == "window"
     shape = _shape_of_rows(values.shape[1], options, where)
-    items = values.reshape(len(values), *shape)
-    # Whole numbers 0..255 are pixels of 8 bits.
-    if options.row == "image" and items.max() > 1 and np.array_equal(items, items.astype(np.uint8)):
-        items = items.astype(np.uint8)
-    # What is known of a recording is known of each of its rows.
+    inputs = values.reshape(len(values), *shape)
+    kind: Literal["window", "image"] = "image"
+    natural = None
+    if options.row == "window":
+        kind = "window"
+        natural = WindowInput(channels=shape[0], length=shape[1], stride=shape[1])
+    elif _are_pixels(inputs):
+        inputs = inputs.astype(np.uint8)
+    # 2. What is known of a recording is known of each of its rows.
     counts = [len(rows) for rows in raw.items]
     names: list[str] = []
     for segment in segments:
         names += [segment.name_at(row) for row in range(len(segment.lines))]
-    groups = np.repeat(np.asarray(raw.groups), counts) if raw.are_whole else None
-    targets = None if raw.targets is None else [*np.concatenate(raw.targets)]
-    natural = WindowInput(channels=shape[0], length=shape[1], stride=shape[1]) if is_window else None
+    groups = None
+    if raw.are_whole:
+        groups = np.repeat(np.asarray(raw.groups), counts)
+    targets = None
+    if raw.targets is not None:
+        targets = [*np.concatenate(raw.targets)]
     return replace(
         raw,
-        kind="window" if is_window else "image",
-        items=[*items],
+        kind=kind,
+        items=[*inputs],
         labels=np.repeat(raw.labels, counts),
         groups=groups,
         natural=natural,
@@ -207,27 +220,38 @@ def _rows_as_inputs(raw: Raw, segments: Sequence[_Segment], options: CsvOptions,
     )
 
 
+def _are_pixels(values: np.ndarray) -> bool:
+    """Return whether values are whole numbers 0..255, some of them above 1, and so pixels of 8 bits."""
+    return bool(values.max() > 1) and np.array_equal(values, values.astype(np.uint8))
+
+
 def _shape_of_rows(columns: int, options: CsvOptions, where: str) -> tuple[int, ...]:
     """Return the shape of a row as an input: that of the options, else one channel, or a square image.
 
     Raises:
         DataError: The columns are not as many as the shape has values.
     """
-    is_window = options.row == "window"
-    shape = options.shape
-    if not shape:
+    # 1. What a row may be: the shape without an option, the numbers of axes, and how the option is written.
+    if options.row == "window":
+        shape: tuple[int, ...] = (1, columns)
+        ranks = {2}
+        form = "channels,length"
+    else:
         side = math.isqrt(columns)
-        shape = (1, columns) if is_window else (side, side)
-    ranks = {2} if is_window else {2, 3}
+        shape = (side, side)
+        ranks = {2, 3}
+        form = "height,width or shape=height,width,channels"
+    # 2. The shape that the options state has to have as many values as there are columns.
+    if options.shape:
+        shape = options.shape
     if math.prod(shape) != columns or len(shape) not in ranks:
-        form = "channels,length" if is_window else "height,width or shape=height,width,channels"
         listed = ",".join(map(str, shape))
         raise DataError(f"csv: '{where}': {columns} columns of values are not of shape {listed}; give shape={form}")
     return shape
 
 
 def read_recording(path: Path, *, has_options: bool = True) -> np.ndarray:
-    """Return the recording (time, channels) in a file whose columns are all values.
+    """Return the recording (time, channels) float32 in a file whose columns are all values.
 
     Args:
         path: The file.
@@ -360,13 +384,22 @@ class _Table:
 
     def _mistakes_in_header(self, named: Sequence[str], column_count: int) -> list[str]:
         """Return what is wrong with the first line: ``named`` are the columns to read, of ``column_count`` in all."""
+        # 1. A first line that names no columns at all: more messages about it would not help.
         if column_count > _MOST_COLUMNS:
             return [f"{column_count} columns, expected at most {_MOST_COLUMNS}; exchange rows and columns"]
-        if self.header and all(map(_is_number, self.header)):
+        has_numbers_alone = bool(self.header) and all(map(_is_number, self.header))
+        if has_numbers_alone:
             return [f"its first line has numbers ({', '.join(self.header[:4])}), expected names of columns"]
+        # 2. Names that do not tell one column: those of none come first, then those of several.
         counts = Counter(self.header)
-        mistakes = [f"no column '{name}'{near(name, self.header)}" for name in named if name not in counts]
-        mistakes += [f"{counts[name]} columns are named '{name}'" for name in named if counts[name] > 1]
+        mistakes: list[str] = []
+        ambiguous: list[str] = []
+        for name in named:
+            if name not in counts:
+                mistakes.append(f"no column '{name}'{near(name, self.header)}")
+            elif counts[name] > 1:
+                ambiguous.append(f"{counts[name]} columns are named '{name}'")
+        mistakes += ambiguous
         if not self.columns:
             mistakes.append("no column of values is left")
         return mistakes
@@ -382,6 +415,7 @@ class _Table:
         texts = [(name, positions[name], values.append) for name, values in self.texts.items()]
         for cells in rows:
             line = rows.line_num + 1
+            # 1. An empty line is no row; one of another number of cells cannot be told apart into columns.
             if not cells:
                 continue
             if len(cells) != len(self.header):
@@ -391,58 +425,70 @@ class _Table:
                 self.mistakes.append(f"more than {_MAX_ROWS} rows; cut it into several files")
                 return
             self.lines.append(line)
+            # 2. The cells of labels and recordings.
             for name, position, append_text in texts:
                 text = cells[position].strip()
                 append_text(text)
                 if len(text) > _LONGEST_NAME:
                     self._note(name, f"longer than {_LONGEST_NAME} characters", line, text)
+            # 3. The cells of values. Nearly all of them are plain numbers; only the others take the slow way.
             for name, position, append in numbers:
                 cell = cells[position]
                 try:
                     value = float(cell)
                 except ValueError:
                     value = math.nan
-                # Nearly all cells are plain numbers; only the others take the slow way.
                 if not abs(value) <= _LARGEST or "_" in cell:
                     value = self._unusual(name, cell.strip(), line)
                 append(value)
 
     def _unusual(self, name: str, cell: str, line: int) -> float:
-        """Return the value of a cell that is not a plain number: a date of the column of times, or a missing value."""
+        """Return the value of a cell that is not a plain number.
+
+        A date in the column of times is a number of seconds since 1970. Anything else is NaN; a cell that does not
+        stand for a missing value is noted as a mistake.
+        """
         if _is_number(cell):
-            if not math.isfinite(float(cell)):
-                return math.nan
-            if "_" in cell:  # Python reads 1_000, which no other program writes
-                self._note(name, "no number (it has an underscore)", line, cell)
-            else:
-                self._note(name, "beyond ±3.4e38, the range of 32 bits", line, cell)
+            self._note_unusual_number(name, cell, line)
             return math.nan
         if name == self.options.time and cell:
-            try:
-                moment = datetime.fromisoformat(cell.replace("Z", "+00:00"))
-            except ValueError:
+            seconds = _seconds_of_date(cell)
+            if math.isnan(seconds):
                 self._note(name, "no number or date", line, cell)
-                return math.nan
-            if moment.tzinfo is None:
-                moment = moment.replace(tzinfo=timezone.utc)
-            return moment.timestamp()
-        if cell.lower() not in {"", "na", "n/a", "null", "none", "?"}:
+            return seconds
+        if cell.lower() not in _MISSING:
             self._note(name, "no number", line, cell)
         return math.nan
 
+    def _note_unusual_number(self, name: str, cell: str, line: int) -> None:
+        """Note what is wrong with a number that is none of a table; infinities and NaN are missing values."""
+        if not math.isfinite(float(cell)):
+            return
+        if "_" in cell:  # Python reads 1_000, which no other program writes
+            self._note(name, "no number (it has an underscore)", line, cell)
+        else:
+            self._note(name, "beyond ±3.4e38, the range of 32 bits", line, cell)
+
     def _note(self, name: str, mistake: str, line: int, cell: str) -> None:
-        """Count a mistake of a kind in a column, of which the first one is kept with its line and cell."""
+        """Count a mistake of this kind in a column; the first one is kept with its line and cell.
+
+        Args:
+            name: The column; empty: the mistake is one of whole rows.
+            mistake: The kind of the mistake, as `_describe_cells` names it.
+            line: The line of the file.
+            cell: The content of the cell.
+        """
         count, first_line, first_cell = self._wrong.get((name, mistake), (0, line, cell))
         self._wrong[name, mistake] = count + 1, first_line, first_cell
 
     def is_usable(self) -> np.ndarray:
-        """Return whether a row (n,) has all its values."""
-        result = np.ones(len(self.lines), bool)
+        """Return whether each row has all its values, and its label where the table has labels, (n,) bool."""
+        is_whole = np.ones(len(self.lines), bool)
         for values in self.numbers.values():
-            result &= np.isfinite(np.array(values))
+            is_whole &= np.isfinite(np.array(values))
         if self.options.label:
-            result &= np.array(self.texts[self.options.label], np.str_) != ""
-        return result
+            is_whole &= np.array(self.texts[self.options.label], np.str_) != ""
+        return is_whole
 
     def check(self, path: Path) -> None:
         """Check that nothing is wrong with the table.
@@ -450,20 +496,24 @@ class _Table:
         Raises:
             DataError: The table has mistakes; every one is listed.
         """
+        # 1. Mistakes in the first line, then those in rows and cells.
         mistakes = list(self.mistakes)
         for (name, mistake), (count, line, cell) in itertools.islice(self._wrong.items(), _MOST_MISTAKES):
             if name:
                 mistakes.append(self._describe_cells(name, mistake, count, line, cell))
             else:
-                rows = f"{count} rows have" if count > 1 else "1 row has"
-                mistakes.append(f"{rows} {cell} {mistake}, first line {line}; correct or remove such lines")
+                mistakes.append(_describe_rows(mistake, count, line, cell))
+        # 2. Missing values, which may be cells that were noted already. Rows are sorted by time, so none may lack that.
         if self.options.gaps == "refuse" and not mistakes:
             mistakes += self._missing(self.numbers)
         elif self.options.time:
             mistakes += self._missing([self.options.time])
-        if mistakes:
-            has = "" if len(self.header) > 50 else f"; it has {', '.join(self.header) or 'no columns'}"
-            raise DataError(f"csv: '{path}': {'; '.join(mistakes[:_MOST_MISTAKES])}{has}")
+        if not mistakes:
+            return
+        columns = ""
+        if len(self.header) <= _MOST_LISTED_COLUMNS:
+            columns = f"; it has {', '.join(self.header) or 'no columns'}"
+        raise DataError(f"csv: '{path}': {'; '.join(mistakes[:_MOST_MISTAKES])}{columns}")
 
     def _describe_cells(self, name: str, mistake: str, count: int, line: int, cell: str) -> str:
         """Return a mistake of ``count`` cells of a column, of which ``cell`` in ``line`` is the first, with a hint."""
@@ -475,25 +525,54 @@ class _Table:
         return f"column '{name}': {count} cells are {mistake}, first '{cell[:40]}' in line {line}{hint}"
 
     def _is_text(self, name: str, count: int) -> bool:
-        """Return whether a column whose name says nothing about it has no numbers at all: ``count`` cells are none."""
+        """Return whether a column may be that of labels, which no option has named: none of its cells is a number.
+
+        Args:
+            name: The column.
+            count: How many of its cells are no numbers.
+        """
+        if self.options.label:
+            return False
         named = {*self.options.columns, self.options.time, self.options.target}
-        return not self.options.label and name not in named and count == len(self.lines)
+        return name not in named and count == len(self.lines)
 
     def _missing(self, columns: Iterable[str]) -> Iterator[str]:
         """Yield a mistake for each of these columns with missing values, and for missing labels."""
         for name in columns:
             gaps = np.flatnonzero(~np.isfinite(np.array(self.numbers[name])))
-            if len(gaps):
-                line = self.lines[int(gaps[0])]
-                can_be_cut = self._has_options and name != self.options.time
-                advice = "; gaps=cut leaves these rows out" if can_be_cut else "; correct them"
-                yield f"column '{name}': {len(gaps)} values are missing or not finite, first in line {line}{advice}"
-        if not self.options.label:
+            if not len(gaps):
+                continue
+            line = self.lines[int(gaps[0])]
+            can_be_cut = self._has_options and name != self.options.time
+            advice = "gaps=cut leaves these rows out" if can_be_cut else "correct them"
+            yield f"column '{name}': {len(gaps)} values are missing or not finite, first in line {line}; {advice}"
+        label = self.options.label
+        if not label:
             return
-        empty = [row for row, text in enumerate(self.texts[self.options.label]) if not text]
-        if empty:
-            where = f"first in line {self.lines[empty[0]]}; gaps=cut leaves these rows out"
-            yield f"column '{self.options.label}': {len(empty)} labels are missing, {where}"
+        empty_rows = [row for row, text in enumerate(self.texts[label]) if not text]
+        if empty_rows:
+            line = self.lines[empty_rows[0]]
+            advice = "gaps=cut leaves these rows out"
+            yield f"column '{label}': {len(empty_rows)} labels are missing, first in line {line}; {advice}"
+
+
+def _describe_rows(mistake: str, count: int, line: int, cell: str) -> str:
+    """Return a mistake of ``count`` rows; the first one is in ``line``, and ``cell`` says how many cells it has."""
+    rows = "1 row has"
+    if count > 1:
+        rows = f"{count} rows have"
+    return f"{rows} {cell} {mistake}, first line {line}; correct or remove such lines"
+
+
+def _seconds_of_date(cell: str) -> float:
+    """Return the seconds since 1970 of an ISO date, which is in UTC where it states no zone; NaN where it is none."""
+    try:
+        moment = datetime.fromisoformat(cell.replace("Z", "+00:00"))
+    except ValueError:
+        return math.nan
+    if moment.tzinfo is None:
+        moment = moment.replace(tzinfo=timezone.utc)
+    return moment.timestamp()
 
 
 def _opened(path: Path) -> TextIO:

@@ -8,7 +8,7 @@ samples below which a recording is left out. ``edge-agent predict`` needs no ``l
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +18,9 @@ from ..core.errors import DataError
 from ..core.task import WindowInput
 from .base import DataSource, Integers, Options, Raw, labels_by_name
 from .npz import load_arrays
+
+_DEFAULT_RATE_HZ = 50
+"""The rate of recordings whose file does not state it."""
 
 
 class WindowsOptions(Options):
@@ -30,7 +33,12 @@ class WindowsOptions(Options):
 
 
 def read(where: str, options: WindowsOptions) -> Raw:
-    """Return the recordings that the options choose."""
+    """Return the recordings that the options choose.
+
+    Raises:
+        DataError: The file cannot be read, an array is missing or of another form, or no recording is left.
+    """
+    # 1. The classes of all recordings; without an array of labels they have none.
     arrays = _arrays(where)
     reason = ""
     labels = np.full(arrays["lengths"].shape, -1)
@@ -40,20 +48,29 @@ def read(where: str, options: WindowsOptions) -> Raw:
         labels, class_names = labels_by_name(arrays["label"], names, f"windows: {where}")
     else:
         reason = f"windows: '{where}' has no array label; it has {', '.join(sorted(arrays))}"
-    lengths = arrays["lengths"].astype(np.int64)
+    # 2. The chosen recordings, each a stretch of the array of all samples.
     rows = _choose_rows(arrays, options, where)
+    samples = arrays["samples"]
+    lengths = arrays["lengths"].astype(np.int64)
     ends = np.cumsum(lengths)
-    items = [arrays["samples"][ends[row] - lengths[row] : ends[row]] for row in rows]
-    # Windows of two seconds, half overlapping, where the file states its rate.
-    rate = int(arrays["sampling_hz"]) if "sampling_hz" in arrays else 50
-    length = min(max(2 * rate, 4), 65536)
-    natural = WindowInput(channels=arrays["samples"].shape[1], length=length, stride=length // 2)
+    begins = ends - lengths
+    recordings = [samples[begins[row] : ends[row]] for row in rows]
     origins = tuple(f"recording {row}" for row in rows)
 
     def name_at(row: int, sample: int) -> str:
         return f"{origins[row]} from sample {sample}"
 
-    return Raw("recording", items, labels[rows], class_names, rows, natural, origins, reason, name_at=name_at)
+    natural = _natural_windows(arrays)
+    return Raw("recording", recordings, labels[rows], class_names, rows, natural, origins, reason, name_at=name_at)
+
+
+def _natural_windows(arrays: Mapping[str, np.ndarray]) -> WindowInput:
+    """Return windows of two seconds (4 to 65,536 samples) that overlap by half; a file without a rate has 50 Hz."""
+    rate_hz = _DEFAULT_RATE_HZ
+    if "sampling_hz" in arrays:
+        rate_hz = int(arrays["sampling_hz"])
+    length = min(max(2 * rate_hz, 4), 65536)
+    return WindowInput(channels=arrays["samples"].shape[1], length=length, stride=length // 2)
 
 
 def _choose_rows(arrays: Mapping[str, np.ndarray], options: WindowsOptions, where: str) -> np.ndarray:
@@ -63,26 +80,34 @@ def _choose_rows(arrays: Mapping[str, np.ndarray], options: WindowsOptions, wher
         DataError: An array that the options choose by is missing, or no recording is left.
     """
     is_chosen = arrays["lengths"].astype(np.int64) >= options.shortest
-    rules = (
-        ("subject", options.subject, True),
-        ("subject", options.exclude_subject, False),
-        ("side", options.side, True),
-    )
-    for name, values, is_taken in rules:
-        if not values:
-            continue
-        if name not in arrays:
-            raise DataError(f"windows: '{where}' has no array '{name}', so it cannot be chosen by {name}")
-        is_chosen &= np.isin(arrays[name], values) == is_taken
+    if options.subject:
+        is_chosen &= _is_one_of(arrays, "subject", options.subject, where)
+    if options.exclude_subject:
+        is_chosen &= ~_is_one_of(arrays, "subject", options.exclude_subject, where)
+    if options.side:
+        is_chosen &= _is_one_of(arrays, "side", options.side, where)
     rows = np.flatnonzero(is_chosen)
-    if not len(rows):
-        people = ", ".join(map(str, np.unique(arrays["subject"]))) if "subject" in arrays else "not stated"
-        raise DataError(f"windows: no recording in '{where}' is left by the options; subjects: {people}")
-    return rows
+    if len(rows):
+        return rows
+    people = "not stated"
+    if "subject" in arrays:
+        people = ", ".join(map(str, np.unique(arrays["subject"])))
+    raise DataError(f"windows: no recording in '{where}' is left by the options; subjects: {people}")
+
+
+def _is_one_of(arrays: Mapping[str, np.ndarray], name: str, values: Sequence[int], where: str) -> np.ndarray:
+    """Return whether the number that an array has for each recording is one of ``values``, (recordings,) bool.
+
+    Raises:
+        DataError: There is no such array.
+    """
+    if name not in arrays:
+        raise DataError(f"windows: '{where}' has no array '{name}', so it cannot be chosen by {name}")
+    return np.isin(arrays[name], values)
 
 
 def subjects(where: str, options: WindowsOptions) -> tuple[int, ...]:
-    """Return numbers of the people in a file, sorted, without those that the options exclude.
+    """Return the numbers of the people in a file, sorted, without those that the options exclude.
 
     Raises:
         DataError: The file cannot be read, or has no array of subjects.
@@ -103,24 +128,31 @@ def _arrays(where: str) -> dict[str, np.ndarray]:
     missing = [name for name in ("samples", "lengths") if name not in arrays]
     if missing:
         raise DataError(f"windows: '{where}' has no array {', '.join(missing)}; it has {', '.join(sorted(arrays))}")
-    samples = arrays["samples"]
-    lengths = arrays["lengths"]
-    mistakes = []
-    if samples.ndim != 2 or samples.dtype.kind != "f":
-        mistakes.append(f"samples are {samples.dtype}{list(samples.shape)}, expected floats (time, channels)")
-    if lengths.ndim != 1 or lengths.dtype.kind not in "iu" or (lengths < 0).any():
-        mistakes.append(f"lengths are {lengths.dtype}{list(lengths.shape)}, expected one row of natural numbers")
-    elif int(lengths.sum(dtype=np.int64)) != len(samples):
-        mistakes.append(f"lengths add up to {lengths.sum(dtype=np.int64)}, there are {len(samples)} samples")
-    shapes = {name: arrays[name].shape for name in ("label", "subject", "side") if name in arrays}
-    mistakes += [
-        f"{name} has shape {shape}, expected {lengths.shape}"
-        for name, shape in shapes.items()
-        if shape != lengths.shape
-    ]
+    mistakes = list(_mistakes_in(arrays))
     if mistakes:
         raise DataError(f"windows: '{where}': {'; '.join(mistakes)}")
     return arrays
+
+
+def _mistakes_in(arrays: Mapping[str, np.ndarray]) -> Iterator[str]:
+    """Yield what is wrong with the forms of the arrays of an archive that has samples and lengths."""
+    # 1. The samples of all recordings, one after another.
+    samples = arrays["samples"]
+    are_recordings = samples.ndim == 2 and samples.dtype.kind == "f"
+    if not are_recordings:
+        yield f"samples are {samples.dtype}{list(samples.shape)}, expected floats (time, channels)"
+    # 2. Their lengths. Only natural numbers can be added up to a number of samples.
+    lengths = arrays["lengths"]
+    are_natural = lengths.ndim == 1 and lengths.dtype.kind in "iu" and not (lengths < 0).any()
+    total = int(lengths.sum(dtype=np.int64)) if are_natural else 0
+    if not are_natural:
+        yield f"lengths are {lengths.dtype}{list(lengths.shape)}, expected one row of natural numbers"
+    elif total != len(samples):
+        yield f"lengths add up to {total}, there are {len(samples)} samples"
+    # 3. What else is known of each recording.
+    for name in ("label", "subject", "side"):
+        if name in arrays and arrays[name].shape != lengths.shape:
+            yield f"{name} has shape {arrays[name].shape}, expected {lengths.shape}"
 
 
 SOURCE = DataSource(WindowsOptions, read, needs_path=True, subjects=subjects)

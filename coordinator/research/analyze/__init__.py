@@ -5,26 +5,27 @@ Keys of the object:
 ``subject``, ``kind`` (simulation, run or bundle), ``run_id``, ``method``, ``classes``, ``clients``, ``settings``: what
 was analyzed, and how.
 
-``rounds``: one object for each state that is there, ``round`` rounds done (a bundle's is called 0). In it, by kind of
-features (``encoder``, and what a method computes from them: ``projector``, ``specific``), each with ``mean`` over
-clients and ``clients``:
+``rounds``: one object for each state that was saved, with the number of rounds done as ``round`` (0 for a bundle). The
+object has these measures by kind of features (``encoder``, and what a method computes from them: ``projector``,
+``specific``), each with its ``mean`` over clients and its values by client in ``clients``:
 
 - ``separation``: class separation (DualFed, Fig. 5), see `measures.class_separation`;
 - ``cka``: linear CKA of two clients' features of the same samples (DualFed, Fig. 6): ``mean`` over pairs, ``matrix``;
-- ``before_after``: linear CKA of a client's encoder features and of those made of them;
+- ``before_after``: linear CKA of a client's encoder features and of the features that the method computes from them;
 - ``sparsity``: share of components near 0 (FedPick, Fig. 2), see `measures.sparsity_ratio`;
-- ``fisher``: mean Fisher score (FedPick, Fig. 9), with a mask also of ``relevant`` and ``irrelevant`` features;
-  ``infinite`` counts features that are left out of it;
+- ``fisher``: mean Fisher score (FedPick, Fig. 9); of a method with a mask also that of ``relevant`` and ``irrelevant``
+  features. ``infinite`` counts features that are left out of the mean.
 
-and further ``selection`` (mean of the mask; FedPick, Fig. 7), ``overlap`` of important features between clients
-(``by`` how often the mask picks them, or by Fisher score; FedPick, Fig. 10), ``mixing`` (FedPAC: ``weights``, row i
-combines the classifiers for client i; ``same_group``, ``own``: mean shares of a row; ``if_even``: the former, were all
-weights alike).
+It also has ``selection`` (mean of the mask; FedPick, Fig. 7), ``overlap`` of the clients' important features
+(``by`` how often the mask picks them, or by Fisher score; FedPick, Fig. 10) and ``mixing`` (FedPAC). The latter has
+``weights``, whose row i combines the classifiers for client i; ``same_group`` and ``own``, the mean share of a row
+that is on the client's own group and on the client itself; and ``if_even``, which ``same_group`` would be if all
+weights were equal.
 
 ``accuracy``: of the last state, scope -> ``clients`` -> ``all``, ``head``, ``tail`` and ``classes`` (RepPer, Fig. 5).
 ``probe``: accuracy of nearest neighbours on the features of highest Fisher score, by share kept (FedPick, Fig. 1).
 ``tsne``: points of some clients' features (FedPick, Fig. 8; DualFed, Fig. 4).
-``communication``: bytes by round; ``targets``: rounds and bytes that each took (DualFed, Table 8).
+``communication``: bytes by round; ``targets``: the rounds and bytes until each accuracy was reached (DualFed, Table 8).
 ``left_out``: ``what`` could not be computed, and ``why``. Unknown values are null or absent.
 """
 
@@ -39,7 +40,9 @@ from edge_agent.core.errors import UsageError, nearest
 from .settings import Location, Settings
 
 if TYPE_CHECKING:
-    from .targets import AnalysisTarget
+    import numpy as np
+
+    from .targets import AnalysisTarget, FeatureView
 
 
 __all__ = ["Location", "Settings", "analyze", "find"]
@@ -67,8 +70,8 @@ def find(location: Location, settings: Settings) -> AnalysisTarget:
         return RunTarget.at(path, None, location, settings)
     if _is_folder_of_run(path):
         return RunTarget.at(path.parent.parent, path.name, location, settings)
-    # 3. A bundle: its file, its folder once installed, or a folder of bundles.
-    if path.is_file() or (path / "manifest.json").is_file() or (path / "bundles").is_dir():
+    # 3. A bundle.
+    if _may_be_bundle(path):
         return BundleTarget.at(path, location, settings)
     # 4. A name without a path is that of a run in the state folder that was given.
     is_name_alone = not path.exists() and path.name == location.what
@@ -77,8 +80,13 @@ def find(location: Location, settings: Settings) -> AnalysisTarget:
     raise UsageError(_what_is_wrong_at(path))
 
 
+def _may_be_bundle(path: Path) -> bool:
+    """Return whether a path is a file, the folder of an installed bundle, or a folder with bundles."""
+    return path.is_file() or (path / "manifest.json").is_file() or (path / "bundles").is_dir()
+
+
 def _simulation_at(path: Path) -> Path | None:
-    """Return the folder of the simulation that a path, or a run's folder in it, leads to; None where it does not."""
+    """Return the folder of the simulation at a path, or around the folder of its run; None where there is none."""
     if (path / "simulation.json").is_file():
         return path
     if _is_folder_of_run(path) and not (path / "journal.db").is_file():
@@ -114,28 +122,27 @@ def analyze(
     """Return all that can be computed for ``target``, as one JSON object; ``watch`` receives the name of each step.
 
     Raises:
-        DataError: no client has test samples.
-        StateError: a checkpoint or client state is damaged.
+        DataError: No client has test samples.
+        StateError: A checkpoint or client state is damaged.
     """
     from . import results
-    from .targets import FeatureView
 
     left_out = target.left_out
+    # 1. Measures of the clients' models after each round whose state was saved. Without samples there are no features.
     probe = target.probe(settings) if target.clients else None
     states = []
-    views = list[FeatureView]()
+    views: list[FeatureView] = []
     for number in target.rounds:
         watch(f"state after round {number}")
         views = []
-        for view in () if probe is None else target.feature_views(number, settings, probe):
-            if view.is_finite():
-                views.append(view)
-            else:
-                why = "its features hold NaN or infinity, training diverged"
-                left_out.note(f"client {view.client} after round {number}", why)
+        if probe is not None:
+            views = _finite_views(target, number, settings, probe)
+        state = results.state_of(number, views, settings, left_out)
         mixing = target.mixing(number)
-        mixed = {} if mixing is None else {"mixing": results.mixing_body(mixing, target.groups())}
-        states.append({**results.state_of(number, views, settings, left_out), **mixed})
+        if mixing is not None:
+            state["mixing"] = results.mixing_body(mixing, target.groups())
+        states.append(state)
+    # 2. What only the last state has: accuracies by class, and drawings of features.
     result: dict[str, Any] = {
         "subject": target.name,
         "kind": target.kind,
@@ -151,10 +158,23 @@ def analyze(
     result["probe"] = results.probe(views, len(target.class_names), settings, left_out)
     watch("t-SNE")
     result["tsne"] = list(results.drawings(views, settings, left_out))
+    # 3. What the run cost, and what a reader may look for in vain.
     result["communication"] = results.communication(target.run, target.metrics(), settings.targets)
     if target.clients:
-        why = "updates of single clients are not saved, so there are no features before aggregation"
-        left_out.note("sparsity before aggregation", why)
+        reason = "updates of single clients are not saved, so there are no features before aggregation"
+        left_out.note("sparsity before aggregation", reason)
     if not settings.targets and target.kind != "bundle":
         left_out.note("rounds and bytes to an accuracy", "no --target was given")
     return {**result, "left_out": left_out.body()}
+
+
+def _finite_views(target: AnalysisTarget, number: int, settings: Settings, probe: np.ndarray) -> list[FeatureView]:
+    """Return the views of those clients whose features after a round are finite numbers; the others are noted."""
+    views = []
+    for view in target.feature_views(number, settings, probe):
+        if view.is_finite():
+            views.append(view)
+            continue
+        reason = "its features hold NaN or infinity, training diverged"
+        target.left_out.note(f"client {view.client} after round {number}", reason)
+    return views

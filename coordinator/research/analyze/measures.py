@@ -15,11 +15,20 @@ LEAST = 1e-12
 
 
 def class_separation(features: np.ndarray, labels: np.ndarray) -> float | None:
-    """1 - (mean cosine distance within classes) / (mean cosine distance overall), at most 1, for features (n, d).
+    """Return 1 - (mean cosine distance within classes) / (mean cosine distance overall), which is at most 1.
 
-    Kornblith et al., Why Do Better Loss Functions Lead to Less Transferable Features?, NeurIPS 2021, whose measure
-    DualFed's Fig. 5 shows. Distances are 1 - cosine, pairs of a sample with itself included, and every class (and
-    every pair of classes) counts alike. None where it is not defined: one class, or all features of one direction.
+    Distances are 1 - cosine, pairs of a sample with itself included. Every class, and every pair of classes, counts
+    alike.
+
+    Source: Kornblith et al., "Why Do Better Loss Functions Lead to Less Transferable Features?", NeurIPS 2021, whose
+    measure DualFed's Fig. 5 shows.
+
+    Args:
+        features: Features (n, d).
+        labels: Class of each row (n,).
+
+    Returns:
+        The separation; None where it is not defined: there is one class only, or all features have one direction.
     """
     classes = np.unique(labels)
     if len(classes) < 2:
@@ -30,18 +39,27 @@ def class_separation(features: np.ndarray, labels: np.ndarray) -> float | None:
     means = np.stack([unit[labels == label].mean(axis=0) for label in classes])
     within = 1.0 - float(np.einsum("ij,ij->i", means, means).mean())
     overall = 1.0 - float(np.square(means.mean(axis=0)).sum())
-    return None if overall < LEAST else 1.0 - within / overall
+    if overall < LEAST:
+        return None
+    return 1.0 - within / overall
 
 
 def gram(features: np.ndarray) -> np.ndarray | None:
-    """Centred inner products of all pairs of rows, (n * n,) float32 of length 1; None for features that are all alike.
+    """Return the centred inner products of all pairs of rows, scaled so that the vector of them has length 1.
 
-    The inner product of two of these is the linear CKA of the features, see `linear_cka`.
+    The inner product of two of these vectors is the linear CKA of the features, see `linear_cka`.
+
+    Args:
+        features: Features (n, d).
+
+    Returns:
+        The products (n * n,) float32; None for features that are the same for all samples.
     """
     centred = features.astype(np.float64)
-    size = np.abs(centred).max(initial=0.0)
+    largest = np.abs(centred).max(initial=0.0)
     centred -= centred.mean(axis=0)
-    if np.abs(centred).max(initial=0.0) <= LEAST * size:  # what is left is rounding
+    is_constant = np.abs(centred).max(initial=0.0) <= LEAST * largest  # what is left is rounding
+    if is_constant:
         return None
     centred /= np.abs(centred).max()
     products = centred @ centred.T
@@ -49,33 +67,60 @@ def gram(features: np.ndarray) -> np.ndarray | None:
 
 
 def linear_cka(first: np.ndarray, second: np.ndarray) -> float | None:
-    """Linear centred kernel alignment, 0..1, of two kinds of features (n, d) and (n, e) of the same n samples.
+    """Return the linear centred kernel alignment, 0..1, of two kinds of features of the same samples.
 
-    Kornblith et al., Similarity of Neural Network Representations Revisited, ICML 2019, whose measure DualFed's Fig. 6
-    shows: HSIC(X, Y) / sqrt(HSIC(X, X) HSIC(Y, Y)) with linear kernels. Neither turning nor scaling the features
-    changes it. None where one of them is the same for all samples.
+    It is HSIC(X, Y) / sqrt(HSIC(X, X) HSIC(Y, Y)) with linear kernels. Neither rotating nor scaling the features
+    changes it.
+
+    Source: Kornblith et al., "Similarity of Neural Network Representations Revisited", ICML 2019, whose measure
+    DualFed's Fig. 6 shows.
+
+    Args:
+        first: Features (n, d).
+        second: Features (n, e) of the same n samples.
+
+    Returns:
+        The alignment; None where the features of one kind are the same for all samples.
     """
-    one = gram(first)
-    other = gram(second)
-    return None if one is None or other is None else min(1.0, max(0.0, float(one.astype(np.float64) @ other)))
+    first_gram = gram(first)
+    second_gram = gram(second)
+    if first_gram is None or second_gram is None:
+        return None
+    alignment = float(first_gram.astype(np.float64) @ second_gram)
+    return min(1.0, max(0.0, alignment))
 
 
 def cka_matrix(kinds: Sequence[np.ndarray]) -> np.ndarray:
-    """`linear_cka` (m, m) of every pair among m kinds of features of the same samples; NaN where it is not defined."""
-    grams = [gram(features) for features in kinds]
-    result = np.full((len(kinds), len(kinds)), np.nan)
-    known = [index for index, one in enumerate(grams) if one is not None]
-    if known:
-        stacked = np.stack([one for one in grams if one is not None])
-        result[np.ix_(known, known)] = np.clip((stacked @ stacked.T).astype(np.float64), 0.0, 1.0)
-    result[known, known] = 1.0
-    return result
+    """Return `linear_cka` (m, m) of every pair among m kinds of features of the same samples.
+
+    It is NaN where it is not defined.
+    """
+    matrix = np.full((len(kinds), len(kinds)), np.nan)
+    grams = list[np.ndarray]()
+    defined = list[int]()
+    for index, features in enumerate(kinds):
+        products = gram(features)
+        if products is not None:
+            grams.append(products)
+            defined.append(index)
+    if grams:
+        stacked = np.stack(grams)
+        matrix[np.ix_(defined, defined)] = np.clip((stacked @ stacked.T).astype(np.float64), 0.0, 1.0)
+    # Features agree with themselves exactly, whatever float32 has made of it.
+    matrix[defined, defined] = 1.0
+    return matrix
 
 
 def sparsity_ratio(features: np.ndarray, threshold: float) -> float:
-    """Share, 0..1, of components of L2-normalised features (n, d) whose size is below ``threshold``.
+    """Return the share, 0..1, of components of L2-normalised features whose size is below a threshold.
 
-    FedPick, Eqs. 3-4 and Fig. 2; the paper's threshold is lost. A sample whose features are all 0 counts as sparse.
+    A sample whose features are all 0 counts as sparse.
+
+    Source: FedPick, Eqs. 3-4 and Fig. 2, which does not state its threshold.
+
+    Args:
+        features: Features (n, d).
+        threshold: The size below which a component counts as 0.
     """
     wide = features.astype(np.float64)
     unit = np.abs(wide) / np.maximum(np.linalg.norm(wide, axis=1, keepdims=True), LEAST)
@@ -83,106 +128,151 @@ def sparsity_ratio(features: np.ndarray, threshold: float) -> float:
 
 
 def mean_fisher(features: np.ndarray, labels: np.ndarray) -> tuple[float, int] | None:
-    """Mean over features of the Fisher score (FedPick, Eqs. 5-7), and how many features were left out of it.
+    """Return the mean Fisher score over features (FedPick, Eqs. 5-7), and how many features are left out of it.
 
-    Left out are those that vary between classes only: their score is infinite. None with fewer than two classes, or
-    where all are left out.
+    Features are left out that vary between classes only, because their score is infinite.
+
+    Args:
+        features: Features (n, d).
+        labels: Class of each row (n,).
+
+    Returns:
+        Mean and count; None with fewer than two classes, or where all features are left out.
     """
     if len(np.unique(labels)) < 2:
         return None
     scores = fisher_score(features, labels)
-    finite = np.isfinite(scores)
-    return (float(scores[finite].mean()), int((~finite).sum())) if finite.any() else None
+    is_finite = np.isfinite(scores)
+    if not is_finite.any():
+        return None
+    return float(scores[is_finite].mean()), int((~is_finite).sum())
 
 
 def important(scores: np.ndarray, share: float) -> np.ndarray:
-    """Which features (d,) bool are the ``share`` of highest score; of equal ones the first, and none that scores 0."""
+    """Return which features (d,) bool are the ``share`` of highest score.
+
+    Of features with equal scores the first ones count. A feature of score 0 is never important.
+    """
     return keep_top(scores, share) & (scores > 0)
 
 
 def overlap(first: np.ndarray, second: np.ndarray) -> float:
-    """What two choices (d,) bool have in common: intersection over union (FedPick, Fig. 10); 1 for two empty ones."""
+    """Return intersection over union of two choices (d,) bool (FedPick, Fig. 10); 1 for two empty ones."""
     union = int((first | second).sum())
-    return float((first & second).sum()) / union if union else 1.0
+    if not union:
+        return 1.0
+    return float((first & second).sum()) / union
 
 
 def overlap_matrix(choices: Sequence[np.ndarray]) -> np.ndarray:
-    """`overlap` (m, m) of every pair among m choices."""
-    result = np.eye(len(choices))
-    for one, other in combinations(range(len(choices)), 2):
-        result[one, other] = result[other, one] = overlap(choices[one], choices[other])
-    return result
+    """Return `overlap` (m, m) of every pair among m choices."""
+    matrix = np.eye(len(choices))
+    for row, column in combinations(range(len(choices)), 2):
+        shared = overlap(choices[row], choices[column])
+        matrix[row, column] = shared
+        matrix[column, row] = shared
+    return matrix
 
 
 def mean_of_pairs(matrix: np.ndarray) -> float | None:
-    """Mean of a symmetric matrix (m, m) over its pairs, the diagonal left out; None where no pair is known."""
+    """Return the mean of a symmetric matrix (m, m) over its pairs, without the diagonal.
+
+    Pairs whose value is NaN do not count. None where no pair has a value.
+    """
     values = matrix[np.triu_indices(len(matrix), 1)]
-    known = values[~np.isnan(values)]
-    return float(known.mean()) if len(known) else None
+    defined = values[~np.isnan(values)]
+    if not len(defined):
+        return None
+    return float(defined.mean())
 
 
 def class_accuracies(answers: np.ndarray, labels: np.ndarray) -> dict[int, float]:
-    """Label -> share of its samples, 0..1, that were classified correctly; only labels that occur. Both are (n,)."""
+    """Return label -> share (0..1) of its samples that were classified correctly, of the labels that occur.
+
+    Args:
+        answers: Predicted class of each sample (n,).
+        labels: Its class (n,).
+    """
     return {int(label): float((answers[labels == label] == label).mean()) for label in np.unique(labels)}
 
 
 def head_and_tail(counts: np.ndarray) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Head and tail classes of a client with ``counts`` (K,) training samples, each from most to fewest samples.
+    """Return the head and the tail classes of a client, each from most to fewest samples.
 
-    Head: classes with at least as many samples as the mean class that the client has; tail: the others that it has.
-    The papers that speak of head and tail give no rule.
+    The head are the classes with at least as many samples as the mean over the classes that the client has; the tail
+    are the others that it has. The papers that speak of head and tail give no rule.
+
+    Args:
+        counts: Number of training samples of each class (K,).
     """
     order = [int(label) for label in np.argsort(-counts, kind="stable") if counts[label]]
     if not order:
         return (), ()
     mean = counts.sum() / len(order)
-    return tuple(k for k in order if counts[k] >= mean), tuple(k for k in order if counts[k] < mean)
+    head = tuple(label for label in order if counts[label] >= mean)
+    tail = tuple(label for label in order if counts[label] < mean)
+    return head, tail
 
 
 def group_mass(weights: np.ndarray, groups: Sequence[str]) -> dict[str, float]:
-    """What share of each row of ``weights`` (m, m) falls on the row's own group, on itself, and if all were alike.
+    """Return which share of a row of weights falls on the row's own group, and which on itself, as means over rows.
 
-    Means over rows. ``groups`` names the group of each of the m clients, in the same order.
+    Args:
+        weights: Weights (m, m); row i is of client i.
+        groups: Name of the group of each of the m clients.
+
+    Returns:
+        ``same_group`` and ``own``, and what ``same_group`` would be if all weights were equal, as ``if_even``.
     """
-    same = np.array(groups)[:, None] == np.array(groups)[None, :]
-    rows = np.maximum(weights.sum(axis=1), LEAST)
+    is_same_group = np.array(groups)[:, None] == np.array(groups)[None, :]
+    sums = np.maximum(weights.sum(axis=1), LEAST)
     return {
-        "same_group": float(((weights * same).sum(axis=1) / rows).mean()),
-        "own": float((np.diag(weights) / rows).mean()),
-        "if_even": float(same.mean()),
+        "same_group": float(((weights * is_same_group).sum(axis=1) / sums).mean()),
+        "own": float((np.diag(weights) / sums).mean()),
+        "if_even": float(is_same_group.mean()),
     }
 
 
 def spread_evenly(counts: Mapping[str, int], limit: int) -> dict[str, int]:
-    """Client -> how many of its ``counts`` to take so that all together are at most ``limit``, as even as can be."""
+    """Return client -> how many of its samples to take, as evenly as possible, so that all take at most ``limit``.
+
+    Args:
+        counts: Client -> how many samples it has.
+        limit: The most samples of all clients together.
+    """
     taken = dict.fromkeys(counts, 0)
-    left = dict(counts)
+    remaining = dict(counts)
     room = limit
-    while room and any(left.values()):
-        able = [name for name, count in left.items() if count]
-        each = max(1, room // len(able))
+    # Clients with few samples cannot use their share, which the others then divide in the next turn.
+    while room and any(remaining.values()):
+        able = [name for name, count in remaining.items() if count]
+        share = max(1, room // len(able))
         for name in able:
-            more = min(each, left[name], room)
+            more = min(share, remaining[name], room)
             taken[name] += more
-            left[name] -= more
+            remaining[name] -= more
             room -= more
     return taken
 
 
 LEAST_SAMPLES = 5
+"""The least number of samples that are drawn by t-SNE."""
+
 LEAST_PERPLEXITY = 1.0
 
 
 def bounded_perplexity(requested: float, samples: int) -> float:
-    """Return a perplexity that so many samples allow: at most a third of the neighbours that each has."""
+    """Return the requested perplexity, or a third of the neighbours that each of so many samples has, if it is less."""
     return max(LEAST_PERPLEXITY, min(requested, (samples - 1) / 3))
 
 
 def tsne(features: np.ndarray, perplexity: float, seed: int) -> np.ndarray | None:
-    """Points (n, 2) float64 for features (n, d), the same for the same seed; None for fewer than 5 samples.
+    """Return points (n, 2) float64 for features (n, d) by t-SNE; the same seed gives the same points.
+
+    None for fewer than `LEAST_SAMPLES` samples.
 
     Raises:
-        MissingCapability: scikit-learn is not installed.
+        MissingCapability: Scikit-learn is not installed.
     """
     if len(features) < LEAST_SAMPLES:
         return None
@@ -191,9 +281,13 @@ def tsne(features: np.ndarray, perplexity: float, seed: int) -> np.ndarray | Non
     except ImportError as error:
         raise MissingCapability.package("sklearn", "research", "t-SNE") from error
     wide = features.astype(np.float64)
-    wide /= np.abs(wide).max(initial=0.0) or 1.0  # the scale does not matter, and huge squares would overflow
-    # All features alike (a mask that picks nothing): the start by principal components divides by their spread.
-    start = "pca" if wide.std(axis=0).max(initial=0.0) > 1e-9 and wide.shape[1] > 1 else "random"
+    # The scale does not matter, and the squares of huge features would overflow.
+    largest = np.abs(wide).max(initial=0.0)
+    if largest:
+        wide /= largest
+    # A start by principal components divides by the spread of the features, which is 0 where a mask picks nothing.
+    has_components = wide.std(axis=0).max(initial=0.0) > 1e-9 and wide.shape[1] > 1
+    start = "pca" if has_components else "random"
     machine = TSNE(perplexity=bounded_perplexity(perplexity, len(wide)), init=start, random_state=seed, n_jobs=1)
     points: np.ndarray = np.asarray(machine.fit_transform(wide), np.float64)
     return np.asarray(points - points.mean(axis=0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import fmean
@@ -28,38 +29,44 @@ def state_of(number: int, views: Sequence[FeatureView], settings: Settings, left
     if not views:
         return {"round": number}
     # 1. What cannot be measured is noted first: where a value is missing, a reader finds why.
-    if len(views) == 1:
-        left_out.note("client-wise CKA and overlap of important features", "there is one client only")
-    for view in views:
-        if len(np.unique(view.labels)) < 2:
-            left_out.note(f"separation and Fisher scores of client {view.client}", "its test samples are of one class")
+    _note_undefined(views, left_out)
     # 2. Measures of each client's features, by their kind.
     kinds = list(views[0].kinds)
-    separation = {}
-    sparsity = {}
-    for kind in kinds:
-        separation[kind] = _summary(
-            {view.client: measures.class_separation(view.kinds[kind], view.labels) for view in views}
-        )
-        sparsity[kind] = _summary(
-            {view.client: measures.sparsity_ratio(view.kinds[kind], settings.threshold) for view in views}
-        )
     result: dict[str, Any] = {
         "round": number,
-        "separation": separation,
-        "sparsity": sparsity,
+        "separation": {kind: _separation(views, kind) for kind in kinds},
+        "sparsity": {kind: _sparsity(views, kind, settings.threshold) for kind in kinds},
         "fisher": _fisher(views),
     }
     # 3. What a method makes of the encoder's features, beside these.
-    derived_kinds = [kind for kind in kinds if kind != "encoder"]
     if len(kinds) > 1:
-        result["before_after"] = {kind: _similarity_to_encoder(views, kind) for kind in derived_kinds}
-    if any(view.mask is not None for view in views):
+        result["before_after"] = {kind: _similarity_to_encoder(views, kind) for kind in kinds if kind != "encoder"}
+    has_masks = any(view.mask is not None for view in views)
+    if has_masks:
         result["selection"] = _summary({view.client: _selected_share(view) for view in views})
     # 4. Measures of pairs of clients.
     if len(views) > 1:
         result |= _between_clients(views, settings)
     return result
+
+
+def _note_undefined(views: Sequence[FeatureView], left_out: LeftOut) -> None:
+    """Note the measures that are not defined for these clients, each with its reason."""
+    if len(views) == 1:
+        left_out.note("client-wise CKA and overlap of important features", "there is one client only")
+    for view in views:
+        if len(np.unique(view.labels)) < 2:
+            left_out.note(f"separation and Fisher scores of client {view.client}", "its test samples are of one class")
+
+
+def _separation(views: Sequence[FeatureView], kind: str) -> dict[str, Any]:
+    """Return the class separation of each client's features of a kind."""
+    return _summary({view.client: measures.class_separation(view.kinds[kind], view.labels) for view in views})
+
+
+def _sparsity(views: Sequence[FeatureView], kind: str, threshold: float) -> dict[str, Any]:
+    """Return the sparsity ratio of each client's features of a kind."""
+    return _summary({view.client: measures.sparsity_ratio(view.kinds[kind], threshold) for view in views})
 
 
 def _similarity_to_encoder(views: Sequence[FeatureView], kind: str) -> dict[str, Any]:
@@ -75,23 +82,33 @@ def _selected_share(view: FeatureView) -> float | None:
 
 
 def mixing_body(mixing: Mixing, groups: Mapping[str, str]) -> dict[str, Any]:
-    """Return the weights of combined classifiers as JSON, and the share of a client's own group where it is known."""
+    """Return the weights of combined classifiers as JSON, with the shares of `measures.group_mass`.
+
+    Args:
+        mixing: The weights.
+        groups: Client -> name of its group. Where that of a client is not known, only its own share is computed.
+    """
     result: dict[str, Any] = {"clients": list(mixing.clients), "weights": as_matrix(mixing.weights)}
-    are_groups_known = all(groups.get(client) is not None for client in mixing.clients)
-    if are_groups_known:
-        result["groups"] = [groups[client] for client in mixing.clients]
-        result |= measures.group_mass(mixing.weights, result["groups"])
-    else:
+    are_groups_known = all(client in groups for client in mixing.clients)
+    if not are_groups_known:
         result["own"] = measures.group_mass(mixing.weights, list(mixing.clients))["own"]
-    return result
+        return result
+    result["groups"] = [groups[client] for client in mixing.clients]
+    return result | measures.group_mass(mixing.weights, result["groups"])
 
 
 def as_matrix(matrix: np.ndarray) -> Matrix:
     """Return a matrix as JSON: four digits, None for what is not defined."""
-    return [[_four_digits(value) for value in row] for row in matrix]
+    return [_row(values) for values in matrix]
+
+
+def _row(values: np.ndarray) -> list[float | None]:
+    """Return a row of a matrix as JSON, see `as_matrix`."""
+    return [_four_digits(value) for value in values]
 
 
 def _four_digits(value: float) -> float | None:
+    """Return a number rounded to four decimals; None for NaN."""
     if np.isnan(value):
         return None
     return round(float(value), 4)
@@ -103,27 +120,34 @@ def _summary(clients: dict[str, float | None]) -> dict[str, Any]:
 
 
 def _fisher(views: Sequence[FeatureView]) -> dict[str, dict[str, Any]]:
-    """Return the mean Fisher score by kind of features; with a mask also of features that it picks, and of others."""
+    """Return the mean Fisher score by kind of features.
+
+    Where clients have a mask, the features that it picks and the others are kinds as well.
+    """
     kinds = list(views[0].kinds)
     if views[0].mask is not None:
         kinds += ["relevant", "irrelevant"]
-    result = {}
-    for kind in kinds:
-        means: dict[str, float | None] = {}
-        infinite = {}
-        for view in views:
-            score = measures.mean_fisher(_features_of_kind(view, kind), view.labels)
+    return {kind: _fisher_of_kind(views, kind) for kind in kinds}
+
+
+def _fisher_of_kind(views: Sequence[FeatureView], kind: str) -> dict[str, Any]:
+    """Return the mean Fisher score of each client's features of a kind, and how many features are left out of it."""
+    means: dict[str, float | None] = {}
+    infinite: dict[str, int] = {}
+    for view in views:
+        score = measures.mean_fisher(_features_of_kind(view, kind), view.labels)
+        if score is None:
             means[view.client] = None
-            if score is not None:
-                means[view.client] = score[0]
-                if score[1]:
-                    infinite[view.client] = score[1]
-        result[kind] = {"mean": _mean(list(means.values())), "clients": means, "infinite": infinite}
-    return result
+            continue
+        mean, infinite_count = score
+        means[view.client] = mean
+        if infinite_count:
+            infinite[view.client] = infinite_count
+    return {**_summary(means), "infinite": infinite}
 
 
 def _features_of_kind(view: FeatureView, kind: str) -> np.ndarray:
-    """Return features (n, d) of a kind; of those that a mask has divided only the columns that it ever leaves."""
+    """Return the features (n, d) of a kind; of a mask's kinds only the columns that are not 0 for all samples."""
     if kind in view.kinds:
         return view.kinds[kind]
     masked = view.features_to_draw()[kind]
@@ -168,23 +192,25 @@ def communication(run: str, metrics: Iterable[Mapping[str, Any]], targets: Seque
     figures = read_run(run, {}, metrics)
     if not figures.rounds:
         return None
-    traffic = [Traffic(line.round, line.bytes_up or 0.0, line.bytes_down or 0.0) for line in figures.rounds]
+    # 1. What each round moved, and how many agents took part.
+    traffic = list[Traffic]()
     agent_ids = {agent.id for agent in figures.agents}
-    for line in figures.rounds:
-        agent_ids.update(line.agents)
-    models = {scope: _reported_models(figures, scope) for scope in SCOPES}
+    for one_round in figures.rounds:
+        traffic.append(Traffic(one_round.round, one_round.bytes_up or 0.0, one_round.bytes_down or 0.0))
+        agent_ids.update(one_round.agents)
+    # 2. What each accuracy took, for every scope that agents have reported.
+    reported_models = {scope: _reported_models(figures, scope) for scope in SCOPES}
+    reported_scopes = [scope for scope in SCOPES if reported_models[scope]]
     costs = []
-    for target in targets:
-        for scope, reported in models.items():
-            if reported:
-                cost = _cost_of(target, reported, traffic, len(agent_ids))
-                costs.append({"target": target, "scope": scope, **cost})
+    for target, scope in itertools.product(targets, reported_scopes):
+        cost = _cost_of(target, reported_models[scope], traffic, len(agent_ids))
+        costs.append({"target": target, "scope": scope, **cost})
     return {
         "agents": len(agent_ids),
         "rounds": len(traffic),
-        "bytes_up": math.fsum(line.bytes_up for line in traffic),
-        "bytes_down": math.fsum(line.bytes_down for line in traffic),
-        "by_round": [line._asdict() for line in traffic],
+        "bytes_up": math.fsum(moved.bytes_up for moved in traffic),
+        "bytes_down": math.fsum(moved.bytes_down for moved in traffic),
+        "by_round": [moved._asdict() for moved in traffic],
         "targets": costs,
     }
 
@@ -200,10 +226,10 @@ class Traffic(NamedTuple):
 def _reported_models(figures: RunFigures, scope: Scope) -> list[tuple[int, float]]:
     """Return (rounds done, mean accuracy over agents) of each model that agents have reported on."""
     models = []
-    for line in figures.rounds:
-        mean = line.mean(scope)
+    for one_round in figures.rounds:
+        mean = one_round.mean(scope)
         if mean is not None:
-            models.append((line.round - 1, mean))
+            models.append((one_round.round - 1, mean))
     final = [agent.acc[scope] for agent in figures.agents if scope in agent.acc]
     if final:
         models.append((figures.rounds[-1].round, fmean(final)))
@@ -213,31 +239,52 @@ def _reported_models(figures: RunFigures, scope: Scope) -> list[tuple[int, float
 def _cost_of(
     target: float, models: Sequence[tuple[int, float]], traffic: Sequence[Traffic], agents: int
 ) -> dict[str, Any]:
-    """Return rounds and bytes up to the first model whose accuracy is at least ``target``; else the best accuracy."""
+    """Return the rounds and bytes up to the first model whose accuracy is at least ``target``, as JSON.
+
+    Args:
+        target: The accuracy, 0..1.
+        models: (Rounds done, accuracy) of each model.
+        traffic: The bytes of each round.
+        agents: The number of agents that the bytes are divided by.
+
+    Returns:
+        The cost; where no model has reached the target, the best accuracy instead.
+    """
     reached = [(done, acc) for done, acc in models if acc >= target - 1e-12]
     if not reached:
         return {"reached": False, "best": max(acc for _, acc in models)}
     done, acc = reached[0]
-    up = math.fsum(line.bytes_up for line in traffic if line.round <= done)
-    down = math.fsum(line.bytes_down for line in traffic if line.round <= done)
-    costs = {"bytes_up": up, "bytes_down": down, "bytes_per_agent": (up + down) / (agents or 1)}
-    return {"reached": True, "rounds_done": done, "acc": acc, **costs}
+    needed = [moved for moved in traffic if moved.round <= done]
+    up = math.fsum(moved.bytes_up for moved in needed)
+    down = math.fsum(moved.bytes_down for moved in needed)
+    return {
+        "reached": True,
+        "rounds_done": done,
+        "acc": acc,
+        "bytes_up": up,
+        "bytes_down": down,
+        "bytes_per_agent": (up + down) / max(1, agents),
+    }
 
 
 RATIOS = tuple(round(0.1 * tenth, 1) for tenth in range(1, 11))
-"""Shares of the features that are kept for the probe."""
+"""Shares of the features that the head of the probe sees."""
 
 PROBE_HEAD = "knn"
 
 
 def accuracies(views: Sequence[FeatureView], class_names: Sequence[str]) -> dict[str, Any]:
     """Return accuracies by scope and client as JSON: of all, head and tail classes, and of each (RepPer, Fig. 5)."""
+    # Scopes in the order in which clients have them.
+    scopes = dict[str, None]()
+    for view in views:
+        scopes.update(dict.fromkeys(view.answers))
     result: dict[str, Any] = {}
-    for scope in dict.fromkeys(scope for view in views for scope in view.answers):
+    for scope in scopes:
         clients = {view.client: _classes(view, scope, class_names) for view in views if scope in view.answers}
         result[scope] = {"clients": clients}
         for part in ("all", "head", "tail"):
-            result[scope][part] = _mean([accuracies_of_client[part] for accuracies_of_client in clients.values()])
+            result[scope][part] = _mean([of_client[part] for of_client in clients.values()])
     return result
 
 
@@ -290,7 +337,15 @@ def probe(
 def _probe_accuracy(
     view: FeatureView, trained: LabelledSamples, kept: np.ndarray, num_classes: int, seed: int
 ) -> float:
-    """Return the test accuracy of nearest neighbours that see the ``kept`` features of a client's samples alone."""
+    """Return the test accuracy (0..1) of nearest neighbours that see only some features of a client's samples.
+
+    Args:
+        view: The client's features, with the labels of its test samples.
+        trained: The features (m, d) of its training samples, with their labels.
+        kept: The features that the neighbours see, (d,) bool.
+        num_classes: The number of classes of the task.
+        seed: Seed of the head.
+    """
     head = heads.create(PROBE_HEAD)
     data = FitData(np.ascontiguousarray(trained.inputs[:, kept]), trained.labels, num_classes)
     head.fit(data, np.random.default_rng(seed))

@@ -1,4 +1,4 @@
-"""What an analysis is asked for: its settings, and where its target is."""
+"""The request of an analysis: its settings, and where its target is."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Accuracy = Annotated[float, Field(gt=0, le=1)]
 
 
 class Settings(Frozen):
-    """Settings of an analysis. All but ``targets`` and ``head`` concern features."""
+    """The settings of an analysis; all but ``targets`` and ``head`` concern features."""
 
     targets: tuple[Accuracy, ...] = Field((), description="Accuracy 0..1: show rounds and bytes until it was reached")
     samples: int = Field(
@@ -39,8 +39,13 @@ class Settings(Frozen):
 
 @dataclass(frozen=True)
 class Location:
-    """Where the target is: a path or a run's name, the state folder for names, and clients' data where given."""
+    """Where the target of an analysis is, and the clients' data."""
 
     what: str
+    """The path of the target, or the name of a run."""
+
     state: Path | None = None
+    """The state folder in which a run of that name is looked up."""
+
     data: Sequence[str] = ()
+    """The values of ``--data``, see `client_samples`; empty: none were given."""

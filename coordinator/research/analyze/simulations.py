@@ -42,9 +42,9 @@ class SimulationTarget(StoredRun):
         """Open the simulation in ``path``.
 
         Raises:
-            UsageError: data were given, or no round has closed yet.
-            DataError: its data are no longer available.
-            StateError: files are damaged.
+            UsageError: Data were given, or no round has closed yet.
+            DataError: The simulation's data are no longer available.
+            StateError: Files are damaged.
         """
         if data:
             raise UsageError(f"{path} is a simulation, which has its own data; leave --data out")
@@ -151,9 +151,11 @@ def _with_details(view: FeatureView, client: Client, method: Any, own_samples: C
 
 
 def _features_by_kind(client: Client, method: Any, inputs: np.ndarray) -> dict[str, np.ndarray]:
-    result = method.views(client, _tensor(client, inputs))
-    return {name: tensor.cpu().numpy() for name, tensor in result.items()}
+    """Return kind -> features (n, d) of inputs (n, ...), and the mask (n, d) of a method that has one."""
+    views = method.views(client, _tensor(client, inputs))
+    return {name: tensor.cpu().numpy() for name, tensor in views.items()}
 
 
 def _tensor(client: Client, inputs: np.ndarray) -> torch.Tensor:
+    """Return inputs as a tensor of float32 on the client's device."""
     return torch.from_numpy(np.ascontiguousarray(inputs, np.float32)).to(client.device)

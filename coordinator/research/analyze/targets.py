@@ -1,4 +1,8 @@
-"""What an analysis works on: samples of clients, and the features that a client's model computes of them."""
+"""What an analysis works on: samples of clients, and the features that a client's model computes of them.
+
+A target is a simulation (`coordinator.research.analyze.simulations`), a coordinator's run, or a bundle. Only a
+simulation has the personal parts of clients; for the others a device head is fitted on the features of one encoder.
+"""
 
 from __future__ import annotations
 
@@ -38,10 +42,13 @@ Kind = Literal["simulation", "run", "bundle"]
 
 @dataclass(frozen=True)
 class LabelledSamples:
-    """Labelled samples: inputs (n, ...) float32, labels (n,) int64."""
+    """Samples, or features of samples, with their labels."""
 
     inputs: np.ndarray
+    """Inputs (n, ...) float32."""
+
     labels: np.ndarray
+    """Labels (n,) int64."""
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -56,7 +63,7 @@ class LabelledSamples:
 
 @dataclass(frozen=True)
 class ClientSamples:
-    """One client's samples."""
+    """The samples of one client: those to train on, and those held out."""
 
     train: LabelledSamples
     test: LabelledSamples
@@ -66,20 +73,33 @@ class ClientSamples:
 class FeatureView:
     """Features that one client's model computes of its samples, and of those that all clients are compared on.
 
-    ``labels`` (n,) belong to the rows of ``kinds`` (n, d) and ``mask`` (n, d), ``truth`` (t,) to ``answers`` (t,) of
-    each scope; ``counts`` (K,) are training samples; ``trained`` are training features (m, d) with their labels.
-    ``answers`` and ``trained`` are details, which only the last round has.
+    The answers and the training features are details, which only the last round has.
     """
 
     client: str
     labels: np.ndarray
+    """Class of each of the n test samples whose features are measured, (n,)."""
+
     kinds: Mapping[str, np.ndarray]
+    """Kind of features -> features (n, d) of those samples."""
+
     probe: Mapping[str, np.ndarray]
+    """Kind of features -> features (p, d) of the samples that all clients are compared on."""
+
     answers: Mapping[str, np.ndarray]
+    """Scope -> predicted class of each of all t test samples, (t,)."""
+
     truth: np.ndarray
+    """Class of each of all test samples, (t,)."""
+
     counts: np.ndarray
+    """Number of training samples of each class, (K,)."""
+
     trained: LabelledSamples | None = None
+    """The encoder's features (m, d) of the training samples, with their labels."""
+
     mask: np.ndarray | None = None
+    """The mask (n, d) of a method that picks features; None where the method has none."""
 
     @property
     def features(self) -> np.ndarray:
@@ -94,22 +114,24 @@ class FeatureView:
 
     def is_finite(self) -> bool:
         """Return whether all features are finite numbers."""
-        return all(np.isfinite(result).all() for group in (self.kinds, self.probe) for result in group.values())
+        all_features = [*self.kinds.values(), *self.probe.values()]
+        return all(np.isfinite(features).all() for features in all_features)
 
 
 @dataclass
 class LeftOut:
-    """What could not be analyzed, and why; each thing once."""
+    """The parts of an analysis that could not be computed, each with one reason."""
 
     reasons: dict[str, str] = field(default_factory=dict)
+    """Part -> why it could not be computed."""
 
-    def note(self, what: str, why: str) -> None:
-        """Record the first reason for ``what``."""
-        self.reasons.setdefault(what, why)
+    def note(self, part: str, reason: str) -> None:
+        """Record why a part could not be computed; of several reasons the first one counts."""
+        self.reasons.setdefault(part, reason)
 
     def body(self) -> list[dict[str, str]]:
-        """Return the reasons as JSON."""
-        return [{"what": what, "why": why} for what, why in self.reasons.items()]
+        """Return the parts and their reasons as JSON."""
+        return [{"what": part, "why": reason} for part, reason in self.reasons.items()]
 
 
 @dataclass(frozen=True)
@@ -121,7 +143,7 @@ class Mixing:
 
 
 class AnalysisTarget(ABC):
-    """What is analyzed. Subclasses define where states, samples and models come from."""
+    """A target of an analysis; subclasses define where states, samples and models come from."""
 
     kind: Kind
 
@@ -135,9 +157,15 @@ class AnalysisTarget(ABC):
         clients: Iterable[str],
         rounds: Iterable[int],
     ) -> None:
-        """``clients``: those whose samples are known, sorted. ``rounds``: those whose states are available, ascending.
+        """Take what the result of the analysis says of its target.
 
-        The last round is analyzed in detail.
+        Args:
+            name: The path or name under which it was given.
+            run: The id of the run.
+            method: The name of the method.
+            class_names: The classes of the task.
+            clients: The clients whose samples are known, sorted.
+            rounds: The rounds whose states are available, ascending; the last one is analyzed in detail.
         """
         self.name = name
         self.run = run
@@ -149,7 +177,7 @@ class AnalysisTarget(ABC):
 
     @abstractmethod
     def samples_of(self, client: str) -> ClientSamples:
-        """Return one client's samples."""
+        """Return the samples of a client, those to train on and those held out."""
 
     @abstractmethod
     def feature_views(self, number: int, settings: Settings, probe: np.ndarray) -> Iterator[FeatureView]:
@@ -181,13 +209,18 @@ class AnalysisTarget(ABC):
         """Return inputs (p, ...) on which clients are compared: equally many of each client's test samples.
 
         Raises:
-            DataError: no client has a test sample.
+            DataError: No client has a test sample.
         """
         names = self.clients_with_test_samples()
         if not names:
             raise DataError(f"none of {len(self.clients)} clients has test samples; give more data")
-        sizes = measures.spread_evenly({name: len(self.samples_of(name).test) for name in names}, settings.probe)
-        return np.concatenate([self.samples_of(name).test.some(sizes[name], settings.seed).inputs for name in names])
+        counts = {name: len(self.samples_of(name).test) for name in names}
+        sizes = measures.spread_evenly(counts, settings.probe)
+        inputs = list[np.ndarray]()
+        for name in names:
+            drawn = self.samples_of(name).test.some(sizes[name], settings.seed)
+            inputs.append(drawn.inputs)
+        return np.concatenate(inputs)
 
 
 Features = Callable[[np.ndarray], np.ndarray]
@@ -197,38 +230,51 @@ _NAMED = re.compile(r"([^=:?/]+)=(.+)", re.DOTALL)
 
 
 def client_samples(sources: Sequence[str], task: Task, settings: Settings) -> dict[str, ClientSamples]:
-    """Read client -> samples, split as a device would split them; sources without a name are called after their path.
+    """Return client -> samples, sorted by client; they are split as a device would split them.
+
+    Args:
+        sources: ``NAME=SOURCE``, or a source alone, whose client is called after its path.
+        task: The task that the samples have to fit.
+        settings: The share that is held out, and the seed of that choice.
 
     Raises:
-        UsageError: a name that cannot be a client's, or one that occurs twice.
-        DataError: samples that are missing, or of classes or a form that the task does not have.
+        UsageError: A name cannot be a client's, or occurs twice.
+        DataError: Samples are missing, or of classes or a form that the task does not have.
     """
-    result: dict[str, ClientSamples] = {}
-    for given in sources:
-        name, source = parse_name_and_source(given)
-        if name in result:
-            raise UsageError(f"--data {given}: client '{name}' occurs twice; name it differently: NAME=SOURCE")
+    clients: dict[str, ClientSamples] = {}
+    for option in sources:
+        name, source = parse_name_and_source(option)
+        if name in clients:
+            raise UsageError(f"--data {option}: client '{name}' occurs twice; name it differently: NAME=SOURCE")
         samples = data.load(source, task.input, task.class_names)
         train, test = data.split(samples, settings.test_fraction, settings.seed)
-        result[name] = ClientSamples(
+        clients[name] = ClientSamples(
             LabelledSamples(train.inputs, train.labels), LabelledSamples(test.inputs, test.labels)
         )
-    return dict(sorted(result.items()))
+    return dict(sorted(clients.items()))
 
 
-def parse_name_and_source(given: str) -> tuple[str, str]:
-    """Return name and source of what was given by ``--data``.
+def parse_name_and_source(option: str) -> tuple[str, str]:
+    """Return name and source of a value of ``--data``; a source without a name is called after its path.
 
     Raises:
-        UsageError: the name cannot be a client's.
+        UsageError: The name cannot be a client's.
     """
-    match = _NAMED.fullmatch(given)
-    if match is not None and not re.fullmatch(NAME_PATTERN, match[1]):
-        raise UsageError(f"--data {given}: '{match[1]}' cannot be a client's name, expected {NAME_PATTERN}")
-    if match is not None:
-        return match[1], match[2]
-    last = given.partition("?")[0].rstrip("/").rpartition("/")[2].rpartition(":")[2].lower()
-    return re.sub(r"[^a-z0-9_-]+", "-", last).strip("-_")[:50] or "data", given
+    match = _NAMED.fullmatch(option)
+    if match is None:
+        return _name_after_path(option), option
+    name, source = match.groups()
+    if not re.fullmatch(NAME_PATTERN, name):
+        raise UsageError(f"--data {option}: '{name}' cannot be a client's name, expected {NAME_PATTERN}")
+    return name, source
+
+
+def _name_after_path(source: str) -> str:
+    """Return a client's name made of the last part of a source's path; ``data`` where nothing of it is left."""
+    path, _, _ = source.partition("?")
+    file_name = path.rstrip("/").rpartition("/")[2].rpartition(":")[2].lower()
+    name = re.sub(r"[^a-z0-9_-]+", "-", file_name).strip("-_")[:50]
+    return name or "data"
 
 
 @dataclass(frozen=True)
@@ -263,6 +309,18 @@ class SharedEncoder:
     def _answers(
         self, client: str, tested: np.ndarray, trained: LabelledSamples, settings: Settings, left_out: LeftOut
     ) -> Iterator[tuple[str, np.ndarray]]:
+        """Yield (scope, predicted class of each test sample), by the shared classifier and by a device head.
+
+        Args:
+            client: The client.
+            tested: Features (t, d) of its test samples.
+            trained: Features (m, d) of its training samples, with their labels.
+            settings: The head, and the seed of its fit.
+            left_out: Gets the reason where the head cannot be fitted.
+
+        Raises:
+            UsageError: There is no such head.
+        """
         if self.classifier is not None:
             yield "global", global_probabilities(self.classifier, tested).argmax(axis=1)
         try:
@@ -301,7 +359,9 @@ class StoredRun(AnalysisTarget):
         if not hasattr(self._method, "combination"):
             return None
         names, weights = self._method.combination(self.state(number))
-        return Mixing(tuple(names), np.asarray(weights, np.float64)) if names else None
+        if not names:
+            return None
+        return Mixing(tuple(names), np.asarray(weights, np.float64))
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return the lines of the run's ``metrics.jsonl``."""
@@ -329,10 +389,11 @@ class BundleTarget(AnalysisTarget):
         """Open the bundle at ``path``, a file or a folder.
 
         Raises:
-            UsageError: no data were given.
-            DataError: data that do not fit.
-            BundleError: the bundle is damaged or of another version.
+            UsageError: No data were given.
+            DataError: Data do not fit.
+            BundleError: The bundle is damaged or of another version.
         """
+        # A bundle that was unpacked for the analysis is removed with the target, or at once where that is not made.
         stack = ExitStack()
         try:
             bundle = _open_bundle(path, stack)
@@ -341,16 +402,16 @@ class BundleTarget(AnalysisTarget):
                     f"{path} is a bundle and holds no samples: give --data NAME=SOURCE, once for each client, "
                     "for example --data a=images:photos"
                 )
-            held = client_samples(location.data, bundle.manifest.task, settings)
-            made = cls(path, bundle, held, Encoder.open(bundle, "fp32", cache=False))
+            samples = client_samples(location.data, bundle.manifest.task, settings)
+            target = cls(path, bundle, samples, Encoder.open(bundle, "fp32", cache=False))
         except BaseException:
             stack.close()
             raise
-        finalize(made, stack.close)
-        return made
+        finalize(target, stack.close)
+        return target
 
     def samples_of(self, client: str) -> ClientSamples:
-        """Return one client's samples."""
+        """Return the samples of a client, those to train on and those held out."""
         return self._held[client]
 
     def feature_views(self, number: int, settings: Settings, probe: np.ndarray) -> Iterator[FeatureView]:  # noqa: ARG002 - one encoder
@@ -360,19 +421,25 @@ class BundleTarget(AnalysisTarget):
 
 
 def _open_bundle(path: Path, stack: ExitStack) -> Bundle:
-    """Open a bundle and verify it; a file is unpacked where nothing of it stays."""
+    """Open a bundle and verify it; a file is unpacked into a temporary folder, which ``stack`` removes.
+
+    Raises:
+        UsageError: The folder holds no bundle.
+        BundleError: The bundle is damaged or of another version.
+    """
     if path.is_file():
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headwater-analyze-")))
         return installed.install(path, folder / "bundles")
     if (path / "manifest.json").is_file():
         return unpacked.open_folder(path)
-    result = installed.current(path / "bundles")
-    if result is None:
+    bundle = installed.current(path / "bundles")
+    if bundle is None:
         raise UsageError(f"{path}: no bundle in this folder; expected a bundle file or an agent's state folder")
-    return result
+    return bundle
 
 
 BATCH = 512
+"""The number of samples whose features are computed at once."""
 
 
 def _newest_with_round(journal: Journal, names: Iterable[str]) -> RunRecord | None:
@@ -405,9 +472,9 @@ class RunTarget(StoredRun):
         """Open the run of that name in a state folder; without a name the latest one with a closed round.
 
         Raises:
-            UnknownName: no such run.
-            UsageError: no run there with a closed round.
-            StateError: no journal there, or a damaged one.
+            UnknownName: There is no such run.
+            UsageError: No run there has a closed round.
+            StateError: There is no journal, or a damaged one.
         """
         folder = StateFolder(state)
         with folder.look():
@@ -421,7 +488,7 @@ class RunTarget(StoredRun):
         return cls(folder, record.run, request, client_samples(location.data, request.task, settings))
 
     def samples_of(self, client: str) -> ClientSamples:
-        """Return one client's samples."""
+        """Return the samples of a client, those to train on and those held out."""
         return self._held[client]
 
     def feature_views(self, number: int, settings: Settings, probe: np.ndarray) -> Iterator[FeatureView]:  # noqa: ARG002 - one encoder
@@ -441,8 +508,9 @@ class RunTarget(StoredRun):
             return
 
         def features(inputs: np.ndarray) -> np.ndarray:
-            result: np.ndarray = features_of(model, torch.from_numpy(np.ascontiguousarray(inputs)), BATCH).numpy()
-            return result
+            tensor = torch.from_numpy(np.ascontiguousarray(inputs))
+            computed: np.ndarray = features_of(model, tensor, BATCH).numpy()
+            return computed
 
         classifier = self._method.global_head(state)
         classes = self._task.num_classes

@@ -40,23 +40,23 @@ IDLE = "a message while idle"
 ROUNDS = "a message of the rounds"
 
 STATUS_S = 2.0
-"""After this time ``status.json`` shows what has happened."""
+"""Seconds after which ``status.json`` shows what has happened."""
 
 
 def pause(seconds: float) -> None:
-    """Wait so many seconds, in which other processes work."""
+    """Wait for some seconds, while other processes work."""
     threading.Event().wait(seconds)
 
 
 @dataclass(frozen=True)
 class Moved:
-    """Bytes that have moved so far.
+    """The bytes that have moved so far.
 
     Attributes:
-        published: What the coordinator has published.
-        models: What of that were models; the rest are messages to single agents, of which there are more in a larger
-            fleet.
-        received: What all agents have received together.
+        published: Bytes that the coordinator has published.
+        models: The part of these that were models. The rest are messages to single agents, of which there are more in
+            a larger fleet.
+        received: Bytes that all agents together have received.
     """
 
     published: int = 0
@@ -76,9 +76,9 @@ class FleetFigures:
     plan: FleetPlan
     seconds: list[float]
     cpu_us: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """What -> (messages, mean CPU of the coordinator in microseconds).
+    """Kind of messages, or phase -> (number of messages, mean CPU of the coordinator for one in microseconds).
 
-    Of a phase, all of its CPU, timers included, is divided by its messages. Over a broker there are only phases.
+    All CPU of a phase, that of timers included, is divided by its messages. Over a broker there are only phases.
     """
 
     moved: Moved = Moved()
@@ -91,14 +91,16 @@ class FleetFigures:
 
     def rows(self) -> list[Row]:
         """Return the figures in the order of the table."""
+        # 1. Time, by kind of message and by round.
+        rows = [Row(f"CPU, {kind} ({count})", us, "us") for kind, (count, us) in self.cpu_us.items()]
+        rows += [Row(f"round {number}", seconds, "s") for number, seconds in enumerate(self.seconds, 1)]
+        # 2. Bytes beside what cannot be avoided: each model once, to every agent that needs it. All get the final one.
         rounds = len(self.seconds)
+        downloads = rounds * self.plan.cohort_size + self.plan.agents
         payload_mb = self.plan.payload_bytes / 1e6
         published_mb = self.moved.published / 1e6
         models_mb = self.moved.models / 1e6
         received_mb = self.moved.received / 1e6
-        downloads = rounds * self.plan.cohort_size + self.plan.agents  # all agents get the final model
-        rows = [Row(f"CPU, {kind} ({count})", us, "us") for kind, (count, us) in self.cpu_us.items()]
-        rows += [Row(f"round {number}", seconds, "s") for number, seconds in enumerate(self.seconds, 1)]
         rows += [
             Row("updates aggregated", self.updates, ""),
             Row("CPU for each update", self._update_ms, "ms"),
@@ -106,6 +108,7 @@ class FleetFigures:
             Row("other messages for each agent and round", 1e3 * (published_mb - models_mb) / downloads, "kB"),
             Row("received by agents / needed", received_mb / downloads / payload_mb, ""),
         ]
+        # 3. What only some measurements have.
         if self.welcome_s:
             rows += [
                 Row("hello to welcome in a flood, median", median(self.welcome_s), "s"),
@@ -145,7 +148,7 @@ def settings(plan: FleetPlan) -> dict[str, Any]:
 
 
 def write_config(path: Path, values: Mapping[str, Any]) -> None:
-    """Write settings as TOML, a line for each: what JSON writes of numbers, strings, lists and booleans is TOML."""
+    """Write settings as TOML, a line for each: numbers, strings, lists and booleans are written as in JSON."""
 
     def lines(values: Mapping[str, Any], above: str = "") -> Iterator[str]:
         for name, value in values.items():
@@ -158,7 +161,7 @@ def write_config(path: Path, values: Mapping[str, Any]) -> None:
 
 
 class LeapingClock:
-    """Monotonic seconds that pass as always, and more at once where nobody has anything to do."""
+    """A clock of monotonic seconds that can be put forward, where nobody has anything to do."""
 
     def __init__(self) -> None:
         self._leapt = 0.0
@@ -168,23 +171,23 @@ class LeapingClock:
         return time.monotonic() + self._leapt
 
     def leap(self, seconds: float) -> None:
-        """Let so much time have passed."""
+        """Put the clock forward by some seconds."""
         self._leapt += seconds
 
 
 class FleetTransport:
-    """The coordinator's transport to a fleet in the same process."""
+    """The transport of a coordinator whose fleet is in the same process."""
 
     max_payload_bytes = 122_880
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.traffic = Traffic()
         self.inbox: deque[tuple[Event, str, float]] = deque()
-        """Events with their kinds, and when they came."""
+        """(Event, kind of its message, seconds of the clock when it came), the oldest first."""
 
         self.outbox: deque[tuple[str, bytes]] = deque()
         self.kind = ""
-        """Of the message that was received last; empty: of no message."""
+        """The kind of the message that was received last; empty: there was none, or the event had no message."""
 
         self._clock = clock
 
@@ -200,16 +203,19 @@ class FleetTransport:
     @property
     def unread_s(self) -> float:
         """Seconds that the oldest event has waited for `receive`; 0 where none waits."""
-        return self._clock() - self.inbox[0][2] if self.inbox else 0.0
+        if not self.inbox:
+            return 0.0
+        _, _, came_at = self.inbox[0]
+        return self._clock() - came_at
 
     def close(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing: there is no connection to close."""
 
     def subscribe(self, *filters: str) -> None:
-        """The fleet sends everything here."""
+        """Do nothing: the fleet sends everything here."""
 
     def unsubscribe(self, *filters: str) -> None:
-        """The fleet sends everything here."""
+        """Do nothing: the fleet sends everything here."""
 
     def publish(self, topic: str, payload: bytes, *, qos: int = 1, retain: bool = False) -> None:  # noqa: ARG002 - one quality here
         """Publish a payload to the fleet, which gets it in its turn."""
@@ -254,7 +260,7 @@ class MemoryFleet:
         self.count = Counter[str]()
 
     def publish(self, topic: str, payload: bytes, kind: str) -> None:
-        """A message of an agent."""
+        """Put a message of an agent into the coordinator's inbox."""
         self.transport.add(Message(topic, payload), kind)
 
     def moved(self) -> Moved:
@@ -263,10 +269,10 @@ class MemoryFleet:
         return Moved(self.transport.traffic.bytes_up, self.coordinator.distributor.published_bytes, received)
 
     def until(self, condition: Callable[[], bool], limit_s: float = RUN_LIMIT_S) -> None:
-        """Go on until ``condition()``, which is tested whenever the coordinator has no event left.
+        """Let both sides work until ``condition()``, which is tested whenever the coordinator has no event left.
 
         Raises:
-            MeasuringFailed: it is not within ``limit_s`` of the leaping clock.
+            MeasuringFailed: The condition is not true within ``limit_s`` of the leaping clock.
         """
         timers = Timers(list(self.agents.values()))
         until = self.clock() + limit_s
@@ -278,7 +284,9 @@ class MemoryFleet:
                 return
             if self.clock() > until:
                 raise MeasuringFailed(f"the fleet stands still: {self.coordinator.waiting}")
-            self.clock.leap(max(1e-4, min(self.coordinator.idle_s(), timers.due_in(self.clock()))))
+            # Nobody has anything to do before the next timer of either side.
+            idle_s = min(self.coordinator.idle_s(), timers.due_in(self.clock()))
+            self.clock.leap(max(1e-4, idle_s))
 
     def _turn(self) -> None:
         """Handle everything that has arrived at either side."""
@@ -295,6 +303,7 @@ class MemoryFleet:
                 self._deliver(*self.transport.outbox.popleft())
 
     def _deliver(self, topic: str, payload: bytes) -> None:
+        """Hand a message of the coordinator to the agents that its topic reaches."""
         if "/a/" in topic:
             self.agents[topic.split("/")[-2]].received(topic, payload)
         elif "/b/" in topic:
@@ -305,6 +314,7 @@ class MemoryFleet:
                 agent.subscribed()
 
     def _subscribe(self, agent: FleetAgent, topic: str) -> None:
+        """Have an agent receive the messages of a topic, which is confirmed at once."""
         self.subscribers[topic].add(agent)
         agent.subscribed(topic.rsplit("/", 1)[-1])
 
@@ -314,30 +324,34 @@ class MemoryFleet:
 
 @dataclass
 class Phases:
-    """CPU and messages between the calls of `end`."""
+    """The CPU and the messages of the phases of a measurement; a phase lasts from one call of `end` to the next."""
 
     read: Callable[[], tuple[int, float]]
-    """Messages that the coordinator has received, and CPU seconds that it has used."""
+    """Returns how many messages the coordinator has received so far, and the CPU seconds that it has used."""
 
     before: tuple[int, float] = (0, 0.0)
+    """What `read` returned when the phase began."""
+
     figures: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """Phase -> (number of messages, mean CPU for one in microseconds)."""
 
     def end(self, name: str) -> None:
-        """End the phase, under that name, and begin the next one."""
-        now = self.read()
-        messages = now[0] - self.before[0]
-        seconds = now[1] - self.before[1]
+        """End the phase, under this name, and begin the next one."""
+        messages_before, seconds_before = self.before
+        messages_now, seconds_now = self.read()
+        messages = messages_now - messages_before
+        seconds = seconds_now - seconds_before
         self.figures[name] = (messages, 1e6 * seconds / max(1, messages))
-        self.before = now
+        self.before = (messages_now, seconds_now)
 
 
 def measure_in_memory(plan: FleetPlan, folder: Path) -> FleetFigures:
     """Measure a fleet in this process while it joins, sends heartbeats, and takes part in a run.
 
     Raises:
-        MeasuringFailed: nothing happened for a long time, or the run failed.
+        MeasuringFailed: Nothing happened for a long time, or the run failed.
     """
-    import torch  # now: loading it is no part of a message
+    import torch  # before anything is measured: loading it is no part of a message
 
     torch.set_num_threads(1)
     register()
@@ -373,8 +387,8 @@ def measure(plan: FleetPlan, folder: Path) -> FleetFigures:
     """Measure a fleet in memory, or over a broker with the coordinator and the fleet as processes.
 
     Raises:
-        MeasuringFailed: a process ended, nothing happened for a long time, or the run failed.
-        MissingCapability: the broker is not installed.
+        MeasuringFailed: A process ended, nothing happened for a long time, or the run failed.
+        MissingCapability: The broker is not installed.
     """
     if plan.transport == "memory":
         return measure_in_memory(plan, folder)
@@ -389,7 +403,7 @@ def measure(plan: FleetPlan, folder: Path) -> FleetFigures:
         to_agents = [address.host, address.port, plan.agents, FEDERATION]
         fleet = stack.enter_context(module("fleet", to_agents, folder, module=f"{__package__}.fleet_mqtt"))
 
-        def asked(flood: str = "") -> dict[str, Any]:
+        def ask_fleet(flood: str = "") -> dict[str, Any]:
             fleet.send(flood)
             return dict(json.loads(fleet.answer()))
 
@@ -397,7 +411,7 @@ def measure(plan: FleetPlan, folder: Path) -> FleetFigures:
             return dict(read_status(state_path)["traffic"])
 
         def moved() -> Moved:
-            received = asked()["received_bytes"]
+            received = ask_fleet()["received_bytes"]
             counts = traffic()
             return Moved(counts["bytes_published"], counts["blob_bytes_published"], received)
 
@@ -405,12 +419,14 @@ def measure(plan: FleetPlan, folder: Path) -> FleetFigures:
             wait_for(condition, [coordinator, fleet], what=what, limit_s=limit_s, every_s=1.0)
             pause(STATUS_S)
 
+        # 1. All agents join, then send heartbeats for a while. The CPU of the start itself is in no figure.
         phases = Phases(lambda: (traffic()["messages_received"], usage(coordinator.pid).cpu_s))
         phases.end(JOINING)
-        until(lambda: asked()["welcomed"] == plan.agents, f"{plan.agents} welcomes", START_LIMIT_S)
+        until(lambda: ask_fleet()["welcomed"] == plan.agents, f"{plan.agents} welcomes", START_LIMIT_S)
         phases.end(JOINING)
         pause(plan.idle_s)
         phases.end(IDLE)
+        # 2. A run from its request to its end.
         before = moved()
         with StateFolder(state_path).look() as state:
             run = state.journal.request_run(request_for(plan).to_fact())
@@ -421,7 +437,8 @@ def measure(plan: FleetPlan, folder: Path) -> FleetFigures:
             seconds = round_seconds(state.journal, run)
             updates = len(state.journal.entries(run, ("update_accepted",)))
         used = usage(coordinator.pid)
+        # 3. A flood, whose CPU is in no figure.
         welcome_s = []
         if plan.flood != "none":
-            welcome_s = asked(plan.flood)["welcome_s"]
+            welcome_s = ask_fleet(plan.flood)["welcome_s"]
     return FleetFigures(plan.transport, plan, seconds, phases.figures, moved_in_rounds, updates, used, welcome_s)

@@ -25,11 +25,13 @@ from edge_agent.wire.topics import Topics
 from .workloads import add, number_of
 
 HEARTBEAT_S = 15.0
+"""Seconds between heartbeats of an agent with a job; without one the coordinator may ask for longer intervals."""
+
 AGAIN_S = 5.0
-"""Hellos, requests and manifests without an answer are repeated after this time."""
+"""Seconds after which hellos, requests and manifests without an answer are repeated."""
 
 KEPT_UPDATES = 64
-"""Encoded updates in memory; others are computed again."""
+"""The most encoded updates in memory; others are computed again."""
 
 Publish = Callable[[str, bytes, str], None]
 """Publishes a payload on a topic; the last argument is its kind, for the figures."""
@@ -37,12 +39,12 @@ Publish = Callable[[str, bytes, str], None]
 
 @dataclass(frozen=True)
 class AgentLink:
-    """How an agent reaches the broker.
+    """The functions by which an agent reaches the broker.
 
     Attributes:
         publish: Publishes a payload.
-        subscribe: Subscribes the agent to a topic; `FleetAgent.subscribed` follows.
-        unsubscribe: Ends that.
+        subscribe: Subscribes the agent to a topic; `FleetAgent.subscribed` is called when that is confirmed.
+        unsubscribe: Ends the subscription.
     """
 
     publish: Publish
@@ -51,21 +53,27 @@ class AgentLink:
 
 
 class Models:
-    """What the agents of one process share: the received blobs and the updates made of them."""
+    """The blobs that the agents of one process have received, and the updates made of them, which they share."""
 
     def __init__(self) -> None:
         self._parts: dict[str, tuple[bytearray, Chunks]] = {}
+        """Digest -> the bytes of a blob that is not complete, and the chunks that are there."""
+
         self._whole: OrderedDict[str, bytes] = OrderedDict()
+        """Digest -> a complete blob, the newest last."""
+
         self._updates: OrderedDict[tuple[str, int], Outgoing] = OrderedDict()
+        """(Digest of the model, number of the agent) -> its update, the one used last at the end."""
 
     def add(self, ref: fields.BlobRef, frame: chunks.Frame) -> None:
         """Take a frame that some agent has received.
 
         Raises:
-            MeasuringFailed: the blob is complete and has another hash.
+            MeasuringFailed: The blob is complete and has another hash.
         """
         if ref.digest in self._whole:
             return
+        # 1. The chunks of the frame, unless another agent has brought them.
         count = chunks.chunk_count(ref)
         data, present = self._parts.setdefault(ref.digest, (bytearray(ref.size_bytes), Chunks(count)))
         stop = stop_of(ref, frame)
@@ -73,13 +81,15 @@ class Models:
             return
         present.add(frame.index, stop)
         data[frame.offset : frame.offset + len(frame.data)] = frame.data
-        if present.complete:
-            if hashlib.sha256(data).hexdigest() != ref.digest:
-                raise MeasuringFailed(f"blob {ref.digest[:16]} arrived with another hash")
-            self._whole[ref.digest] = bytes(data)
-            del self._parts[ref.digest]
-            while len(self._whole) > 2:  # that of the last round, and of this one
-                self._whole.popitem(last=False)
+        if not present.complete:
+            return
+        # 2. The whole blob; those of the last round and of this one are kept.
+        if hashlib.sha256(data).hexdigest() != ref.digest:
+            raise MeasuringFailed(f"blob {ref.digest[:16]} arrived with another hash")
+        self._whole[ref.digest] = bytes(data)
+        del self._parts[ref.digest]
+        while len(self._whole) > 2:
+            self._whole.popitem(last=False)
 
     def has(self, digest: str) -> bool:
         """Return whether the blob is complete."""
@@ -198,7 +208,7 @@ class FleetAgent:
         self.due_at = self._clock() + AGAIN_S
 
     def flood_message(self, kind: str) -> bytes:
-        """Return what an agent could flood the coordinator with: junk, a hello, or an update (of round 1)."""
+        """Return a message that an agent could flood the coordinator with: junk, a hello, or an update (of round 1)."""
         if kind == "hello":
             return self._encoded(up.Hello(software=__version__, tier="train", samples=1))
         if kind == "update" and self._last_run:
@@ -221,6 +231,7 @@ class FleetAgent:
         return codec.encode(message.model_copy(update=stamp))
 
     def _on_welcome(self, message: down.Welcome) -> None:
+        """Take the federation and the heartbeat interval of the coordinator that has the agent on its roster now."""
         is_news = not self.welcomed
         self.welcomed = True
         self._federation = message.federation
@@ -241,6 +252,7 @@ class FleetAgent:
         self._send(hello, "hello")
 
     def _on_job(self, job: down.Job) -> None:
+        """Begin a job: fetch its model, unless the agent has received it before. A repeated job changes nothing."""
         is_same = self._job is not None and down.job_key(self._job) == down.job_key(job)
         if is_same and self._is_busy:
             return
@@ -258,12 +270,14 @@ class FleetAgent:
             self._subscribe(self, self._topics.broadcast(self._ref.digest))
 
     def _want(self, kind: str = "want") -> None:
+        """Request the chunks of the model that are missing; ``kind`` is that of the message, for the figures."""
         if self._ref is not None and self._chunks is not None:
             self._heard_at = self._clock()
             ranges = self._chunks.missing()
             self._send(up.Want(digest=self._ref.digest, ranges=ranges, direct=self._is_direct), kind)
 
     def _on_listen(self, message: down.Listen) -> None:
+        """Receive the blob on its broadcast topic from now on, or no longer."""
         is_fetching_it = self._ref is not None and self._ref.digest == message.digest
         is_change = self._is_direct == message.broadcast
         if not is_fetching_it or not is_change:
@@ -276,9 +290,12 @@ class FleetAgent:
             self._want()
 
     def _on_chunk(self, frame: chunks.Frame) -> None:
+        """Take a frame of the blob that the agent fetches; one of another blob, or after its end, is ignored."""
         ref = self._ref
         present = self._chunks
-        if ref is None or present is None or present.complete or frame.transfer != chunks.transfer_id(ref.digest):
+        if ref is None or present is None or present.complete:
+            return
+        if frame.transfer != chunks.transfer_id(ref.digest):
             return
         self._models.add(ref, frame)
         present.add(frame.index, stop_of(ref, frame))
@@ -291,7 +308,7 @@ class FleetAgent:
             self._send(up.Progress(digest=ref.digest, missing=present.missing()), "progress")
 
     def _finish(self) -> None:
-        """Answer that the model is here, compute, and offer the update."""
+        """Answer that the model has been received, then compute and offer the update, or send the report."""
         job = self._job
         ref = self._ref
         if job is None or ref is None:
@@ -310,6 +327,7 @@ class FleetAgent:
         self._send(self._manifest, "manifest")
 
     def _on_grant(self, message: down.Grant) -> None:
+        """Send the chunks of the update that the coordinator is ready for."""
         if not self._offers(message.digest):
             return
         self._again_s = AGAIN_S
@@ -327,7 +345,7 @@ class FleetAgent:
             self._upload(message.missing)
 
     def _offers(self, digest: str) -> bool:
-        """Return whether it is the agent's update that a message names, and not one of an earlier round."""
+        """Return whether a message names the update that the agent offers now, and not one of an earlier round."""
         return self._manifest is not None and self._manifest.blob.digest == digest
 
     def _upload(self, missing: fields.Ranges) -> None:
@@ -347,6 +365,7 @@ class FleetAgent:
             self._sending = None
 
     def _on_receipt(self, message: down.Receipt) -> None:
+        """Count the answer to the update, and end the job."""
         if not self._offers(message.digest):
             return
         if message.accepted:
@@ -385,7 +404,7 @@ _HANDLERS: dict[type[fields.Command], Callable[[FleetAgent, Any], None]] = {
 
 
 class Timers:
-    """When agents are due. An entry may be early: the agent's own `FleetAgent.due_at` counts."""
+    """A queue of agents by when they are due. An entry may be early: the agent's own `FleetAgent.due_at` counts."""
 
     def __init__(self, agents: list[FleetAgent]) -> None:
         self._heap = [(agent.due_at, number) for number, agent in enumerate(agents)]
@@ -393,7 +412,7 @@ class Timers:
         heapq.heapify(self._heap)
 
     def run(self, now: float) -> int:
-        """`FleetAgent.tick` of all that are due; how many there were."""
+        """Call `FleetAgent.tick` of all agents that are due, and return how many there were."""
         count = 0
         while self._heap and self._heap[0][0] <= now:
             _, number = heapq.heappop(self._heap)
@@ -405,5 +424,8 @@ class Timers:
         return count
 
     def due_in(self, now: float) -> float:
-        """Return the seconds until the next one may be due."""
-        return max(0.0, self._heap[0][0] - now) if self._heap else AGAIN_S
+        """Return the seconds until the next agent may be due."""
+        if not self._heap:
+            return AGAIN_S
+        due_at, _ = self._heap[0]
+        return max(0.0, due_at - now)

@@ -27,10 +27,20 @@ KEEPALIVE_S = 300
 """Agents send heartbeats far more often, so nothing else has to keep the connection open."""
 
 CONNECTING_AT_ONCE = 100
+"""The most connections that are being opened at the same time."""
+
 FLOOD_PER_S = 5000
+"""Messages that a flooding agent sends in a second."""
+
 FLOOD_S = 10.0
+"""Seconds that a flood lasts."""
+
 FLOODING = "agent-flooding"
+"""The id of the agent that floods."""
+
 READ_BYTES = 1 << 18
+"""The most bytes that are read from a socket at once."""
+
 CONNECT = 1
 CONNACK = 2
 PUBLISH = 3
@@ -41,42 +51,54 @@ UNSUBSCRIBE = 10
 
 
 def packet(kind: int, body: bytes, flags: int = 0) -> bytes:
-    """Encode an MQTT packet."""
+    """Return an MQTT packet as bytes.
+
+    Args:
+        kind: The type of the packet, such as `PUBLISH`.
+        body: All that follows its length.
+        flags: The lower half of its first byte.
+    """
+    # The length has seven bits in each byte, the lowest first; the highest bit says that another byte follows.
     length = bytearray()
-    left = len(body)
-    while True:
-        left, digit = divmod(left, 128)
-        length.append(digit | (0x80 if left else 0))
-        if not left:
-            return bytes([kind << 4 | flags]) + bytes(length) + body
+    remaining, digit = divmod(len(body), 128)
+    while remaining:
+        length.append(digit | 0x80)
+        remaining, digit = divmod(remaining, 128)
+    length.append(digit)
+    return bytes([kind << 4 | flags]) + bytes(length) + body
 
 
 def text(value: str) -> bytes:
-    """Encode a string as MQTT has it."""
+    """Return a string as MQTT encodes it: its length in two bytes, then UTF-8."""
     data = value.encode()
     return struct.pack(">H", len(data)) + data
 
 
 def packets(received: bytearray) -> Iterator[tuple[int, int, bytes]]:
-    """Kind, flags and body of each whole packet in ``received``, which are removed from it."""
+    """Yield kind, flags and body of each whole packet in ``received``, and remove all of them from it at the end."""
     start = 0
-    while len(received) - start >= 2:
-        length = shift = 0
-        position = start + 1
-        while position < len(received):
-            digit = received[position]
-            length |= (digit & 0x7F) << shift
-            position = position + 1
-            shift = shift + 7
-            if not digit & 0x80:
-                break
-        else:
+    while True:
+        body = _span_of_body(received, start)
+        if body is None or body.stop > len(received):
             break
-        if received[position - 1] & 0x80 or len(received) < position + length:
-            break
-        yield received[start] >> 4, received[start] & 0x0F, bytes(received[position : position + length])
-        start = position + length
+        yield received[start] >> 4, received[start] & 0x0F, bytes(received[body.start : body.stop])
+        start = body.stop
     del received[:start]
+
+
+def _span_of_body(received: bytearray, start: int) -> range | None:
+    """Return where the body of the packet at ``start`` begins and ends; None where its length is cut off."""
+    length = 0
+    shift = 0
+    for position in range(start + 1, len(received)):
+        digit = received[position]
+        length |= (digit & 0x7F) << shift
+        shift += 7
+        is_last_digit = not digit & 0x80
+        if is_last_digit:
+            begin = position + 1
+            return range(begin, begin + length)
+    return None
 
 
 class Connection:
@@ -102,13 +124,14 @@ class Connection:
         self.unsent += packet(CONNECT, head + text(f"{name}-bench") + will)
 
     def subscribe(self, filters: tuple[str, ...], blob: str = "") -> None:
-        """`handled` returns ``blob`` when the broker has confirmed it."""
+        """Subscribe to topics with QoS 1; `handled` yields ``blob`` when the broker has confirmed it."""
         mid = self._next()
         self._pending[mid] = blob
-        self.unsent += packet(SUBSCRIBE, struct.pack(">H", mid) + b"".join(text(f) + b"\x01" for f in filters), 2)
+        requests = b"".join(text(topic_filter) + b"\x01" for topic_filter in filters)
+        self.unsent += packet(SUBSCRIBE, struct.pack(">H", mid) + requests, 2)
 
     def unsubscribe(self, topic: str) -> None:
-        """Receive no more of it."""
+        """Ask the broker to send no more messages of a topic."""
         self.unsent += packet(UNSUBSCRIBE, struct.pack(">H", self._next()) + text(topic), 2)
 
     def publish(self, topic: str, payload: bytes) -> None:
@@ -119,7 +142,7 @@ class Connection:
         """Yield what has arrived: topic and payload of each message, and the blob of each confirmed subscription.
 
         Raises:
-            MeasuringFailed: the broker refuses the connection.
+            MeasuringFailed: The broker refuses the connection.
         """
         for kind, flags, body in packets(self.received):
             if kind == CONNACK:
@@ -138,12 +161,13 @@ class Connection:
                 yield body[2 : 2 + length].decode(), body[begin:]
 
     def _next(self) -> int:
+        """Return the id of the next packet, 1 to 65535 in turn."""
         self._mid = self._mid % 65535 + 1
         return self._mid
 
 
 class MqttFleet:
-    """All agents of this process. Call `step` again and again."""
+    """All agents of this process; `step` has to be called again and again."""
 
     def __init__(self, count: int, federation: str, address: tuple[str, int]) -> None:
         self._address = address
@@ -162,20 +186,25 @@ class MqttFleet:
 
     @property
     def welcomed(self) -> int:
-        """How many agents the coordinator has on its roster."""
+        """The number of agents that the coordinator has on its roster."""
         return sum(agent.welcomed for agent in self.agents.values())
 
     def step(self) -> None:
-        """Connect some more, and handle what sockets and timers have."""
+        """Connect some more agents, and handle what sockets and timers have."""
         self._connect()
+        # 1. Read what has arrived; while agents are still connecting, no timer says how long nothing will happen.
         now = time.monotonic()
-        pause_s = 0.01 if self._waiting or self._timers is None else min(0.1, self._timers.due_in(now))
+        pause_s = 0.01
+        if not self._waiting and self._timers is not None:
+            pause_s = min(0.1, self._timers.due_in(now))
         for key, events in self._selector.select(pause_s):
             if events & selectors.EVENT_READ:
                 self._read(key.data)
             self._unsent.add(key.data.name)
+        # 2. Let agents speak whose time has come.
         if self._timers is not None:
             self._timers.run(time.monotonic())
+        # 3. Write what all of that has left to send.
         unsent = self._unsent
         self._unsent = set()
         for name in unsent:
@@ -189,32 +218,41 @@ class MqttFleet:
         first = next(iter(self.agents.values()))
         flooding = self._connections.get(FLOODING) or self._add(FLOODING)
         payload = first.flood_message(kind)
-        begin = asked_at = time.monotonic()
+        begin = time.monotonic()
+        hello_at = begin
         sent = 0
         answers = list[float]()
         first.hello()
-        while (now := time.monotonic()) - begin < FLOOD_S or not answers:
-            due = int((now - begin) * FLOOD_PER_S) if kind != "none" and flooding.is_up else 0
+        while True:
+            now = time.monotonic()
+            if now - begin >= FLOOD_S and answers:
+                return answers
+            # 1. Send as many messages as are due by now, a thousand at once at most.
+            due = 0
+            if kind != "none" and flooding.is_up:
+                due = int((now - begin) * FLOOD_PER_S)
             for _ in range(min(due - sent, 1000)):
                 flooding.publish(self._topics.up(FLOODING), payload)
                 sent += 1
             self._unsent.add(FLOODING)
             self.step()
+            # 2. Note how long the other agent has waited for its welcome, and let it say hello again a moment later.
             if first.welcomed:
-                answers.append(time.monotonic() - asked_at)
-                pause = time.monotonic() + 0.2
-                while time.monotonic() < pause:
+                answers.append(time.monotonic() - hello_at)
+                pause_until = time.monotonic() + 0.2
+                while time.monotonic() < pause_until:
                     self.step()
-                asked_at = time.monotonic()
+                hello_at = time.monotonic()
                 first.hello()
             elif now - begin > 60.0:
-                answers.append(now - asked_at)
-        return answers
+                answers.append(now - hello_at)
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
     def _add(self, name: str) -> Connection:
-        connection = self._connections[name] = Connection(name, self._federation, self._address)
+        """Begin to connect an agent, and return its connection."""
+        connection = Connection(name, self._federation, self._address)
+        self._connections[name] = connection
         self._selector.register(connection.socket, selectors.EVENT_READ | selectors.EVENT_WRITE, connection)
         return connection
 
@@ -233,15 +271,21 @@ class MqttFleet:
         self._unsent.add(agent.id)
 
     def _connect(self) -> None:
-        if not self._waiting:
-            if self._timers is None and all(connection.is_up for connection in self._connections.values()):
-                self._timers = Timers(list(self.agents.values()))
+        """Connect agents that wait for it, some at once; set the timers of all when the last one is connected."""
+        if self._waiting:
+            connecting = [connection for connection in self._connections.values() if not connection.is_up]
+            for _ in range(min(len(self._waiting), CONNECTING_AT_ONCE - len(connecting))):
+                self._add(self._waiting.pop())
             return
-        connecting = sum(not connection.is_up for connection in self._connections.values())
-        for _ in range(min(len(self._waiting), CONNECTING_AT_ONCE - connecting)):
-            self._add(self._waiting.pop())
+        if self._timers is None and all(connection.is_up for connection in self._connections.values()):
+            self._timers = Timers(list(self.agents.values()))
 
     def _read(self, connection: Connection) -> None:
+        """Read what has arrived on a connection, and hand it to the agent.
+
+        Raises:
+            MeasuringFailed: The broker has closed the connection.
+        """
         with contextlib.suppress(BlockingIOError):
             data = connection.socket.recv(READ_BYTES)
             if not data:
@@ -257,37 +301,45 @@ class MqttFleet:
                 agent.received(*event)
 
     def _write(self, connection: Connection) -> None:
+        """Send as much as the socket takes, and wait for it to take more only while something is left."""
         if connection.unsent:
             with contextlib.suppress(BlockingIOError):
-                del connection.unsent[: connection.socket.send(connection.unsent)]
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent else 0)
-        if self._selector.get_key(connection.socket).events != wanted:
-            self._selector.modify(connection.socket, wanted, connection)
+                sent_bytes = connection.socket.send(connection.unsent)
+                del connection.unsent[:sent_bytes]
+        events = selectors.EVENT_READ
+        if connection.unsent:
+            events |= selectors.EVENT_WRITE
+        if self._selector.get_key(connection.socket).events != events:
+            self._selector.modify(connection.socket, events, connection)
 
 
 def main() -> None:
-    """``host port agents federation``: for each line that comes in, `MqttFleet.flood` with it, and figures as JSON."""
+    """Run a fleet by the arguments ``host port agents federation``, until its parent ends.
+
+    The parent sends lines: for each of them the fleet is flooded as `MqttFleet.flood` says (not at all by an empty
+    one), and its figures are sent back as JSON.
+    """
     parser = argparse.ArgumentParser()
     for name, kind in (("host", str), ("port", int), ("agents", int), ("federation", str)):
         parser.add_argument(name, type=kind)
-    given = parser.parse_args()
-    allow_open_files(2 * given.agents + OPEN_FILES)
-    fleet = MqttFleet(given.agents, given.federation, (given.host, given.port))
-    asked = queue.SimpleQueue[str]()
+    arguments = parser.parse_args()
+    allow_open_files(2 * arguments.agents + OPEN_FILES)
+    fleet = MqttFleet(arguments.agents, arguments.federation, (arguments.host, arguments.port))
+    requests = queue.SimpleQueue[str]()
     stop = threading.Event()
 
     def listen() -> None:
         for line in lines():
-            asked.put(line)
+            requests.put(line)
         stop.set()
 
     threading.Thread(target=listen, daemon=True).start()
     while not stop.is_set():
         fleet.step()
         with contextlib.suppress(queue.Empty):
-            floods = asked.get_nowait()
+            flood_kind = requests.get_nowait()
             figures = {
-                "welcome_s": fleet.flood(floods) if floods else [],
+                "welcome_s": fleet.flood(flood_kind) if flood_kind else [],
                 "welcomed": fleet.welcomed,
                 "sent": fleet.sent,
                 "received_bytes": sum(agent.received_bytes for agent in fleet.agents.values()),

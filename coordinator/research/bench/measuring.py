@@ -32,24 +32,25 @@ METHODS = ("fedavg", "fedpac")
 
 
 def size_bytes(text: str) -> int:
-    """Return the bytes of ``0.5MB``, ``45 MB`` or ``500000``.
+    """Return the bytes of a size such as ``0.5MB``, ``45 MB`` or ``500000``; 1 MB are 10^6 bytes.
 
     Raises:
-        UsageError: not a size, or one that cannot be sent.
+        UsageError: The text is not a size, or of a model that cannot be sent.
     """
-    number = text.strip().upper().rstrip("KMGB").strip()
-    unit = text.strip().upper()[len(number) :].strip()
+    size = text.strip().upper()
+    number = size.rstrip("KMGB").strip()
+    unit = size[len(number) :].strip()
     try:
-        result = round(float(number) * _UNITS[unit])
+        count = round(float(number) * _UNITS[unit])
     except (ValueError, KeyError, OverflowError) as error:
         raise UsageError(f"--payload '{text}': expected a size such as 0.5MB, 45MB or 500000") from error
-    if not 1000 <= result <= LARGEST_BYTES:
-        raise UsageError(f"--payload '{text}' is {result} bytes; expected 1000 to {LARGEST_BYTES}")
-    return result
+    if not 1000 <= count <= LARGEST_BYTES:
+        raise UsageError(f"--payload '{text}' is {count} bytes; expected 1000 to {LARGEST_BYTES}")
+    return count
 
 
 class RoundPlan(Frozen):
-    """What ``bench round`` measures."""
+    """The settings of ``bench round``, which times whole rounds."""
 
     agents: int = Field(4, ge=1, le=64, description="number of agents; each is a process")
     payload: str = Field("0.5MB", description="size of the model of workload noop: 0.5MB, 45MB, 500000")
@@ -63,16 +64,16 @@ class RoundPlan(Frozen):
 
     @property
     def payload_bytes(self) -> int:
-        """The payload in bytes.
+        """The size of the model in bytes.
 
         Raises:
-            UsageError: not a size, or one that cannot be sent.
+            UsageError: The setting is not a size, or of a model that cannot be sent.
         """
         return size_bytes(self.payload)
 
 
 class FleetPlan(Frozen):
-    """What ``bench fleet`` measures."""
+    """The settings of ``bench fleet``, which counts what the messages of many agents cost."""
 
     agents: int = Field(100, ge=1, le=100_000, description="number of agents, all of them in one process")
     cohort: int = Field(0, ge=0, le=100_000, description="agents in a round; 0 = all")
@@ -88,21 +89,21 @@ class FleetPlan(Frozen):
 
     @property
     def cohort_size(self) -> int:
-        """Agents in a round."""
+        """The number of agents in a round."""
         return min(self.cohort or self.agents, self.agents)
 
     @property
     def payload_bytes(self) -> int:
-        """The payload in bytes.
+        """The size of the model in bytes.
 
         Raises:
-            UsageError: not a size, or one that cannot be sent.
+            UsageError: The setting is not a size, or of a model that cannot be sent.
         """
         return size_bytes(self.payload)
 
 
 class SimulationSize(Frozen):
-    """How much ``bench simulate`` measures; the defaults are those of workload W1."""
+    """The settings of ``bench simulate``, which times simulated rounds; the defaults are those of workload W1."""
 
     rounds: int = Field(5, ge=1, le=1000, description="number of measured rounds")
     clients: int = Field(20, ge=1, le=10_000, description="number of clients")
@@ -116,8 +117,10 @@ class SimulationSize(Frozen):
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """The methods to measure."""
-        return METHODS if self.method == "all" else (self.method,)
+        """The names of the methods to measure."""
+        if self.method == "all":
+            return METHODS
+        return (self.method,)
 
     @property
     def is_stacked(self) -> bool:
@@ -126,7 +129,7 @@ class SimulationSize(Frozen):
 
 
 class ServePlan(Frozen):
-    """What ``bench serve`` measures."""
+    """The settings of ``bench serve``, which times answers over HTTP."""
 
     bundle: Path = Field(description="bundle file (*.hwb)")
     head: Path | None = Field(None, description="saved head; default: the shared classifier of the bundle")
@@ -149,7 +152,7 @@ class Row:
 
 
 def rounded(value: float, digits: int = 4) -> float:
-    """``value`` with so many significant digits; not a number stays what it is."""
+    """Return a value with so many significant digits; 0, infinity and NaN are returned as they are."""
     if value == 0 or not math.isfinite(value):
         return value
     return round(value, max(0, digits - 1 - math.floor(math.log10(abs(value)))))
@@ -157,34 +160,51 @@ def rounded(value: float, digits: int = 4) -> float:
 
 def quantile(values: Sequence[float], share: float) -> float:
     """Return the smallest value that at least ``share`` of all do not exceed; NaN of none."""
+    if not values:
+        return math.nan
     ordered = sorted(values)
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else math.nan
+    index = math.ceil(share * len(ordered)) - 1
+    return ordered[max(0, index)]
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores, load and versions: what figures depend on."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "Model")))
-    processor = next(names, platform.machine())
+    """Return processor, cores, load and versions as JSON: what figures depend on."""
     versions = {}
     for name in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
+    load = None
+    if hasattr(os, "getloadavg"):
+        load = rounded(os.getloadavg()[0], 3)
     return {
-        "processor": processor,
+        "processor": _processor(),
         "cores": cores(),
-        "load": rounded(os.getloadavg()[0], 3) if hasattr(os, "getloadavg") else None,
+        "load": load,
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "packages": versions,
     }
 
 
+def _processor() -> str:
+    """Return the name of the processor as Linux has it, or its architecture where it does not say."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        if line.startswith(("model name", "Model")):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
 def caveat(of: dict[str, Any], not_shown: str) -> str:
-    """Return what a reader has to know before comparing anything."""
+    """Return the sentences that a reader needs before comparing figures.
+
+    Args:
+        of: The machine that they are of, as `machine` returns it.
+        not_shown: A sentence on what the measurement does not show.
+    """
     versions = ", ".join(f"{name} {version}" for name, version in of["packages"].items())
     return (
         f"Caveats: {of['processor']}, {of['cores']} cores, load {of['load']} at the start, Python {of['python']}, "
@@ -194,33 +214,41 @@ def caveat(of: dict[str, Any], not_shown: str) -> str:
 
 @dataclass(frozen=True)
 class Usage:
-    """What one process has used so far.
-
-    CPU seconds, those of its ended children included; memory in RAM now, of it its own (not of files), and at most, all
-    in MB (10^6 bytes).
-    """
+    """The CPU time and the memory that one process has used so far; MB are 10^6 bytes."""
 
     cpu_s: float
+    """CPU seconds of the process and of its children that have ended."""
+
     rss_mb: float
+    """Memory in RAM now."""
+
     own_mb: float
+    """The part of that memory that does not belong to files."""
+
     peak_mb: float
+    """The most memory in RAM so far."""
 
 
 def usage(pid: int) -> Usage:
     """Return what process ``pid`` has used.
 
     Raises:
-        MissingCapability: this system has no /proc.
-        MeasuringFailed: there is no such process.
+        MissingCapability: This system has no /proc.
+        MeasuringFailed: There is no such process.
     """
     process = Path("/proc") / str(pid)
     if not Path("/proc/self/status").exists():
         raise MissingCapability("measuring processes needs Linux and its /proc; run this command there")
     try:
-        sizes = dict(line.split(":", 1) for line in (process / "status").read_text(encoding="ascii").splitlines())
-        fields = (process / "stat").read_text(encoding="utf-8", errors="replace").rsplit(")", 1)[1].split()
-        ticks = sum(map(int, fields[11:15]))  # user and system time, of its threads and of children that have ended
+        # 1. Memory, which the kernel states in units of 1,024 bytes.
+        status = (process / "status").read_text(encoding="ascii")
+        sizes = dict(line.split(":", 1) for line in status.splitlines())
         megabytes = [int(sizes[name].split()[0]) * 1024 / 1e6 for name in ("VmRSS", "RssAnon", "VmHWM")]
+        # 2. CPU: user and system time of its threads and of children that have ended. The fields follow the program's
+        #    name in brackets, which may hold anything.
+        stat = (process / "stat").read_text(encoding="utf-8", errors="replace")
+        fields = stat.rsplit(")", 1)[1].split()
+        ticks = sum(map(int, fields[11:15]))
     except (OSError, KeyError) as error:
         raise MeasuringFailed(f"process {pid} ended while it was measured ({error})") from error
     return Usage(ticks / os.sysconf("SC_CLK_TCK"), *megabytes)
@@ -236,21 +264,21 @@ class Measured(ChildProcess):
     """A process under measurement. It may answer through its pipe, see `send_line` and `lines`."""
 
     def __init__(self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
-        """Start it; ``environment`` is added to this process's."""
+        """Start the process; ``environment`` is added to that of this process."""
         self.name = name
         super().__init__(command, log, environment=environment)
 
     def check(self) -> None:
-        """Check that it still runs.
+        """Check that the process still runs.
 
         Raises:
-            MeasuringFailed: it has ended.
+            MeasuringFailed: It has ended.
         """
         if not self.is_running:
             raise MeasuringFailed(f"{self.name} ended: {self.exit_reason()}")
 
     def stopped(self) -> str:
-        """End it; its exit code, and the last lines that it logged."""
+        """End the process, and return its exit code with the last lines that it logged."""
         self.stop()
         return self.exit_reason()
 
@@ -259,10 +287,10 @@ class Measured(ChildProcess):
         self.pipe.send("line", line.encode())
 
     def answer(self) -> str:
-        """Return the next line that it sends.
+        """Return the next line that the process sends.
 
         Raises:
-            MeasuringFailed: it ended instead.
+            MeasuringFailed: It ended instead.
         """
         try:
             return self.pipe.receive().payload.decode()
@@ -274,7 +302,7 @@ class Measured(ChildProcess):
 def module(
     name: str, arguments: Sequence[object], folder: Path, *, module: str, environment: Mapping[str, str] | None = None
 ) -> Iterator[Measured]:
-    """``python -m module arguments`` as long as the context lasts; its output goes to ``folder/name.log``."""
+    """Run ``python -m module arguments`` as long as the context lasts; its output goes to ``folder/name.log``."""
     command = module_command(module, *map(str, arguments))
     process = Measured(name, command, folder / f"{name}.log", environment or {})
     try:
@@ -303,7 +331,7 @@ def wait_for(
     """Return as soon as ``condition()`` is true.
 
     Raises:
-        MeasuringFailed: it is not within ``limit_s``, or one of ``processes`` has ended.
+        MeasuringFailed: It is not true within ``limit_s``, or one of ``processes`` has ended.
     """
     watched = tuple(processes)
     pause = threading.Event()
@@ -319,6 +347,6 @@ def wait_for(
 
 @contextlib.contextmanager
 def scratch(root: Path | None) -> Iterator[Path]:
-    """A temporary folder; on the disk of ``root`` where given, because the cost of syncs depends on the disk."""
+    """Give a temporary folder; on the disk of ``root`` if given, because the cost of syncs depends on the disk."""
     with tempfile.TemporaryDirectory(prefix="headwater-bench-", dir=root) as folder:
         yield Path(folder)

@@ -37,16 +37,25 @@ def request_for(plan: RoundPlan) -> Request:
 
 @dataclass
 class Rounds:
-    """Figures of one broker. ``seconds`` begin with the second round, as the first one also opens connections."""
+    """The figures of a run over one broker."""
 
     broker: str
     seconds: list[float]
+    """Seconds of each round from the second one on: the first one also opens connections."""
+
     first_s: float
     coordinator_idle: Usage
+    """What the coordinator has used before the run."""
+
     coordinator_end: Usage
+    """What it has used after the run."""
+
     broker_cpu_s: float
     agent_cpu_s: list[float]
+    """CPU seconds of each agent."""
+
     agent_peak_mb: float
+    """The most memory of any agent."""
 
     def rows(self) -> list[Row]:
         """Return the figures in the order of the table."""
@@ -72,8 +81,9 @@ class Rounds:
 
 def brokers(requested: str) -> list[str]:
     """Return the names of the brokers to measure: the requested one, or for ``all`` those that are installed."""
-    installed = ["mosquitto", "amqtt"] if find_mosquitto() else ["amqtt"]
-    return installed if requested == "all" else [requested]
+    if requested != "all":
+        return [requested]
+    return ["mosquitto", "amqtt"] if find_mosquitto() else ["amqtt"]
 
 
 def broker(name: str) -> SupervisedBroker:
@@ -86,27 +96,23 @@ def measure(plan: RoundPlan, broker_name: str, folder: Path) -> Rounds:
     """Measure a run of ``plan``.
 
     Raises:
-        MeasuringFailed: a process ended, or nothing happened for a long time.
-        MissingCapability: the broker is not installed.
+        MeasuringFailed: A process ended, or nothing happened for a long time.
+        MissingCapability: The broker is not installed.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    train = ["--train"] if plan.workload == "w1" else []
     with broker(broker_name) as running, contextlib.ExitStack() as stack:
+        # 1. A coordinator and its agents, each a process.
         url = running.config().url
-        path = folder / "coordinator.toml"
-        path.write_text(
-            f'federation = "{FEDERATION}"\nstate = "coordinator"\nevaluate_every = 0\n\n[broker]\nurl = "{url}"\n\n'
-            f'[task]\nclass_names = ["a"]\n\n[cohort]\nmin_agents = {plan.agents}\n\n[round]\nquorum = 1.0\n\n'
-            "[export]\nafter_run = false\n",
-            encoding="utf-8",
-        )
+        path = _coordinator_file(folder, url, plan.agents)
         processes = [
             stack.enter_context(module("coordinator", ["coordinator", "--config", path], folder, module=PROGRAMS))
         ]
         for number in range(plan.agents):
             name = f"agent-{number}"
             path = agent_file(folder, name, url, w1_source(number, plan.agents))
-            arguments = ["agent", "--config", path, *train]
+            arguments = ["agent", "--config", path]
+            if plan.workload == "w1":
+                arguments.append("--train")
             processes.append(stack.enter_context(module(name, arguments, folder, module=PROGRAMS)))
         processes[0].answer()
 
@@ -114,6 +120,7 @@ def measure(plan: RoundPlan, broker_name: str, folder: Path) -> Rounds:
             return bool(read_status(folder / "coordinator").get("fleet", {}).get("online") == plan.agents)
 
         wait_for(all_present, processes, what=f"{plan.agents} agents to connect", limit_s=START_LIMIT_S)
+        # 2. What each process uses from the request of the run to its end.
         pids = [running.pid or 0, *(process.pid for process in processes)]
         before = [usage(pid) for pid in pids]
         for pid in pids[1:]:
@@ -136,9 +143,21 @@ def measure(plan: RoundPlan, broker_name: str, folder: Path) -> Rounds:
         coordinator_idle=before[1],
         coordinator_end=after[1],
         broker_cpu_s=after[0].cpu_s - before[0].cpu_s,
-        agent_cpu_s=[b.cpu_s - a.cpu_s for a, b in zip(before[2:], after[2:], strict=True)],
+        agent_cpu_s=[end.cpu_s - begin.cpu_s for begin, end in zip(before[2:], after[2:], strict=True)],
         agent_peak_mb=max(agent.peak_mb for agent in after[2:]),
     )
+
+
+def _coordinator_file(folder: Path, url: str, agents: int) -> Path:
+    """Write the configuration file of the coordinator, whose rounds wait for all agents, and return its path."""
+    path = folder / "coordinator.toml"
+    path.write_text(
+        f'federation = "{FEDERATION}"\nstate = "coordinator"\nevaluate_every = 0\n\n[broker]\nurl = "{url}"\n\n'
+        f'[task]\nclass_names = ["a"]\n\n[cohort]\nmin_agents = {agents}\n\n[round]\nquorum = 1.0\n\n'
+        "[export]\nafter_run = false\n",
+        encoding="utf-8",
+    )
+    return path
 
 
 def agent_file(folder: Path, name: str, url: str, source: str, tier: str = "train") -> Path:
@@ -153,15 +172,16 @@ def agent_file(folder: Path, name: str, url: str, source: str, tier: str = "trai
 
 
 def round_seconds(journal: Journal, run: str) -> list[float]:
-    """Return the seconds of each round of a finished run.
+    """Return the seconds of each round of a finished run, by the times of its entries in the journal.
 
     Raises:
-        MeasuringFailed: the run failed.
+        MeasuringFailed: The run failed.
     """
     entries = journal.entries(run=run, kinds=("round_opened", "round_closed", "run_failed"))
     failed = facts_of(entries, RunFailed)
     if failed:
         raise MeasuringFailed(f"{run} failed: {failed[0].reason}")
-    closed = [datetime.fromisoformat(e.at) for e in entries if e.kind == "round_closed"]
+    # A round begins when the one before is closed; the first one when it is opened.
+    closed = [datetime.fromisoformat(entry.at) for entry in entries if entry.kind == "round_closed"]
     marks = [datetime.fromisoformat(entries[0].at), *closed]
-    return [round((b - a).total_seconds(), 3) for a, b in itertools.pairwise(marks)]
+    return [round((end - begin).total_seconds(), 3) for begin, end in itertools.pairwise(marks)]

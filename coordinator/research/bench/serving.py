@@ -1,7 +1,7 @@
-"""How fast a personal model answers over HTTP, beside its encoder in a bare loop of ONNX Runtime.
+"""The time that a personal model takes to answer over HTTP, beside its encoder in a bare loop of ONNX Runtime.
 
 The client sends prepared bytes over one connection by a socket, so that little of what is measured is its own time. The
-server says in each answer how long decoding, encoder and head took; what is left of the whole time is its overhead.
+server states in each answer how long decoding, encoder and head took. The rest of the whole time is its overhead.
 """
 
 from __future__ import annotations
@@ -41,14 +41,16 @@ class _Timed:
 
 
 def rows(plan: ServePlan, folder: Path) -> Iterator[Row]:
-    """Yield all figures.
+    """Yield all figures: time of the first answer and of later ones, answers in a second, and memory.
 
     Raises:
         HeadwaterError: The server does not start, or bundle, head and input do not belong together.
-        MeasuringFailed: It does not answer.
+        MeasuringFailed: The server does not answer.
     """
     body = read_regular(plan.input)
-    options = ["--bundle", str(plan.bundle), *([] if plan.head is None else ["--head", str(plan.head)])]
+    options = ["--bundle", str(plan.bundle)]
+    if plan.head is not None:
+        options += ["--head", str(plan.head)]
     began_at = time.perf_counter()
     with serving(options, folder / "serve.log") as server, _Client(server.port) as client:
         client.ask(body)
@@ -108,12 +110,18 @@ class _Client:
             received += self._more()
         header, _, body = received.partition(_HEADER_END)
         lines = header.lower().splitlines()
-        length = next(int(line.removeprefix(_LENGTH)) for line in lines if line.startswith(_LENGTH))
+        lengths = [line.removeprefix(_LENGTH) for line in lines if line.startswith(_LENGTH)]
+        length = int(lengths[0])
         while len(body) < length:
             body += self._more()
         return int(lines[0].split()[1]), body
 
     def _more(self) -> bytes:
+        """Return the next bytes of the connection.
+
+        Raises:
+            ConnectionResetError: The connection has ended.
+        """
         data = self._socket.recv(65536)
         if not data:
             raise ConnectionResetError("it has ended")
@@ -121,7 +129,7 @@ class _Client:
 
 
 def _at_rate(client: _Client, body: bytes, rate: float, seconds: float) -> list[_Timed]:
-    """Ask so many times a second, each request when it is due."""
+    """Return the times of answers to ``rate`` requests a second, each of which is sent when it is due."""
     pause = threading.Event()
     began_at = time.perf_counter()
     timed = []
@@ -156,5 +164,6 @@ def _bare_loop(plan: ServePlan, body: bytes) -> float:
 
 
 def _quantiles(name: str, values: Sequence[float]) -> Iterator[Row]:
+    """Yield the median, the 90th and the 99th percentile of some milliseconds."""
     for text, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99)):
         yield Row(f"{name}, {text}", quantile(values, share), "ms")

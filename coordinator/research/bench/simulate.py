@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -29,23 +29,33 @@ SETUP = (f"{__package__}.workloads:register",)
 
 @dataclass(frozen=True)
 class Timed:
-    """(wall, CPU) seconds of each round, without and with evaluation, and the peak memory of all processes in MB."""
+    """What was measured of the rounds of one method."""
 
     method: str
     clients: int
     plain: tuple[tuple[float, float], ...]
+    """(Wall, CPU) seconds of each round without evaluation."""
+
     evaluated: tuple[tuple[float, float], ...]
+    """(Wall, CPU) seconds of each round with evaluation; each follows the round without at the same place."""
+
     memory_mb: float | None
+    """Memory of all processes in MB; None where the system does not say."""
+
     engine: dict[str, Any]
+    """What the engine says of itself, as JSON."""
 
     def rows(self) -> Iterator[Row]:
         """Yield the figures. The ratio is the median of those of rounds that came one after the other."""
-        wall = median(seconds for seconds, _ in self.plain)
-        ratio = median(one[1] / other[1] for one, other in zip(self.evaluated, self.plain, strict=True))
-        yield Row(f"{self.method}: round", wall, "s")
-        yield Row(f"{self.method}: clients trained a second", self.clients / wall, "1/s")
-        yield Row(f"{self.method}: CPU of a round, all processes", median(cpu for _, cpu in self.plain), "s")
-        yield Row(f"{self.method}: CPU of a round with evaluation over one without", ratio, "x")
+        wall_s = median(wall for wall, _ in self.plain)
+        cpu_s = median(cpu for _, cpu in self.plain)
+        ratios = list[float]()
+        for (_, cpu_evaluated), (_, cpu_plain) in zip(self.evaluated, self.plain, strict=True):
+            ratios.append(cpu_evaluated / cpu_plain)
+        yield Row(f"{self.method}: round", wall_s, "s")
+        yield Row(f"{self.method}: clients trained a second", self.clients / wall_s, "1/s")
+        yield Row(f"{self.method}: CPU of a round, all processes", cpu_s, "s")
+        yield Row(f"{self.method}: CPU of a round with evaluation over one without", median(ratios), "x")
         if self.memory_mb is not None:
             yield Row(f"{self.method}: memory of all processes", self.memory_mb, "MB")
 
@@ -54,34 +64,45 @@ def report(size: SimulationSize, folder: Path) -> dict[str, Any]:
     """Return the seconds of each round, and the figures as ``rows``.
 
     Raises:
-        DataError: no such device.
-        MeasuringFailed: a run ended.
+        DataError: There is no such device.
+        MeasuringFailed: A run ended while it was measured.
     """
-    device = device_name(choose_device(size.device)) if size.is_stacked else "cpu"
+    device = "cpu"
+    workers = worker_count(size)
+    if size.is_stacked:
+        device = device_name(choose_device(size.device))
+        workers = 1
     source = data_source(folder, size)
-    result = [measure(method, source, size, folder / method) for method in size.methods]
     seconds = {}
-    for timed in result:
-        plain = [round(wall, 4) for wall, _ in timed.plain]
-        evaluated = [round(wall, 4) for wall, _ in timed.evaluated]
-        seconds[timed.method] = {"plain": plain, "evaluated": evaluated}
+    engines = {}
+    rows = list[Row]()
+    for method in size.methods:
+        timed = measure(method, source, size, folder / method)
+        seconds[method] = {"plain": _wall_seconds(timed.plain), "evaluated": _wall_seconds(timed.evaluated)}
+        engines[method] = timed.engine
+        rows.extend(timed.rows())
     return {
         "data": source.partition("?")[0],
         "device": device,
-        "workers": 1 if size.is_stacked else worker_count(size),
+        "workers": workers,
         "seconds": seconds,
-        "engine": {timed.method: timed.engine for timed in result},
-        "rows": [row for timed in result for row in timed.rows()],
+        "engine": engines,
+        "rows": rows,
     }
 
 
+def _wall_seconds(rounds: Sequence[tuple[float, float]]) -> list[float]:
+    """Return the wall seconds of rounds as JSON has them: four decimals."""
+    return [round(wall, 4) for wall, _ in rounds]
+
+
 def worker_count(size: SimulationSize) -> int:
-    """Workers of engine ``pool``: as many as cores where no number is given."""
+    """Return the number of workers of engine ``pool``: as many as cores where no number is given."""
     return min(size.workers or cores(), size.clients)
 
 
 def data_source(folder: Path, size: SimulationSize) -> str:
-    """Fashion-MNIST, or random images where it is not installed."""
+    """Return the data source Fashion-MNIST, or one of random images in ``folder`` where that is not installed."""
     if has_fashion():
         return f"idx:{FASHION}"
     rng = np.random.default_rng(0)
@@ -93,7 +114,7 @@ def data_source(folder: Path, size: SimulationSize) -> str:
 
 
 def plan_for(method: str, source: str, size: SimulationSize) -> Plan:
-    """Return the simulation; it has many more rounds than are measured, and is closed when enough have been timed."""
+    """Return the plan of the simulation: it has more rounds than are measured, and is closed when enough are timed."""
     params = dict(W1_PARAMS) if method == "fedavg" else {**W1_PARAMS, "weight_decay": 5e-4}
     engine = {"engine": "pool", "workers": worker_count(size), "device": "cpu"}
     if size.is_stacked:
@@ -118,7 +139,7 @@ def measure(method: str, source: str, size: SimulationSize, folder: Path) -> Tim
     """Time rounds without and with evaluation in turns, after one of each that does not count.
 
     Raises:
-        MeasuringFailed: a run ended.
+        MeasuringFailed: A run ended while it was measured.
     """
     register()
     prepared = Prepared.of(plan_for(method, source, size))
@@ -145,10 +166,10 @@ def measure(method: str, source: str, size: SimulationSize, folder: Path) -> Tim
 
 
 def timed_round(simulation: Simulation) -> tuple[float, float]:
-    """(wall, CPU) seconds from handing out the work of a round to handing out that of the next one.
+    """Return the (wall, CPU) seconds from handing out the work of a round to handing out that of the next one.
 
     Raises:
-        MeasuringFailed: the run ended.
+        MeasuringFailed: The run ended.
     """
     simulation.talk()
     pids = (os.getpid(), *simulation.engine.pids)
@@ -164,10 +185,10 @@ def timed_round(simulation: Simulation) -> tuple[float, float]:
 
 
 def proportional_mb(pid: int) -> float:
-    """Memory of a process in MB (10^6 bytes); of pages shared with others, its share.
+    """Return the memory of a process in MB (10^6 bytes); of pages shared with others, its share.
 
     Raises:
-        OSError: there is no such process, or this system does not provide the figure.
+        OSError: There is no such process, or this system does not provide the figure.
     """
     for line in (Path("/proc") / str(pid) / "smaps_rollup").read_text(encoding="ascii").splitlines():
         if line.startswith("Pss:"):

@@ -1,7 +1,7 @@
 """The workloads of ``bench round`` and ``bench simulate``, and the two programs that know them.
 
-``noop`` trains nothing, so that only the framework's own work is left: every agent adds its own number to all that
-it receives, each round carries other bytes both ways, and nothing can come from a cache.
+``noop`` trains nothing, so that only the framework's own work is left. Every agent adds its own number to all that it
+receives, so each round carries other bytes both ways, and nothing can come from a cache.
 
 ``w1`` trains: Fashion-MNIST, 600 training samples an agent, 5 epochs, batch 50, SGD with lr 0.05, a CNN of 281,034
 weights. Where Fashion-MNIST is not installed (Debian: dataset-fashion-mnist), scikit-learn's digits take its place.
@@ -51,7 +51,7 @@ FASHION = Path("/usr/share/datasets/fashion-mnist")
 
 
 class NoopParams(MethodParams):
-    """Parameters of method ``noop``."""
+    """The parameters of method ``noop``."""
 
     payload_bytes: int = Field(500_000, ge=4 * NOOP_ARRAYS, le=1 << 30, description="size of the model, each way")
     upload_bytes: int = Field(0, ge=0, le=1 << 30, description="size of an update; 0 = that of the model")
@@ -70,7 +70,7 @@ class NoopMethod(Method):
         return NOOP
 
     def build(self, task: Task) -> Parts:  # noqa: ARG002 - the same for every task
-        """So many arrays of equal size."""
+        """Return a network of `NOOP_ARRAYS` arrays of equal size."""
         import torch
 
         from edge_agent.training.parts import Parts
@@ -111,7 +111,8 @@ def w1_encoder(task: Task, _: NoParams | None = None) -> nn.Module:
     from edge_agent.models.base import Layers
 
     channels, *sides = task.input_shape
-    height, width = (((side - 4) // 2 - 4) // 2 for side in sides)
+    # A convolution takes four pixels from each side, and pooling halves what is left; both are done twice.
+    height, width = [((side - 4) // 2 - 4) // 2 for side in sides]
     layers: list[nn.Module] = [nn.Conv2d(channels, 16, 5), nn.ReLU(), nn.MaxPool2d(2)]
     layers += [nn.Conv2d(16, 32, 5), nn.ReLU(), nn.MaxPool2d(2)]
     layers += [nn.Flatten(), nn.Linear(32 * height * width, 512), nn.ReLU()]
@@ -125,7 +126,7 @@ def register() -> None:
 
 
 def number_of(client: str) -> int:
-    """1 to 97, by the client's id."""
+    """Return the number that a client adds, 1 to 97, which follows from its id."""
     return 1 + zlib.crc32(client.encode()) % 97
 
 
@@ -135,7 +136,7 @@ def add(received: Tensors, number: int) -> Tensors:
 
 
 def w1_task() -> Task:
-    """28 x 28 grey pixels, ten classes."""
+    """Return the task of workload W1: images of 28 x 28 grey pixels, of ten classes."""
     size = ImageInput(channels=1, height=28, width=28)
     return Task(input=size, class_names=tuple("0123456789"), encoder=W1_ENCODER)
 
@@ -153,7 +154,7 @@ def has_fashion() -> bool:
 
 
 def main() -> None:
-    """``coordinator|agent --config FILE [--train]``: the real programs with the benchmark's method and encoder."""
+    """Run ``coordinator|agent --config FILE [--train]``: the real programs with the benchmark's method and encoder."""
     parser = argparse.ArgumentParser()
     parser.add_argument("program", choices=("coordinator", "agent"))
     parser.add_argument("--config", type=Path, required=True)
@@ -172,14 +173,15 @@ def main() -> None:
     from .measuring import send_line
 
     config = load_config(arguments.config)
-    known = (f"{__package__}.workloads:register",)
-    compute = ComputeProcess(config.state / "compute.log", Limits(threads=1), known)
+    setup = (f"{__package__}.workloads:register",)
+    compute = ComputeProcess(config.state / "compute.log", Limits(threads=1), setup)
     with coordinator(config, compute=compute) as service, stop_on_signals() as stop:
         send_line("ready")
         service.serve(stop)
 
 
 def _run_agent(config: AgentConfig, *, trains: bool) -> None:
+    """Run an agent until SIGTERM; ``trains``: whether it trains, or adds a number instead."""
     stop = threading.Event()
     boot = secrets.token_hex(8)
     signal.signal(signal.SIGTERM, lambda *_: stop.set())

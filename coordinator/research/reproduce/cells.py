@@ -84,19 +84,21 @@ class Table(Frozen):
 
     def mistakes(self) -> Iterator[str]:
         """Yield inconsistent names and seeds, and fields that no simulation has."""
+        # 1. Cells that could not be told apart.
         if len(set(self.seeds)) < len(self.seeds):
             yield "a seed is given twice: that is not another run"
         rows = [row.name for row in self.rows]
         columns = [column.name for column in self.columns]
         yield from _shared_folders("row", rows)
         yield from _shared_folders("column", columns)
+        # 2. Names of rows and columns that the table does not have.
         for row in self.rows:
-            for name in row.paper:
-                if name not in columns:
-                    yield f"{row.name}: no column '{name}'"
+            unknown_columns = [name for name in row.paper if name not in columns]
+            yield from (f"{row.name}: no column '{name}'" for name in unknown_columns)
         for promise in self.promises:
-            unknown = {promise.row, *promise.above} - {"all", *rows}
-            yield from (f"promise about '{name}', which is no row" for name in sorted(unknown))
+            unknown_rows = {promise.row, *promise.above} - {"all", *rows}
+            yield from (f"promise about '{name}', which is no row" for name in sorted(unknown_rows))
+        # 3. Fields of the simulations, wherever they are stated.
         yield from _mistakes_in(self.plan, "[plan]")
         for row in self.rows:
             yield from _mistakes_in(row.plan, f"plan of row '{row.name}'")
@@ -121,7 +123,10 @@ def data_of(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _mistakes_in(plan: Mapping[str, Any], where: str) -> list[str]:
-    """Return what no simulation has, or not with such values; combinations are checked with all fields together."""
+    """Return the fields of a plan that no simulation has, and values that are not allowed, each with its place.
+
+    Combinations of fields are checked later, with the fields of all layers together.
+    """
     try:
         Plan.model_validate({"data": ("not given yet",), **data_of(plan)})
     except ValidationError as error:
@@ -135,9 +140,14 @@ def _mistakes_in(plan: Mapping[str, Any], where: str) -> list[str]:
 
 
 def slug(name: str) -> str:
-    """Return a name as a part of a folder's: in lower case, its words joined."""
-    parts = "".join(char if char.isalnum() or char == "." else " " for char in name.lower()).split()
-    return "-".join(parts)
+    """Return a name as a part of a folder's name: in lower case, its words joined by hyphens."""
+    parts: list[str] = [""]
+    for letter in name.lower():
+        if letter.isalnum() or letter == ".":
+            parts[-1] += letter
+        else:
+            parts.append("")
+    return "-".join(filter(None, parts))
 
 
 def names() -> list[str]:
@@ -173,7 +183,11 @@ def _home() -> Path:
 
 
 FAILED = "failed.json"
+"""The file in a cell's folder that records a failure."""
+
 RESULT = "result.json"
+"""The file in a cell's folder that has the result of the simulation."""
+
 _OR_ELSE = "remove it to restart that row, or choose another --out"
 
 
@@ -205,11 +219,11 @@ class Cell:
         """Why it failed; empty where it did not."""
         if self.is_over:
             return ""
-        return str((read_json(self.folder / FAILED) or {}).get("reason", ""))
+        return str(self._record_of_failure().get("reason", ""))
 
     @property
     def closed(self) -> int:
-        """Number of closed rounds of an unfinished run."""
+        """The number of closed rounds of an unfinished run."""
         if self.is_over or read_plan(self.folder) is None:
             return 0
         with StateFolder(self.folder).look() as state:
@@ -223,12 +237,16 @@ class Cell:
         """
         if self._has_ended_without_result():
             return True
-        if not (read_json(self.folder / FAILED) or {}).get("would_fail_again", False):
+        if not self._record_of_failure().get("would_fail_again", False):
             return False
         try:
             return not self.is_begun()
         except UsageError:
             return True
+
+    def _record_of_failure(self) -> dict[str, Any]:
+        """Return what `fail` has recorded, as JSON; empty where there is no record."""
+        return read_json(self.folder / FAILED) or {}
 
     def _has_ended_without_result(self) -> bool:
         """Return whether a run in the folder has failed or was cancelled, so that it cannot be resumed."""
@@ -250,17 +268,20 @@ class Cell:
         write_json(self.folder / FAILED, {"reason": reason, "would_fail_again": would_again})
 
     def forgive(self) -> None:
-        """Remove the record of a failure. The run stays and is resumed, unless it has to restart from round 1."""
-        if self.must_restart:
-            # The folder of all cells is the user's choice, and may be reached by a link.
-            folder = self.folder.parent.resolve() / self.folder.name
-            if folder.exists() and not remove_folder(folder, SIMULATION_FOLDER):
-                raise UsageError(
-                    f"{self.folder}: cannot be removed to start again (see the warning); remove it, or choose another "
-                    "--out"
-                )
-        else:
+        """Remove the record of a failure. The run stays and is resumed, unless it has to restart from round 1.
+
+        Raises:
+            UsageError: The run has to restart, and its folder cannot be removed.
+        """
+        if not self.must_restart:
             (self.folder / FAILED).unlink(missing_ok=True)
+            return
+        # The folder of all cells is the user's choice, and may be reached by a link.
+        folder = self.folder.parent.resolve() / self.folder.name
+        if folder.exists() and not remove_folder(folder, SIMULATION_FOLDER):
+            raise UsageError(
+                f"{self.folder}: cannot be removed to start again (see the warning); remove it, or choose another --out"
+            )
 
     def is_begun(self) -> bool:
         """Return whether there is a run to resume.
@@ -271,11 +292,13 @@ class Cell:
         begun = read_plan(self.folder)
         if begun is None:
             return False
+        # 1. The settings have to be the same; the same files of data may be named from another folder.
         differences = begun.differences(self.plan, but=("data",))
-        if _locations_of(begun) != _locations_of(self.plan):  # the same files may be named from another folder
+        if _locations_of(begun) != _locations_of(self.plan):
             differences.append(f"data {begun.data}, now {self.plan.data}")
         if differences:
             raise UsageError(f"{self.folder} has other settings ({'; '.join(differences[:5])}); {_OR_ELSE}")
+        # 2. So do the weights that it starts with, of which the run has a copy.
         weights_path = self.plan.weights_path
         if weights_path is not None:
             weights = Weights.of(weights_path)
@@ -298,16 +321,22 @@ class Reproduction:
     folder: Path
     changes: Mapping[str, Any] = field(default_factory=dict)
     """Fields of all simulations that replace those of the table, such as ``rounds``."""
+
     rows: Sequence[str] = ()
+    """Names of the selected rows; empty: all of them."""
+
     columns: Sequence[str] = ()
+    """Names of the selected columns; empty: all of them."""
+
     seeds: Sequence[int] = ()
+    """The seeds; empty: those of the table."""
 
     def cells(self) -> list[Cell]:
         """Return all selected simulations, ordered by seed: a table with one seed is complete before the second begins.
 
         Raises:
-            UnknownName: rows or columns that the table does not have.
-            ConfigError: impossible simulations, selected or not; all mistakes are listed.
+            UnknownName: The table does not have a row or column of such a name.
+            ConfigError: Simulations are impossible, selected or not; all mistakes are listed.
         """
         rows = select(self.table.rows, self.rows, "row")
         columns = select(self.table.columns, self.columns, "column")
@@ -322,8 +351,8 @@ class Reproduction:
         """Check that data, partitions, weights and devices of these cells exist; no sample is read.
 
         Raises:
-            ConfigError: some do not; all of them are listed.
-            MissingCapability: a package that a source needs is not installed.
+            ConfigError: Some do not exist; all of them are listed.
+            MissingCapability: A package that a source needs is not installed.
         """
         from edge_agent.client import choose_device
 
@@ -354,17 +383,19 @@ class Reproduction:
     @property
     def command(self) -> str:
         """The command line that selects the same cells."""
-        options = [("row", name) for name in self.rows]
-        options += [("column", name) for name in self.columns]
-        if self.seeds:
-            options.append(("seeds", ",".join(map(str, self.seeds))))
-        for name, value in self.changes.items():
-            values = value if isinstance(value, tuple) else (value,)
-            options += [(name, str(item)) for item in values]
-        options.append(("out", str(self.folder)))
         parts = ["headwater", "reproduce", self.name]
-        for name, text in options:
-            parts += [f"--{name}", text]
+        for row in self.rows:
+            parts += ["--row", row]
+        for column in self.columns:
+            parts += ["--column", column]
+        if self.seeds:
+            parts += ["--seeds", ",".join(map(str, self.seeds))]
+        for name, value in self.changes.items():
+            # An option that is repeated has all its values in a tuple.
+            values = value if isinstance(value, tuple) else (value,)
+            for repeated_value in values:
+                parts += [f"--{name}", str(repeated_value)]
+        parts += ["--out", str(self.folder)]
         return shlex.join(parts)
 
     def _all_cells(self) -> list[Cell]:
@@ -375,7 +406,8 @@ class Reproduction:
         """
         cells = list[Cell]()
         mistakes = Mistakes(self.table)
-        for seed, column, row in itertools.product(self.seeds or self.table.seeds, self.table.columns, self.table.rows):
+        seeds = self.seeds or self.table.seeds
+        for seed, column, row in itertools.product(seeds, self.table.columns, self.table.rows):
             fields = self._fields_of(row, column, seed)
             with mistakes.of(row, column):
                 methods.create(fields["method"], fields["params"], paper=fields["paper"])
@@ -420,11 +452,14 @@ def select(parts: Sequence[Part], names: Sequence[str], kind: str) -> list[Part]
 
 
 class Mistakes:
-    """Collects errors of cells; an error that several seeds or columns of a row have in common is listed once."""
+    """A collection of errors of cells; one that several seeds or columns of a row have in common is listed once."""
 
     def __init__(self, table: Table) -> None:
         self._everywhere = {(row.name, column.name) for row in table.rows for column in table.columns}
+        """(Row, column) of all cells."""
+
         self._found: dict[str, dict[tuple[str, str], None]] = {}
+        """Message -> (row, column) of each cell that has the error, in the order in which they were found."""
 
     @contextlib.contextmanager
     def of(self, row: Row, column: Column) -> Iterator[None]:
@@ -442,20 +477,29 @@ class Mistakes:
         """Check that nothing was recorded.
 
         Raises:
-            ConfigError: all errors, with the rows and columns that have them.
+            ConfigError: Errors were recorded; the message lists all of them, with the rows and columns that have them.
         """
         lines = list[str]()
         for message, cells in self._found.items():
-            rows = list(dict.fromkeys(row for row, _ in cells))
-            if cells.keys() == self._everywhere and len(rows) > 1:
-                lines.append(f"all rows: {message}")
-                continue
-            for name in rows:
-                columns = [f"'{column}'" for row, column in cells if row == name]
-                where_in_row = f"column{'s' if len(columns) > 1 else ''} {', '.join(columns)}"
-                lines.append(f"row '{name}', {where_in_row}: {message}")
+            lines.extend(f"{location}: {message}" for location in self._describe_cells(list(cells)))
         if lines:
             raise ConfigError(where, lines)
+
+    def _describe_cells(self, cells: Sequence[tuple[str, str]]) -> Iterator[str]:
+        """Yield where an error is: in all rows, or in each row with its columns.
+
+        Args:
+            cells: (Row, column) of each cell that has it.
+        """
+        columns_of_rows: dict[str, list[str]] = {}
+        for row, column in cells:
+            columns_of_rows.setdefault(row, []).append(f"'{column}'")
+        if set(cells) == self._everywhere and len(columns_of_rows) > 1:
+            yield "all rows"
+            return
+        for row, columns in columns_of_rows.items():
+            noun = "column" if len(columns) == 1 else "columns"
+            yield f"row '{row}', {noun} {', '.join(columns)}"
 
 
 @contextlib.contextmanager
@@ -463,7 +507,7 @@ def with_advice(table: Table) -> Iterator[None]:
     """Add the table's advice on where to get data to a DataError raised inside.
 
     Raises:
-        DataError: the one that was raised inside, with the table's advice.
+        DataError: A `DataError` was raised inside; its message gets the table's advice.
     """
     try:
         yield

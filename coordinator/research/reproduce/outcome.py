@@ -29,19 +29,40 @@ class Outcome:
     row: Row
     column: Column
     seeds: int
+    """The number of seeds with a result."""
+
     rounds: tuple[int, ...]
+    """The numbers of rounds that these runs have done, ascending, each once."""
+
     paper: float | None
+    """The published value."""
+
     ours: float | None
+    """The mean of our values over seeds."""
+
     std: float | None
+    """Their standard deviation; None for a single seed."""
+
     best: float | None
+    """The mean over seeds of the best round, which is chosen on the test samples."""
+
     after: float | None
+    """The mean over seeds of the accuracy right after local training."""
+
     tolerance: float
+    """The points within which our value counts as the published one."""
+
     of_rounds: int = 0
     """How many rounds the table asks for."""
+
     missing: int = 0
     """The most clients that are missing at the end of one of the runs."""
+
     trouble: str = ""
+    """Why a run has failed; empty: none has."""
+
     under_way: str = ""
+    """In which round an unfinished run is; empty: there is none."""
 
     @property
     def difference(self) -> float | None:
@@ -123,7 +144,7 @@ def _outcome(table: Table, cells: Sequence[Cell]) -> Outcome:
         value = _percent(result, row.scope, table.when, table.average)
         if value is not None:
             ours.append(value)
-    asked = {**table.plan, **column.plan, **row.plan}
+    plan = {**table.plan, **column.plan, **row.plan}
     return Outcome(
         row,
         column,
@@ -135,11 +156,20 @@ def _outcome(table: Table, cells: Sequence[Cell]) -> Outcome:
         best=_mean([_percent(result, row.scope, "best", table.average) for result in results]),
         after=_mean([_after(result, table.average) for result in results]),
         tolerance=row.tolerance or table.tolerance,
-        of_rounds=int(asked.get("rounds", Plan.model_fields["rounds"].default)),
+        of_rounds=int(plan.get("rounds", Plan.model_fields["rounds"].default)),
         missing=max((len(result.get("failed", ())) for result in results), default=0),
         under_way=_first_under_way(cells),
-        trouble=next(filter(None, (cell.failure for cell in cells)), ""),
+        trouble=_first_failure(cells),
     )
+
+
+def _first_failure(cells: Sequence[Cell]) -> str:
+    """Return why the first of these runs has failed that has; empty where none has."""
+    for cell in cells:
+        failure = cell.failure
+        if failure:
+            return failure
+    return ""
 
 
 def _first_under_way(cells: Sequence[Cell]) -> str:
@@ -191,39 +221,47 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 def promises(table: Table, compared: Sequence[Outcome]) -> list[dict[str, Any]]:
     """Return each order that the table claims, checked in each column, as JSON; ``holds`` None: a row is missing."""
-    result = []
+    checked = []
     for column, promise in itertools.product(table.columns, table.promises):
         accuracies = {cell.row.name: cell.ours for cell in compared if cell.column.name == column.name}
-        if promise.row not in accuracies:
+        if promise.row in accuracies:
+            checked.append({"column": column.name, **_check_promise(table, promise, accuracies)})
+    return checked
+
+
+def _check_promise(table: Table, promise: Promise, accuracies: Mapping[str, float | None]) -> dict[str, Any]:
+    """Return an order that the table claims, and whether it holds in one column, as JSON.
+
+    Args:
+        table: The table.
+        promise: The order.
+        accuracies: Row -> our value in that column; None: the row has no result.
+    """
+    others = _rows_below(table, promise)
+    # 1. Rows without a result cannot be compared yet.
+    compared_with = []
+    beaten_by = []
+    highest = accuracies[promise.row]
+    for name in others:
+        accuracy = accuracies.get(name)
+        if highest is None or accuracy is None:
             continue
-        others = _rows_below(table, promise)
-        # Rows without a result cannot be compared yet; one row that is as high settles that the order does not hold.
-        compared_with = []
-        beaten_by = []
-        highest = accuracies[promise.row]
-        for name in others:
-            accuracy = accuracies.get(name)
-            if highest is None or accuracy is None:
-                continue
-            compared_with.append(name)
-            if not highest > accuracy:
-                beaten_by.append(name)
-        holds = None
-        if beaten_by:
-            holds = False
-        elif len(compared_with) == len(others):
-            holds = True
-        result.append(
-            {
-                "column": column.name,
-                "row": promise.row,
-                "above": others,
-                "compared": compared_with,
-                "beaten_by": beaten_by,
-                "holds": holds,
-            }
-        )
-    return result
+        compared_with.append(name)
+        if not highest > accuracy:
+            beaten_by.append(name)
+    # 2. One row that is as high settles that the order does not hold; that it holds takes all rows.
+    holds = None
+    if beaten_by:
+        holds = False
+    elif len(compared_with) == len(others):
+        holds = True
+    return {
+        "row": promise.row,
+        "above": others,
+        "compared": compared_with,
+        "beaten_by": beaten_by,
+        "holds": holds,
+    }
 
 
 def _rows_below(table: Table, promise: Promise) -> list[str]:
@@ -267,27 +305,33 @@ def _markdown(reproduction: Reproduction, compared: Sequence[Outcome]) -> Iterat
     yield f"# {table.title}"
     yield f"\nPublished: {table.source}; {table.measure}.\n"
     for column in table.columns:
-        cells = [cell for cell in compared if cell.column.name == column.name]
-        if not cells:
-            continue
-        yield f"## {column.name}\n"
-        if column.doubt:
-            yield f"*Doubtful:* {column.doubt}\n"
-        yield "| method | paper | ours | ± | difference | verdict | best | after training | rounds | seeds |"
-        yield "|---|---|---|---|---|---|---|---|---|---|"
-        for cell in cells:
-            yield f"| {' | '.join(_markdown_row(cell))} |"
-        yield ""
-        for claim in promises(table, compared):
-            if claim["column"] == column.name:
-                yield f"{sentence(claim)}\n"
+        yield from _markdown_of_column(table, column, compared)
     yield f"*{CAVEAT}* `best` is chosen on the test samples. All values are percent."
-    notes = [*table.notes, *(f"{row.name}: {row.note}" for row in table.rows if row.note)]
+    notes = list(table.notes)
+    notes += [f"{row.name}: {row.note}" for row in table.rows if row.note]
     if notes:
         yield ""
     for note in notes:
         yield f"- {note}"
     yield f"\n```\n{reproduction.command}\n```"
+
+
+def _markdown_of_column(table: Table, column: Column, compared: Sequence[Outcome]) -> Iterator[str]:
+    """Yield the lines of one column of table.md: its cells, and whether the claimed orders hold; none without cells."""
+    cells = [cell for cell in compared if cell.column.name == column.name]
+    if not cells:
+        return
+    yield f"## {column.name}\n"
+    if column.doubt:
+        yield f"*Doubtful:* {column.doubt}\n"
+    yield "| method | paper | ours | ± | difference | verdict | best | after training | rounds | seeds |"
+    yield "|---|---|---|---|---|---|---|---|---|---|"
+    for cell in cells:
+        yield f"| {' | '.join(_markdown_row(cell))} |"
+    yield ""
+    for claim in promises(table, compared):
+        if claim["column"] == column.name:
+            yield f"{sentence(claim)}\n"
 
 
 def _markdown_row(cell: Outcome) -> list[str]:
@@ -313,6 +357,7 @@ def _markdown_row(cell: Outcome) -> list[str]:
 
 
 def _number(value: float | None) -> str:
+    """Return a number with two decimals; a dash where there is none."""
     if value is None:
         return "–"
     return f"{value:.2f}"
@@ -355,13 +400,15 @@ def panel(table: Table, column: Column, cells: Sequence[Cell]) -> Lines:
     rows = {cell.row.name: cell.row for cell in cells}
     series: list[Series] = []
     for number, row in enumerate(rows.values()):
+        # 1. The line of the row, in a colour of its own.
+        role = f"c{number % CLASSES}"
         results = _results_of([cell for cell in cells if cell.row.name == row.name])
         curves = [curve(result, row.scope, table.average) for result in results]
-        role = f"c{number % CLASSES}"
         line = _over_seeds(row.name, [points for points in curves if points], role)
         if line is None:
             continue
         series.append(line)
+        # 2. The published value, in the same colour.
         published = row.paper.get(column.name)
         if published is not None:
             # From the first round on, also where only one point of a line is known yet.
@@ -378,7 +425,15 @@ def panel(table: Table, column: Column, cells: Sequence[Cell]) -> Lines:
 
 
 def _over_seeds(name: str, curves: Sequence[Sequence[tuple[float, float]]], role: str) -> Series | None:
-    """Return the mean of the curves of several seeds in percent, at the rounds that all of them have; None: of none."""
+    """Return the line of a row: the mean of the curves of its seeds in percent, at the rounds that all of them have.
+
+    None where there is no curve.
+
+    Args:
+        name: The name of the row.
+        curves: (Rounds done, accuracy 0..1) of each seed.
+        role: The role that the line has its colour from.
+    """
     if not curves:
         return None
     by_round = [dict(points) for points in curves]
@@ -396,5 +451,9 @@ def _over_seeds(name: str, curves: Sequence[Sequence[tuple[float, float]]], role
 
 def _data_of(cells: Sequence[Cell]) -> str:
     """Return the kinds of data of some cells, without the folders that they are in."""
-    sources = dict.fromkeys(source for cell in cells for source in cell.plan.data)
-    return ", ".join(dict.fromkeys(source.partition(":")[0] for source in sources))
+    kinds = dict[str, None]()
+    for cell in cells:
+        for source in cell.plan.data:
+            kind, _, _ = source.partition(":")
+            kinds[kind] = None
+    return ", ".join(kinds)
