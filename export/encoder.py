@@ -30,7 +30,7 @@ class Exported:
     """An ONNX graph as bytes, and how it was made."""
 
     model: bytes
-    exporter: Exporter
+    exporter: Exporter | Literal["file"]
     opset: int
 
 
