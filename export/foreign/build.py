@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,15 @@ from ..calibration import Calibration
 from ..domains import domains_of
 from ..encoder import Exported
 from ..packing import BundleOptions, Checked, Graphs, Origin, Report, check_passed, head_gates, pack_checked, timed_step
-from ..parity import graph_gates
+from ..parity import Gate, graph_gates
 from .compare import compare, varied_gate
 from .cut import Cut, cut_encoder
+from .dequantize import dequantize, is_quantized
 from .features import FeaturePoint, find_features
 from .graph_file import inputs_of, opset_of, read_graph, sides_of
 from .input_form import InputForm, choose_form
-from .preprocessing import Preprocessing, read_preprocessing
+from .networks import export_network, is_in_python, load_class, load_torchvision
+from .preprocessing import TORCHVISION, Preprocessing, read_preprocessing
 from .settings import ForeignSettings
 
 _NO_CALIBRATION = "not made: --calibration SOURCE names inputs that it takes its ranges from"
@@ -54,16 +56,20 @@ class Network:
     """The graph, an `onnx.ModelProto`."""
 
     name: str
-    preprocessing: Preprocessing = field(default_factory=Preprocessing)
+    form: InputForm
+    gates: tuple[Gate, ...] = ()
+    """The checks that it went through while it became a graph."""
+
     notes: tuple[str, ...] = ()
-    was_quantized: bool = False
+    rounded: Any = None
+    """The graph as it was quantized; None where it was not."""
 
 
 def bundle_network(source: str, out: Path, settings: ForeignSettings) -> ForeignReport:
     """Make a bundle of a network that no run has trained, check it, and write it to ``out``.
 
     Args:
-        source: An ONNX file.
+        source: An ONNX file, ``PATH.py:CLASS``, or the name of a network of torchvision.
         out: The file to write.
         settings: What the network's file does not say.
 
@@ -76,12 +82,13 @@ def bundle_network(source: str, out: Path, settings: ForeignSettings) -> Foreign
     # 1. The network as a graph, and where its features are.
     with timed_step(seconds, "read"):
         network = _open(source, settings)
+        form = network.form
         point = find_features(network.model, settings.features)
     # 2. The encoder: from what a device prepares to rows of features.
     with timed_step(seconds, "cut"):
-        sides = sides_of(inputs_of(network.model)[0])
-        form = choose_form(sides, network.preprocessing, settings)
-        cut = cut_encoder(network.model, point, form, settings.pool, any_batch=settings.any_batch)
+        cut = cut_encoder(
+            network.model, point, form, settings.pool, any_batch=settings.any_batch, rounded=network.rounded
+        )
     # 3. Its gates: a graph that fails one is neither quantized nor packed.
     with timed_step(seconds, "gates"):
         origin, notes = _origin(point, form, cut, settings, network.name)
@@ -90,17 +97,52 @@ def bundle_network(source: str, out: Path, settings: ForeignSettings) -> Foreign
     calibration, is_given = _calibration(origin.task, settings)
     options = BundleOptions(settings.name or network.name, int8=is_given, why_no_int8=_NO_CALIBRATION)
     report = pack_checked(checked, calibration, out, options, seconds)
-    all_notes = (*network.notes, *network.preprocessing.notes, *notes)
+    all_notes = (*network.notes, *notes)
     return ForeignReport(report, point, form, cut.pooling.text, all_notes)
 
 
 def _open(source: str, settings: ForeignSettings) -> Network:
     """Return the network that a source names."""
-    preprocessing = Preprocessing()
+    given = Preprocessing()
     if settings.preprocessing is not None:
-        preprocessing = read_preprocessing(settings.preprocessing)
-    path = Path(source)
-    return Network(read_graph(path), path.stem, preprocessing)
+        given = read_preprocessing(settings.preprocessing)
+    is_file = source.endswith(".onnx") or Path(source).exists()
+    if is_file and not is_in_python(source):
+        return _open_file(Path(source), given, settings)
+    if is_in_python(source):
+        network = load_class(source, settings.weights)
+    else:
+        network = load_torchvision(source, settings.weights)
+        if settings.preprocessing is None:
+            given = read_preprocessing(f"{TORCHVISION}{source}")
+    form = choose_form(_sides_in_torch(given, settings), given, settings)
+    model, gate = export_network(network, form)
+    return Network(model, network.name, form, (gate,), (*network.notes, *given.notes))
+
+
+def _open_file(path: Path, given: Preprocessing, settings: ForeignSettings) -> Network:
+    """Return the network in an ONNX file.
+
+    Raises:
+        UsageError: Weights were named, which the file has.
+    """
+    if settings.weights is not None:
+        raise UsageError(f"--weights {settings.weights}: {path} has its own weights; leave the option out")
+    model = read_graph(path)
+    form = choose_form(sides_of(inputs_of(model)[0]), given, settings)
+    if not is_quantized(model):
+        return Network(model, path.stem, form, notes=given.notes)
+    note = "the network was quantized: its weights are float32 in the bundle, whose int8 is made anew (--calibration)"
+    return Network(dequantize(model), path.stem, form, notes=(*given.notes, note), rounded=model)
+
+
+def _sides_in_torch(given: Preprocessing, settings: ForeignSettings) -> list[None]:
+    """Return as many unknown sides as the input of a network in torch has, which does not say them."""
+    layout = settings.layout or given.layout
+    if layout is not None:
+        return [None] * len(layout)
+    is_window = (settings.kind or given.kind) == "window"
+    return [None] * (3 if is_window else 4)
 
 
 def _origin(
@@ -159,11 +201,15 @@ def _check(network: Network, form: InputForm, cut: Cut, origin: Origin) -> Check
     Raises:
         ExportRejected: Some failed; all of them are listed.
     """
-    gates = [*head_gates(origin.global_head, origin.task, cut.feature_dim), *graph_gates(cut.model, origin.task)]
+    gates = [
+        *network.gates,
+        *head_gates(origin.global_head, origin.task, cut.feature_dim),
+        *graph_gates(cut.model, origin.task),
+    ]
     # ONNX Runtime opens only a graph that has passed the checks that read it.
     check_passed(gates, network.name)
     inputs = _probe_inputs(origin.task)
-    parity_gate, parity = compare(cut, form, inputs, was_quantized=network.was_quantized)
+    parity_gate, parity = compare(cut, form, inputs, was_quantized=network.rounded is not None)
     gates += [parity_gate, varied_gate(cut, inputs)]
     check_passed(gates, network.name)
     exported = Exported(cut.model, "file", opset_of(network.model))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,14 +11,16 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from edge_agent.bundle.graph_check import MOST_BYTES, OPERATORS, check
+from edge_agent.bundle.graph_check import MOST_BYTES, check
 from edge_agent.core.errors import BundleDamaged, ExportRejected
 
 from ..encoder import strip_opsets
+from .dequantize import unrounded
 from .features import FeaturePoint
 from .graph_file import inputs_of, sides_of
 from .input_form import InputForm, Steps, constant_name
 from .settings import Pool
+from .sizes import fix_sizes, unknown_operators
 
 _FEATURES = "features"
 """The name of the output of every bundle's encoder."""
@@ -93,7 +96,9 @@ class Pooling:
         return steps.then("Flatten", [steps.result], "flatten", axis=1)
 
 
-def cut_encoder(model: Any, point: FeaturePoint, form: InputForm, pool: Pool, *, any_batch: bool = False) -> Cut:
+def cut_encoder(
+    model: Any, point: FeaturePoint, form: InputForm, pool: Pool, *, any_batch: bool = False, rounded: Any = None
+) -> Cut:
     """Return the encoder from the input of a model to the tensor of its features.
 
     Args:
@@ -102,21 +107,29 @@ def cut_encoder(model: Any, point: FeaturePoint, form: InputForm, pool: Pool, *,
         form: How the network takes its input.
         pool: How rows are made of features with more axes than two.
         any_batch: Whether a batch axis of a fixed size is made free.
+        rounded: The network as it was quantized, with which the encoder is compared; None: it was not.
 
     Raises:
         ExportRejected: The batch axis has a fixed size, an operator is none that devices have, or the features are not
             one row for each input.
     """
     _check_batch(model, any_batch=any_batch)
-    pruned = _prune(model, point.tensor)
-    _check_operators(pruned)
-    reference = _with_interface(pruned, form, point.tensor)
-    shape = _feature_shape(reference, point.tensor, form)
+    network = _with_interface(_prune(model, point.tensor), form, point.tensor)
+    pruned = network
+    if any(unknown_operators(network)):
+        pruned = _prune(fix_sizes(network), point.tensor)
+        _check_operators(pruned)
+    # From here on every node is one that devices run.
+    network = pruned
+    shape = _feature_shape(network, point.tensor, form)
+    if rounded is not None:
+        tensor = unrounded(rounded, point.tensor)
+        network = _with_interface(_prune(rounded, tensor), form, tensor)
     pooling = _choose_pooling(pruned, point.tensor, shape, pool)
     encoder = _with_steps(pruned, form, pooling, point.tensor)
     content = strip_opsets(encoder.SerializeToString())
     feature_dim = _features_of(content, form)
-    return Cut(content, reference.SerializeToString(), pooling, feature_dim)
+    return Cut(content, network.SerializeToString(), pooling, feature_dim)
 
 
 def _check_batch(model: Any, *, any_batch: bool) -> None:
@@ -181,11 +194,7 @@ def _check_operators(model: Any) -> None:
     Raises:
         ExportRejected: Some are others; all of them are named.
     """
-    unknown: dict[str, int] = {}
-    for node in model.graph.node:
-        if node.domain not in {"", "ai.onnx"} or node.op_type not in OPERATORS:
-            name = f"{node.domain or 'ai.onnx'}.{node.op_type}"
-            unknown[name] = unknown.get(name, 0) + 1
+    unknown = Counter(unknown_operators(model))
     if unknown:
         listed = ", ".join(f"{name} ({count})" for name, count in sorted(unknown.items()))
         raise ExportRejected(
@@ -217,19 +226,20 @@ def _feature_shape(model: Any, tensor: str, form: InputForm) -> tuple[int, ...]:
         ExportRejected: Their first axis is not that of the batch, or the graph is none that devices run.
     """
     content = model.SerializeToString()
-    shapes = []
+    inside = "the network has a fixed batch size inside; export it with a dynamic batch axis, or name other --features"
+    shapes: list[tuple[int, ...]] = []
     for batch in _BATCHES:
         try:
             cost = check(content, [form.given_shape(batch)], where="network", most_bytes=len(_BATCHES) * MOST_BYTES)
         except BundleDamaged as error:
-            raise ExportRejected(f"the network up to '{tensor}' cannot run on devices: {error}") from error
+            reason = f"{inside} ({error})" if shapes else str(error)
+            raise ExportRejected(f"the network up to '{tensor}' cannot run on devices: {reason}") from error
         shapes.append(cost.outputs[0])
     firsts = tuple(shape[0] if shape else 0 for shape in shapes)
     if firsts != _BATCHES or shapes[0][1:] != shapes[1][1:]:
         raise ExportRejected(
             f"features '{tensor}' are {list(shapes[0])} for 2 inputs and {list(shapes[1])} for 3, expected one row "
-            "for each: the network has a fixed batch size inside; export it with a dynamic batch axis, or name other "
-            "--features"
+            f"for each: {inside}"
         )
     return shapes[0][1:]
 

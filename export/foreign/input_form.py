@@ -69,7 +69,7 @@ class InputForm:
 
     def given_shape(self, batch: int) -> tuple[int, ...]:
         """Return the shape of the network's own input for a batch."""
-        return self.arrange(np.empty((batch, *self.spec.shape), np.float32)).shape
+        return self.arrange(np.zeros((batch, *self.spec.shape), np.float32)).shape
 
     def arrange(self, inputs: np.ndarray) -> np.ndarray:
         """Return a device's inputs (n, ...) float32 as the network takes them; `steps` does the same in the graph."""

@@ -3,9 +3,167 @@
 from __future__ import annotations
 
 import difflib
+import inspect
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from edge_agent.core.errors import UsageError
+import numpy as np
+import onnx
+import torch
+from torch import nn
+
+from edge_agent.core import registry
+from edge_agent.core.errors import ExportRejected, UsageError
+from edge_agent.core.task import EncoderTask
+
+from ..encoder import to_onnx
+from ..parity import BATCHES, TOLERANCE, Gate, session
+from .input_form import InputForm
+from .weights import put_weights, read_weights, without_prefix
+
+_OUTPUT = "output"
+"""The name of a network's first output, which says nothing of what it is; further ones get numbers."""
+
+
+@dataclass(frozen=True)
+class TorchNetwork:
+    """A network in torch, in eval mode, with its weights."""
+
+    module: nn.Module
+    name: str
+    notes: tuple[str, ...] = ()
+
+
+def is_in_python(source: str) -> bool:
+    """Return whether a source names a class in a Python file."""
+    return registry.is_reference(source)
+
+
+def load_class(source: str, weights: Path | None) -> TorchNetwork:
+    """Return the network that ``PATH.py:NAME`` names: a module, or a class or function that gives one.
+
+    The file is run: it is the operator's own.
+
+    Raises:
+        UsageError: There is no such name, or it gives no `torch.nn.Module` without arguments.
+        WeightsError: The weights are those of another network.
+    """
+    found = registry.load_reference("network", source)
+    network = found
+    if not isinstance(found, nn.Module):
+        try:
+            network = found()
+        except Exception as error:
+            raise UsageError(
+                f"network '{source}': {type(error).__name__}: {error}; expected a class or function without arguments, "
+                "or a torch.nn.Module"
+            ) from error
+    if not isinstance(network, nn.Module):
+        raise UsageError(f"network '{source}': gives {type(network).__name__}, expected a torch.nn.Module")
+    if weights is not None:
+        put_weights(network, read_weights(weights), weights)
+    name = source.rpartition(":")[2]
+    return TorchNetwork(network.eval(), name, _notes_on(found, weights))
+
+
+def _notes_on(found: Any, weights: Path | None) -> tuple[str, ...]:
+    """Return a note where a network may have random weights."""
+    if weights is not None or isinstance(found, nn.Module) or not inspect.isclass(found):
+        return ()
+    return ("no --weights: the network has those that its class gives it",)
+
+
+def load_torchvision(name: str, weights: Path | None) -> TorchNetwork:
+    """Return a network of torchvision with the weights of a file, which may know any number of classes.
+
+    Raises:
+        UsageError: There is no such network, or no file was named.
+        WeightsError: The weights are those of another network.
+        MissingCapability: torchvision is not installed.
+    """
+    check_name(name)
+    if weights is None:
+        raise UsageError(f"{name}: --weights is missing: which file holds the weights of this network of torchvision?")
+    tensors = read_weights(weights)
+    build = _models().get_model
+    network: nn.Module = build(name, weights=None)
+    expected = network.state_dict()
+    tensors = without_prefix(tensors, set(expected))
+    *_, last = expected
+    notes = list[str]()
+    classifier = last.rpartition(".")[0]
+    own = {key for key in expected if key.rpartition(".")[0] == classifier}
+    if last in tensors and tensors[last].shape != expected[last].shape:
+        # Of another number of classes: its classifier is built for as many, and cut off later.
+        network = build(name, weights=None, num_classes=len(tensors[last]))
+    elif not own & tensors.keys():
+        # An encoder alone, as `headwater export --out FILE.safetensors` writes it.
+        notes.append(f"the weights have no classifier '{classifier}'; it is cut off in any case")
+        tensors = {**tensors, **{key: expected[key] for key in own}}
+    put_weights(network, tensors, weights)
+    return TorchNetwork(network.eval(), name, tuple(notes))
+
+
+def export_network(network: TorchNetwork, form: InputForm) -> tuple[Any, Gate]:
+    """Return a network as a graph (`onnx.ModelProto`), and whether its outputs are those of torch.
+
+    Raises:
+        ExportRejected: The exporter cannot translate it, or it does not take such inputs.
+    """
+    task = EncoderTask(input=form.spec, encoder=network.name[:200])
+    wrapped = _Wrapped(network.module)
+    shape = form.given_shape(2)
+    try:
+        with torch.no_grad():
+            count = len(wrapped(torch.zeros(shape)))
+    except Exception as error:  # what a user's network raises is that network's matter
+        raise ExportRejected(
+            f"network '{network.name}' does not take inputs {[*shape]}: {type(error).__name__}: {error}; name another "
+            "--size, --channels or --layout"
+        ) from error
+    outputs = [_OUTPUT, *(f"{_OUTPUT}_{number}" for number in range(1, count))]
+    try:
+        exported = to_onnx(wrapped, task, "legacy", outputs=outputs, shape=shape)
+    except ExportRejected:
+        # The other exporter takes ten times as long, and translates some networks that the first one does not.
+        exported = to_onnx(wrapped, task, outputs=outputs, shape=shape)
+    model = onnx.load_from_string(exported.model)
+    return model, _agreement(wrapped, exported.model, form)
+
+
+class _Wrapped(nn.Module):
+    """A network whose outputs are a tuple, also where it gives one tensor or a mapping."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the tensors among the network's outputs."""
+        outputs = self.network(inputs)
+        if isinstance(outputs, torch.Tensor):
+            return (outputs,)
+        values: Iterable[Any] = outputs.values() if isinstance(outputs, Mapping) else outputs
+        return tuple(value for value in values if isinstance(value, torch.Tensor))
+
+
+def _agreement(network: nn.Module, model: bytes, form: InputForm) -> Gate:
+    """Return whether the exported graph gives what torch does for batches of 1, 2 and 7 random inputs."""
+    inputs = np.random.default_rng(0).standard_normal(form.given_shape(max(BATCHES)), dtype=np.float32)
+    opened = session(model)
+    name = opened.get_inputs()[0].name
+    worst = 0.0
+    scale = 0.0
+    for size in BATCHES:
+        with torch.no_grad():
+            expected = network(torch.from_numpy(inputs[:size]))
+        for ours, theirs in zip(expected, opened.run(None, {name: inputs[:size]}), strict=True):
+            worst = max(worst, float(np.abs(ours.numpy() - theirs).max(initial=0)))
+            scale = max(scale, float(ours.abs().max()))
+    allowed = TOLERANCE * max(1.0, scale)
+    return Gate("torch", worst <= allowed, f"largest difference to torch {worst:.2g}, allowed {allowed:.2g}")
 
 
 def torchvision_presets(name: str) -> Any:
@@ -30,13 +188,14 @@ def check_name(name: str) -> None:
 
     Raises:
         UsageError: It has none; the nearest names are given.
+        MissingCapability: torchvision is not installed.
     """
     models = _models()
     names = [*models.list_models(module=models)]
     if name not in names:
         near = difflib.get_close_matches(name, names, 3)
         hint = f"; did you mean {' or '.join(near)}?" if near else f"; it has {', '.join(names[:10])} …"
-        raise UsageError(f"torchvision has no network '{name}' for images{hint}")
+        raise UsageError(f"'{name}' is neither an ONNX file, nor FILE.py:CLASS, nor a network of torchvision{hint}")
 
 
 def _models() -> Any:
