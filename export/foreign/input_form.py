@@ -139,6 +139,12 @@ def choose_form(sides: Sides, given: Preprocessing, settings: ForeignSettings) -
         raise UsageError(
             f"--layout {layout}: has {_RANKS[layout]} axes, the network's input has {len(sides)} {_text(sides)}"
         )
+    wrong = [side for letter, side in zip(layout, sides, strict=True) if letter == "1" and side not in {1, None}]
+    if wrong:
+        raise UsageError(
+            f"the network's input {_text(sides)} as {layout} has {wrong[0]} where 1 is expected; name another "
+            "--layout or --kind"
+        )
     is_image = layout in _IMAGE_LAYOUTS
     wanted = settings.kind or given.kind
     if wanted is not None and (wanted == "image") != is_image:
