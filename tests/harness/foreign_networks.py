@@ -81,7 +81,7 @@ def edited(path: Path, change: Any) -> Path:
 
 
 class SmallTransformer(nn.Module):
-    """A vision transformer in the form of Hugging Face's, with three outputs: 24 features, 4 classes, 32 x 32 pixels."""
+    """A vision transformer in the form of Hugging Face's, with three outputs: 24 features, 4 classes, 32 x 32."""
 
     def __init__(self) -> None:
         super().__init__()
