@@ -13,7 +13,7 @@ from export.foreign.settings import ForeignSettings
 
 from ..config import DEFAULT_CONFIG
 from .options import Config, Given, Json, State, from_model, state_path
-from .output import console, is_live, present, ready_for, set_up_logging, table
+from .output import console, is_live, present, ready_for, set_up_logging, table, text
 
 if TYPE_CHECKING:
     from export.foreign import ForeignReport
@@ -57,10 +57,9 @@ def bundle(
         table("variants", ("variant or domain", "figures"), figure_rows.variant_rows(result["figures"]), left=2)
     )
     lines = [f"note: {note}" for note in made.notes]
-    lines.append(
-        f"next: edge-agent fit --bundle {out} --data images:FOLDER --out my-head" * (made.form.spec.kind == "image")
-    )
-    present(result, [*tables, *filter(None, lines)], as_json=as_json)
+    source = "images:FOLDER" if made.form.spec.kind == "image" else "SOURCE"
+    lines.append(f"next: edge-agent fit --bundle {out} --data {source} --out my-head")
+    present(result, [*tables, *lines], as_json=as_json)
 
 
 def _sign(out: Path, config: Path | None, state: Path | None) -> int | None:
@@ -104,8 +103,6 @@ def _result(made: ForeignReport, version: int | None) -> dict[str, Any]:
 
 def _cell(value: object) -> str:
     """Return a value for a table."""
-    from .output import text
-
     if isinstance(value, dict):
         return ", ".join(f"{name} {_cell(part)}" for name, part in value.items())
     if isinstance(value, list):

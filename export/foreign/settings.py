@@ -40,7 +40,9 @@ class ForeignSettings(Frozen):
     """Everything about the bundle that the network's file does not say, or that differs from what it says."""
 
     features: str | None = Field(
-        None, max_length=500, description="tensor that is the features; default: the input of the last classifier"
+        None,
+        max_length=500,
+        description="name of the tensor that is the features; default: the input of the last classifier",
     )
     pool: Pool = Field(
         "auto", description="of features with more axes than two: mean, first (token) or flatten; default: mean"
@@ -53,17 +55,19 @@ class ForeignSettings(Frozen):
     kind: Literal["image", "window"] | None = Field(
         None, description="image or window (recordings); default: by the axes of the network's input"
     )
-    size: str | None = Field(None, pattern=r"^[0-9]{1,4}(x[0-9]{1,4})?$", description="pixels, 224 or HEIGHTxWIDTH")
+    size: str | None = Field(
+        None, pattern=r"^[0-9]{1,4}(x[0-9]{1,4})?$", description="size of images in pixels, 224 or HEIGHTxWIDTH"
+    )
     channels: int | None = Field(None, ge=1, le=1024, description="1 = grey, 3 = RGB, or values in a sample")
     length: int | None = Field(None, ge=4, le=65536, description="samples in a window")
     stride: int | None = Field(
         None, ge=1, le=65536, description="samples between the starts of two windows; default: half of the length"
     )
     mean: Numbers | None = Field(
-        None, description="taken off the inputs: one number, or one for each channel: 0.5,0.4,0.4"
+        None, description="What is taken off the inputs: one number, or one for each channel, 0.485,0.456,0.406"
     )
     std: Numbers | None = Field(
-        None, description="by which inputs are then divided: one number or one for each channel"
+        None, description="What the inputs are then divided by: one number, or one for each channel"
     )
     pixel_range: float | None = Field(
         None, gt=0, le=65536, description="white before mean and std are applied, 255 or 1; default: 1"
@@ -79,6 +83,6 @@ class ForeignSettings(Frozen):
     )
     weights: Path | None = Field(None, description="of a torchvision network or a class: .safetensors, or .pth")
     calibration: tuple[str, ...] = Field(
-        (), description="data source from which int8 takes its ranges, and on which it is compared; default: no int8"
+        (), description="Data source from which int8 takes its ranges, and on which it is compared; default: no int8"
     )
     name: str | None = Field(None, max_length=200, description="name of the bundle; default: that of the model")
