@@ -4,10 +4,10 @@
 other. Nothing here is imported by a device, and no graph runs before it was read and checked. All names are imported
 when they are first used.
 
-Read in this order: `settings` (what can be chosen), `build` (the way), `graph_file` (what is refused), `networks` and
-`weights` (networks in torch), `dequantize` (rounded ones), `features` (where the features are), `preprocessing` and
-`input_form` (what goes in), `cut` (the encoder), `sizes` (what it computes of its input's size), `compare` (is it the
-same?).
+Read in this order: `settings` (what can be chosen), `build` (the way), `graph_file` (what is refused), `networks`,
+`torchvision_names` and `weights` (networks in torch), `dequantize` (rounded ones), `features` (where the features are),
+`preprocessing` and `input_form` (what goes in), `cut` (the encoder), `sizes` (what it computes of its input's size),
+`compare` (is it the same?).
 """
 
 from __future__ import annotations

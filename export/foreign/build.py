@@ -10,6 +10,7 @@ import numpy as np
 
 from edge_agent.bundle.manifest import NEWEST_SCHEMA
 from edge_agent.core.errors import UsageError, cause
+from edge_agent.core.storage import read_regular_text
 from edge_agent.core.task import EncoderTask, Task, Tensors
 from edge_agent.personal import self_test
 
@@ -169,7 +170,7 @@ def _class_names(classes: str | None) -> tuple[str, ...]:
     path = Path(classes)
     if "," not in classes:
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
+            lines = read_regular_text(path).splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(
                 f"--classes {classes}: {cause(error)}; give names with commas between them, or a file with one a line"

@@ -167,10 +167,10 @@ def _found_point(graph: _Network) -> FeaturePoint:
     # 1. Outputs that are called logits come first, then the others in their order.
     candidates.sort(key=lambda name: "logit" not in name.lower())
     for output in candidates:
-        found = graph.classifier_of(output)
-        if found is None:
+        behind = graph.classifier_of(output)
+        if behind is None:
             continue
-        node = found[0]
+        node = behind[0]
         tensor = graph.computed_inputs(node)[0]
         label = node.name or node.output[0]
         return FeaturePoint(
@@ -222,7 +222,7 @@ def _bias_of(graph: _Network, node: Any, count: int) -> np.ndarray | None:
 def _advice(graph: _Network, shares: str) -> str:
     """Return what to name instead of shares of classes."""
     node = next(node for node in graph.graph.node if node.op_type == shares)
-    found = graph.classifier_of(node.output[0])
-    if found is None:
+    behind = graph.classifier_of(node.output[0])
+    if behind is None:
         return "name a tensor before it: --features NAME"
-    return f"name the input of the classifier: --features {graph.computed_inputs(found[0])[0]}"
+    return f"name the input of the classifier: --features {graph.computed_inputs(behind[0])[0]}"

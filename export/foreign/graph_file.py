@@ -11,6 +11,7 @@ import onnx
 from onnx import TensorProto, numpy_helper
 
 from edge_agent.core.errors import ExportRejected, UsageError, cause
+from edge_agent.core.storage import read_regular
 
 MOST_FILE_BYTES = 1 << 30
 """The most bytes of an ONNX file; a bundle has no more, and a device's limit of memory is half of it."""
@@ -65,7 +66,7 @@ def _read_file(path: Path) -> bytes:
                 f"{path}: {size / 1e9:.1f} GB, at most {MOST_FILE_BYTES / 1e9:.1f} GB are read: no device could run "
                 "it; choose a smaller network"
             )
-        return path.read_bytes()
+        return read_regular(path)
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {cause(error)}") from error
 

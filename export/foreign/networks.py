@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -17,10 +16,12 @@ from torch import nn
 from edge_agent.core import registry
 from edge_agent.core.errors import ExportRejected, UsageError
 from edge_agent.core.task import EncoderTask
+from edge_agent.models.torchvision_networks import networks
 
 from ..encoder import to_onnx
 from ..parity import BATCHES, TOLERANCE, Gate, session
 from .input_form import InputForm
+from .torchvision_names import check_name
 from .weights import put_weights, read_weights, without_prefix
 
 _OUTPUT = "output"
@@ -50,11 +51,11 @@ def load_class(source: str, weights: Path | None) -> TorchNetwork:
         UsageError: There is no such name, or it gives no `torch.nn.Module` without arguments.
         WeightsError: The weights are those of another network.
     """
-    found = registry.load_reference("network", source)
-    network = found
-    if not isinstance(found, nn.Module):
+    loaded = registry.load_reference("network", source)
+    network = loaded
+    if not isinstance(loaded, nn.Module):
         try:
-            network = found()
+            network = loaded()
         except Exception as error:
             raise UsageError(
                 f"network '{source}': {type(error).__name__}: {error}; expected a class or function without arguments, "
@@ -65,12 +66,12 @@ def load_class(source: str, weights: Path | None) -> TorchNetwork:
     if weights is not None:
         put_weights(network, read_weights(weights), weights)
     name = source.rpartition(":")[2]
-    return TorchNetwork(network.eval(), name, _notes_on(found, weights))
+    return TorchNetwork(network.eval(), name, _notes_on(loaded, weights))
 
 
-def _notes_on(found: Any, weights: Path | None) -> tuple[str, ...]:
+def _notes_on(loaded: Any, weights: Path | None) -> tuple[str, ...]:
     """Return a note where a network may have random weights."""
-    if weights is not None or isinstance(found, nn.Module) or not inspect.isclass(found):
+    if weights is not None or isinstance(loaded, nn.Module) or not inspect.isclass(loaded):
         return ()
     return ("no --weights: the network has those that its class gives it",)
 
@@ -87,7 +88,7 @@ def load_torchvision(name: str, weights: Path | None) -> TorchNetwork:
     if weights is None:
         raise UsageError(f"{name}: --weights is missing: which file holds the weights of this network of torchvision?")
     tensors = read_weights(weights)
-    build = _models().get_model
+    build = networks().get_model
     network: nn.Module = build(name, weights=None)
     expected = network.state_dict()
     tensors = without_prefix(tensors, set(expected))
@@ -164,42 +165,3 @@ def _agreement(network: nn.Module, model: bytes, form: InputForm) -> Gate:
             scale = max(scale, float(ours.abs().max()))
     allowed = TOLERANCE * max(1.0, scale)
     return Gate("torch", worst <= allowed, f"largest difference to torch {worst:.2g}, allowed {allowed:.2g}")
-
-
-def torchvision_presets(name: str) -> Any:
-    """Return how torchvision prepares images for the newest weights of a network: sizes, mean, std, interpolation.
-
-    Raises:
-        UsageError: It has no such network for images, or does not say.
-        MissingCapability: torchvision is not installed.
-    """
-    models = _models()
-    check_name(name)
-    weights = [*models.get_model_weights(name)]
-    if not weights:
-        raise UsageError(
-            f"torchvision:{name}: torchvision does not say how to prepare images; give --size, --mean and --std"
-        )
-    return weights[-1].transforms()
-
-
-def check_name(name: str) -> None:
-    """Require that torchvision has a network for images of this name.
-
-    Raises:
-        UsageError: It has none; the nearest names are given.
-        MissingCapability: torchvision is not installed.
-    """
-    models = _models()
-    names = [*models.list_models(module=models)]
-    if name not in names:
-        near = difflib.get_close_matches(name, names, 3)
-        hint = f"; did you mean {' or '.join(near)}?" if near else f"; it has {', '.join(names[:10])} …"
-        raise UsageError(f"'{name}' is neither an ONNX file, nor FILE.py:CLASS, nor a network of torchvision{hint}")
-
-
-def _models() -> Any:
-    """Return the module ``torchvision.models``."""
-    from edge_agent.models.torchvision_networks import networks
-
-    return networks()

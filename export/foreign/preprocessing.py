@@ -108,32 +108,32 @@ class _Timm(_Foreign):
     crop_pct: float = Field(0.875, gt=0)
 
 
-def read_preprocessing(place: str) -> Preprocessing:
+def read_preprocessing(location: str) -> Preprocessing:
     """Return the preprocessing that a file states, or that of a network of torchvision.
 
     Args:
-        place: ``preprocessor_config.json`` of Hugging Face, ``config.json`` of timm, or ``torchvision:NAME``.
+        location: ``preprocessor_config.json`` of Hugging Face, ``config.json`` of timm, or ``torchvision:NAME``.
 
     Raises:
         UsageError: There is no such file or network.
         ConfigError: The file is of neither form, has mistakes, or asks for what devices cannot do.
     """
-    if place.startswith(TORCHVISION):
-        return torchvision_preprocessing(place.removeprefix(TORCHVISION))
-    content = _read(Path(place))
+    if location.startswith(TORCHVISION):
+        return torchvision_preprocessing(location.removeprefix(TORCHVISION))
+    content = _read(Path(location))
     timm = content.get("pretrained_cfg", content if "input_size" in content else None)
     if isinstance(timm, dict):
-        return _from_timm(_parse(_Timm, timm, place))
+        return _from_timm(_parse(_Timm, timm, location))
     extractor = str(content.get("feature_extractor_type", ""))
     if "sampling_rate" in content:
-        return _from_sounds(_parse(_HuggingFaceSounds, content, place), place, extractor)
+        return _from_sounds(_parse(_HuggingFaceSounds, content, location), location, extractor)
     if {"image_mean", "size", "do_normalize", "do_resize"} & content.keys():
-        return _from_images(_parse(_HuggingFaceImages, content, place))
+        return _from_images(_parse(_HuggingFaceImages, content, location))
     mistake = (
         "neither preprocessor_config.json of Hugging Face (image_mean, size) nor config.json of timm (pretrained_cfg); "
         "give --size, --mean and --std instead"
     )
-    raise ConfigError(place, [mistake])
+    raise ConfigError(location, [mistake])
 
 
 def torchvision_preprocessing(name: str) -> Preprocessing:
@@ -142,7 +142,7 @@ def torchvision_preprocessing(name: str) -> Preprocessing:
     Raises:
         UsageError: It has no such network, or the network none for images.
     """
-    from .networks import torchvision_presets
+    from .torchvision_names import torchvision_presets
 
     preset = torchvision_presets(name)
     size = preset.crop_size[0]
@@ -174,7 +174,7 @@ def _read(path: Path) -> dict[str, Any]:
     return content
 
 
-def _parse(kind: type[Any], content: dict[str, Any], place: str) -> Any:
+def _parse(kind: type[Any], content: dict[str, Any], location: str) -> Any:
     """Return the parts of a file that are known.
 
     Raises:
@@ -183,7 +183,7 @@ def _parse(kind: type[Any], content: dict[str, Any], place: str) -> Any:
     try:
         return kind.model_validate(content)
     except ValidationError as error:
-        raise ConfigError(place, mistakes_of(error, kind)) from error
+        raise ConfigError(location, mistakes_of(error, kind)) from error
 
 
 def _from_timm(timm: _Timm) -> Preprocessing:
@@ -220,7 +220,7 @@ def _from_images(file: _HuggingFaceImages) -> Preprocessing:
     )
 
 
-def _from_sounds(file: _HuggingFaceSounds, place: str, extractor: str) -> Preprocessing:
+def _from_sounds(file: _HuggingFaceSounds, location: str, extractor: str) -> Preprocessing:
     """Return the preprocessing of a network for sounds of Hugging Face.
 
     Raises:
@@ -241,7 +241,7 @@ def _from_sounds(file: _HuggingFaceSounds, place: str, extractor: str) -> Prepro
             f"{extractor or 'the extractor'} makes {file.feature_size} features from sound that devices do not "
             "compute; export the network with that step inside"
         )
-        raise ConfigError(place, [mistake])
+        raise ConfigError(location, [mistake])
     note = f"the network takes recordings of 1 channel{rate}, -1..1"
     return Preprocessing("window", 1, normalize_each=file.do_normalize, notes=(note,))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import pickle
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 
 from edge_agent.core.errors import WeightsError, cause
+from edge_agent.core.storage import open_regular
 from edge_agent.training.weights import MOST_BYTES, read_tensor_file
 
 _INSIDE = ("state_dict", "model_state_dict", "model", "model_state", "state_dict_ema")
@@ -43,10 +43,13 @@ def read_weights(path: Path) -> Weights:
         size = path.stat().st_size
         if size > MOST_BYTES:
             raise WeightsError(f"{path}: {size} bytes, expected at most {MOST_BYTES}")
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        with open_regular(path) as file:
+            content = torch.load(file, map_location="cpu", weights_only=True)
     except OSError as error:
         raise WeightsError(f"{path}: cannot be read ({cause(error)}); give a file of weights") from error
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+    except WeightsError:
+        raise
+    except Exception as error:  # torch raises errors of its own, of zip files and of pickles
         raise WeightsError(
             f"{path}: holds {_what_else(error)}; nothing in it was run. Save the state_dict() alone, best as "
             ".safetensors"
