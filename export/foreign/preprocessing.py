@@ -242,7 +242,8 @@ def _from_sounds(file: _HuggingFaceSounds, location: str, extractor: str) -> Pre
             "compute; export the network with that step inside"
         )
         raise ConfigError(location, [mistake])
-    note = f"the network takes recordings of 1 channel{rate}, -1..1"
+    option = "" if file.sampling_rate is None else f"&rate={file.sampling_rate}"
+    note = f"the network takes sound{rate}, -1..1: on a device 'wav:FOLDER?form=signal{option}'"
     return Preprocessing("window", 1, normalize_each=file.do_normalize, notes=(note,))
 
 
