@@ -195,12 +195,16 @@ def _check_operators(model: Any) -> None:
         ExportRejected: Some are others; all of them are named.
     """
     unknown = Counter(unknown_operators(model))
-    if unknown:
-        listed = ", ".join(f"{name} ({count})" for name, count in sorted(unknown.items()))
-        raise ExportRejected(
-            f"operators that not every device has: {listed}; expected those of export/README.md. Name features before "
-            "them (--features NAME), or export the network with others"
-        )
+    if not unknown:
+        return
+    listed = ", ".join(f"{name} ({count})" for name, count in sorted(unknown.items()))
+    advice = "name features before them (--features NAME), or export the network with others"
+    if any("QLinear" in name for name in unknown):
+        advice = "export the quantized network with QuantizeLinear and DequantizeLinear (QDQ), or give it in fp32"
+    raise ExportRejected(
+        f"operators that not every device has: {listed}; expected those in OPERATORS of "
+        f"edge_agent/bundle/graph_check.py; {advice}"
+    )
 
 
 def _with_interface(model: Any, form: InputForm, tensor: str) -> Any:

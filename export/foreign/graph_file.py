@@ -146,7 +146,11 @@ def _mistakes_in_weights(model: Any) -> Iterator[str]:
 
 
 def _upgraded(model: Any) -> Any:
-    """Return a model whose operators are of a version that can be quantized; as it is where that cannot be done."""
+    """Return a model whose operators are of a version that can be quantized.
+
+    Raises:
+        ExportRejected: ONNX's converter does not know how.
+    """
     if opset_of(model) < OLDEST_OPSET:
         try:
             model = onnx.version_converter.convert_version(model, OLDEST_OPSET)

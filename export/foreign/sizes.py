@@ -262,9 +262,10 @@ def _run(node: Any, feeds: Values, light: Any) -> np.ndarray | None:
     model = helper.make_model(graph, opset_imports=light.opset_import, ir_version=light.ir_version)
     try:
         results: Any = ReferenceEvaluator(model).run(None, feeds)
-        return np.asarray(results[0])
     except Exception:  # noqa: BLE001 - the reference raises NumPy's and its own errors; then the size stays unknown
         return None
+    result = np.asarray(results[0])
+    return result if result.size <= _MOST_VALUES else None
 
 
 def _put_constants(light: Any, known: Values) -> None:
