@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from edge_agent.bundle.manifest import NEWEST_SCHEMA
+from edge_agent.core import config
 from edge_agent.core.errors import UsageError, cause
 from edge_agent.core.storage import read_regular_text
 from edge_agent.core.task import EncoderTask, Task, Tensors
@@ -31,8 +32,8 @@ from .preprocessing import TORCHVISION, Preprocessing, read_preprocessing
 from .settings import ForeignSettings
 
 _NO_CALIBRATION = "not made: --calibration SOURCE names inputs that it takes its ranges from"
-_INPUTS = 32
-"""Random inputs by which an encoder is compared with its network."""
+_BESIDE = ("preprocessor_config.json", "config.json")
+"""Names of files that say how a network's inputs are prepared, where they lie beside it."""
 
 
 @dataclass(frozen=True)
@@ -110,15 +111,17 @@ def _open(source: str, settings: ForeignSettings) -> Network:
     is_file = source.endswith(".onnx") or Path(source).exists()
     if is_file and not is_in_python(source):
         return _open_file(Path(source), given, settings)
+    notes: list[str] = []
     if is_in_python(source):
         network = load_class(source, settings.weights)
+        notes += _notes_on_preprocessing(settings)
     else:
         network = load_torchvision(source, settings.weights)
         if settings.preprocessing is None:
             given = read_preprocessing(f"{TORCHVISION}{source}")
     form = choose_form(_sides_in_torch(given, settings), given, settings)
     model, gate = export_network(network, form)
-    return Network(model, network.name, form, (gate,), (*network.notes, *given.notes))
+    return Network(model, network.name, form, (gate,), (*network.notes, *given.notes, *notes))
 
 
 def _open_file(path: Path, given: Preprocessing, settings: ForeignSettings) -> Network:
@@ -131,10 +134,27 @@ def _open_file(path: Path, given: Preprocessing, settings: ForeignSettings) -> N
         raise UsageError(f"--weights {settings.weights}: {path} has its own weights; leave the option out")
     model = read_graph(path)
     form = choose_form(sides_of(inputs_of(model)[0]), given, settings)
+    notes = [*given.notes, *_notes_on_preprocessing(settings, path.parent)]
     if not is_quantized(model):
-        return Network(model, path.stem, form, notes=given.notes)
-    note = "the network was quantized: its weights are float32 in the bundle, whose int8 is made anew (--calibration)"
-    return Network(dequantize(model), path.stem, form, notes=(*given.notes, note), rounded=model)
+        return Network(model, path.stem, form, notes=tuple(notes))
+    notes.append(
+        "the network was quantized: its weights are float32 in the bundle, whose int8 is made by --calibration"
+    )
+    return Network(dequantize(model), path.stem, form, notes=tuple(notes), rounded=model)
+
+
+def _notes_on_preprocessing(settings: ForeignSettings, folder: Path | None = None) -> list[str]:
+    """Return a note where nothing says how inputs are prepared, and which file in the network's folder may say it."""
+    is_said = settings.mean or settings.std or settings.pixel_range or settings.normalize_each
+    if settings.preprocessing is not None or is_said:
+        return []
+    note = (
+        "nothing says how inputs are prepared (--preprocessing, --mean, --std): pixels are 0..1, recordings as they are"
+    )
+    beside = [] if folder is None else [folder / name for name in _BESIDE if (folder / name).is_file()]
+    if beside:
+        note += f"; {beside[0]} lies beside the network and was not read"
+    return [note]
 
 
 def _sides_in_torch(given: Preprocessing, settings: ForeignSettings) -> list[None]:
@@ -153,7 +173,9 @@ def _origin(
     notes: list[str] = []
     names = _class_names(settings.classes)
     content = {"input": form.spec, "encoder": name[:200]}
-    task = Task.model_validate({**content, "class_names": names}) if names else EncoderTask.model_validate(content)
+    task: Task = config.parse(EncoderTask, content, where="the network's name")
+    if names:
+        task = config.parse(Task, {**content, "class_names": names}, where="--classes")
     head = _shared_classifier(point, cut, names, notes)
     return Origin(task, cut.feature_dim, head, schema_version=NEWEST_SCHEMA), notes
 
@@ -218,9 +240,9 @@ def _check(network: Network, form: InputForm, cut: Cut, origin: Origin) -> Check
 
 
 def _probe_inputs(task: Task) -> np.ndarray:
-    """Return inputs (n, ...) float32 by which the encoder is compared: prepared synthetic ones, then random ones."""
-    raw = self_test.prepared(self_test.raw_inputs(task.input), task.input)
-    return np.concatenate([raw, synthetic_inputs(task, _INPUTS)])
+    """Return inputs (8, ...) float32 by which the encoder is compared: prepared synthetic ones, then random ones."""
+    prepared = self_test.prepared(self_test.raw_inputs(task.input), task.input)[::2]
+    return np.concatenate([prepared, synthetic_inputs(task, len(prepared))])
 
 
 def _calibration(task: Task, settings: ForeignSettings) -> tuple[Calibration, bool]:

@@ -114,22 +114,23 @@ def cut_encoder(
             one row for each input.
     """
     _check_batch(model, any_batch=any_batch)
+    # 1. The network up to its features, which is also what the encoder is compared with.
     network = _with_interface(_prune(model, point.tensor), form, point.tensor)
-    pruned = network
-    if any(unknown_operators(network)):
-        pruned = _prune(fix_sizes(network), point.tensor)
-        _check_operators(pruned)
-    # From here on every node is one that devices run.
-    network = pruned
-    shape = _feature_shape(network, point.tensor, form)
+    reference = network
     if rounded is not None:
         tensor = unrounded(rounded, point.tensor)
-        network = _with_interface(_prune(rounded, tensor), form, tensor)
-    pooling = _choose_pooling(pruned, point.tensor, shape, pool)
-    encoder = _with_steps(pruned, form, pooling, point.tensor)
+        reference = _with_interface(_prune(rounded, tensor), form, tensor)
+    # 2. Only operators that devices have: those that compute sizes become constants.
+    if any(unknown_operators(network)):
+        network = _prune(fix_sizes(network), point.tensor)
+        _check_operators(network)
+    # 3. One row of features for each input, from what a device prepares.
+    shape = _feature_shape(network, point.tensor, form)
+    pooling = _choose_pooling(network, point.tensor, shape, pool)
+    encoder = _with_steps(network, form, pooling, point.tensor)
     content = strip_opsets(encoder.SerializeToString())
     feature_dim = _features_of(content, form)
-    return Cut(content, network.SerializeToString(), pooling, feature_dim)
+    return Cut(content, reference.SerializeToString(), pooling, feature_dim)
 
 
 def _check_batch(model: Any, *, any_batch: bool) -> None:
@@ -166,11 +167,14 @@ def _prune(model: Any, tensor: str) -> Any:
         del repeated[:]
         repeated.extend(messages)
     del pruned.metadata_props[:]
-    return _without_dropout(pruned)
+    return _without_dropout(pruned, tensor)
 
 
-def _without_dropout(model: Any) -> Any:
-    """Return the model without Dropout nodes, which do nothing when nothing is trained; it is changed in place."""
+def _without_dropout(model: Any, tensor: str) -> Any:
+    """Return the model without Dropout nodes, which do nothing when nothing is trained; it is changed in place.
+
+    ``tensor``, its result, keeps its name where it was that of a Dropout.
+    """
     source_of: dict[str, str] = {}
     kept = []
     for node in model.graph.node:
@@ -181,8 +185,8 @@ def _without_dropout(model: Any) -> Any:
         else:
             kept.append(node)
     copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in kept]
-    # The tensor of the features keeps its name, also where it was that of a Dropout.
-    copies += [helper.make_node("Identity", [source], [name]) for name, source in source_of.items()]
+    if tensor in source_of:
+        copies.append(helper.make_node("Identity", [source_of[tensor]], [tensor]))
     del model.graph.node[:]
     model.graph.node.extend(copies)
     return model

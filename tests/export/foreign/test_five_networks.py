@@ -17,6 +17,7 @@ from onnx import numpy_helper
 from torch.nn import functional
 
 from edge_agent.bundle.archive import open_bundle
+from edge_agent.core.errors import ConfigError
 from edge_agent.wire.tensors import decode
 from export.foreign import ForeignSettings, bundle_network
 from export.parity import mean_cosine, run
@@ -42,7 +43,7 @@ def images() -> np.ndarray:
 
 
 def test_a_network_of_torchvision(tmp_path, images):
-    made, _ = make("torchvision", tmp_path)
+    made, _ = make("torchvision", tmp_path, mean=(0.4,), std=(0.2,))
     network = seeded(SmallResNet())
     network.fc = torch.nn.Identity()
     with torch.no_grad():
@@ -166,4 +167,18 @@ def test_classes_of_another_number_have_no_shared_classifier(tmp_path):
     made, _ = make("torchvision", tmp_path, classes=str(tmp_path / "names.txt"))
     assert made.report.manifest.task.class_names == ("cat", "dog")
     assert made.report.manifest.global_head is None
-    assert "knows 5 classes" in made.notes[0]
+    assert "knows 5 classes" in made.notes[-1]
+
+
+def test_it_is_said_when_nothing_says_how_inputs_are_prepared(tmp_path):
+    (tmp_path / "preprocessor_config.json").write_text("{}")
+    path = foreign_networks.torchvision_export(tmp_path)
+    made = bundle_network(str(path), tmp_path / "made.hwb", ForeignSettings())
+    assert "pixels are 0..1" in made.notes[0]
+    assert f"{tmp_path / 'preprocessor_config.json'} lies beside the network and was not read" in made.notes[0]
+
+
+def test_class_names_that_no_table_can_show(tmp_path):
+    path = foreign_networks.torchvision_export(tmp_path)
+    with pytest.raises(ConfigError, match="control character"):
+        bundle_network(str(path), tmp_path / "made.hwb", ForeignSettings(classes="a,b\x07"))
