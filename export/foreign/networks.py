@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Iterable, Mapping
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +18,13 @@ from torch import nn
 
 from edge_agent.core import registry
 from edge_agent.core.errors import ExportRejected, UsageError
-from edge_agent.core.task import EncoderTask
+from edge_agent.core.task import EncoderTask, Task
 from edge_agent.models.torchvision_networks import networks
 
 from ..encoder import to_onnx
 from ..parity import BATCHES, TOLERANCE, Gate, session
 from .input_form import InputForm
+from .sizes import fix_sizes, unknown_operators
 from .torchvision_names import check_name
 from .weights import put_weights, read_weights, without_prefix
 
@@ -125,13 +129,62 @@ def export_network(network: TorchNetwork, form: InputForm) -> tuple[Any, Gate]:
             "--size, --channels or --layout"
         ) from error
     outputs = [_OUTPUT, *(f"{_OUTPUT}_{number}" for number in range(1, count))]
+    exported = _export(wrapped, task, outputs, shape)
+    return onnx.load_from_string(exported), _agreement(wrapped, exported, form)
+
+
+def _export(network: nn.Module, task: Task, outputs: list[str], shape: tuple[int, ...]) -> bytes:
+    """Return a network as a graph, by the exporter of torch that writes operators which devices have.
+
+    Raises:
+        ExportRejected: Neither of them can translate the network.
+    """
+    legacy: bytes | None = None
+    with _plain_attention(), _silent_stdout():
+        # 1. The older exporter, which takes a tenth of the time.
+        with contextlib.suppress(ExportRejected):
+            legacy = to_onnx(network, task, "legacy", outputs=outputs, shape=shape).model
+        if legacy is not None and _has_known_operators(legacy):
+            return legacy
+        # 2. The newer one. Where it fails, the checks afterwards name what is wrong in the graph of the first.
+        try:
+            return to_onnx(network, task, outputs=outputs, shape=shape).model
+        except ExportRejected:
+            if legacy is None:
+                raise
+            return legacy
+
+
+def _has_known_operators(content: bytes) -> bool:
+    """Return whether a graph has only operators that every device has, once its sizes are constants."""
+    model = onnx.load_from_string(content)
+    return not any(unknown_operators(model)) or not any(unknown_operators(fix_sizes(model)))
+
+
+@contextlib.contextmanager
+def _plain_attention() -> Iterator[None]:
+    """Let attention be computed step by step: its fast form is one operator of torch that no exporter knows."""
+    is_fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
     try:
-        exported = to_onnx(wrapped, task, "legacy", outputs=outputs, shape=shape)
-    except ExportRejected:
-        # The other exporter takes ten times as long, and translates some networks that the first one does not.
-        exported = to_onnx(wrapped, task, outputs=outputs, shape=shape)
-    model = onnx.load_from_string(exported.model)
-    return model, _agreement(wrapped, exported.model, form)
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(is_fast)
+
+
+@contextlib.contextmanager
+def _silent_stdout() -> Iterator[None]:
+    """Send what is written to file descriptor 1 nowhere: an exporter that fails prints the whole graph there."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)
 
 
 class _Wrapped(nn.Module):

@@ -115,7 +115,9 @@ def put_weights(network: nn.Module, weights: Weights, path: Path) -> None:
             f"{path}: not the weights of this network ({len(weights)} tensors, {len(expected)} expected); nothing was "
             f"written\n{lines}"
         )
-    network.load_state_dict({name: tensor for name, tensor in weights.items() if name in expected}, strict=False)
+    # The network's own dictionary also has the versions of its modules, which some of them ask for.
+    expected.update(weights)
+    network.load_state_dict(expected)
 
 
 def _listed(names: list[str], others: list[str]) -> str:

@@ -156,3 +156,48 @@ def test_names_that_torchvision_lacks(tmp_path):
         bundle_network("resnet81", tmp_path / "made.hwb", ForeignSettings())
     with pytest.raises(UsageError, match="--weights is missing"):
         bundle_network("resnet18", tmp_path / "made.hwb", ForeignSettings())
+
+
+HARD = """
+import torch
+from torch import nn
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(3, 16, 8, stride=8)
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        self.last = nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.last(self.layer(self.first(x).flatten(2).transpose(1, 2)).mean(1))
+
+class Uneven(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(3, 4, 5)
+        self.pool = nn.AdaptiveAvgPool2d(5)
+        self.last = nn.Linear(100, 4)
+
+    def forward(self, x):
+        return self.last(self.pool(self.first(x)).flatten(1))
+"""
+
+
+def test_attention_is_exported_step_by_step(tmp_path):
+    (tmp_path / "hard.py").write_text(HARD)
+    fast = torch.backends.mha.get_fastpath_enabled()
+    made = bundle_network(
+        f"{tmp_path / 'hard.py'}:Attention", tmp_path / "made.hwb", ForeignSettings(size="32", channels=3)
+    )
+    assert made.report.manifest.feature_dim == 16
+    assert torch.backends.mha.get_fastpath_enabled() == fast
+
+
+def test_an_exporter_that_fails_writes_nothing_to_stdout(tmp_path, capfd):
+    """Pooling of 28 pixels to 5: the older exporter refuses it and prints the graph."""
+    (tmp_path / "hard.py").write_text(HARD)
+    with pytest.raises(ExportRejected):
+        bundle_network(f"{tmp_path / 'hard.py'}:Uneven", tmp_path / "made.hwb", ForeignSettings(size="32", channels=3))
+    assert capfd.readouterr().out == ""
+    assert not (tmp_path / "made.hwb").exists()
