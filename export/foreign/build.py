@@ -248,5 +248,5 @@ def _probe_inputs(task: Task) -> np.ndarray:
 def _calibration(task: Task, settings: ForeignSettings) -> tuple[Calibration, bool]:
     """Return the inputs that int8 takes its ranges from, and whether some were given."""
     if settings.calibration:
-        return Calibration.from_domains(domains_of(settings.calibration, task)), True
+        return Calibration.from_domains(domains_of(settings.calibration, task, labelled=None)), True
     return Calibration.from_inputs(synthetic_inputs(task, 1)), False

@@ -83,6 +83,8 @@ class ForeignSettings(Frozen):
     )
     weights: Path | None = Field(None, description="of a torchvision network or a class: .safetensors, or .pth")
     calibration: tuple[str, ...] = Field(
-        (), description="Data source from which int8 takes its ranges, and on which it is compared; default: no int8"
+        (),
+        description="Data source from which int8 takes its ranges, and, where it has labels, on which it is compared; "
+        "default: no int8",
     )
     name: str | None = Field(None, max_length=200, description="name of the bundle; default: that of the model")

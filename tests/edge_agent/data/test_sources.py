@@ -547,3 +547,4 @@ def test_folders_of_pictures_are_classes_and_no_domains(tmp_path):
         Image.new("RGB", (4, 4)).save(tmp_path / "several" / "summer" / place / "a.png")
     assert domains(f"images:{tmp_path / 'one'}") == {}
     assert [*domains(f"images:{tmp_path / 'several'}")] == ["summer"]
+    assert domains(f"images:{tmp_path / 'one' / 'cat'}") == {}

@@ -14,6 +14,7 @@ import pytest
 import torch
 from foreign_networks import SmallResNet, SmallTransformer, SmallWave2Vec, seeded
 from onnx import numpy_helper
+from PIL import Image
 from torch.nn import functional
 
 from edge_agent.bundle.archive import open_bundle
@@ -148,6 +149,17 @@ def test_int8_is_made_from_calibration_data_alone(tmp_path):
     without, _ = make("torchvision", tmp_path)
     assert "int8" not in without.report.manifest.variants
     assert "--calibration" in without.report.int8_note
+
+
+def test_pictures_without_labels_are_enough_for_ranges(tmp_path):
+    (tmp_path / "photos").mkdir()
+    rng = np.random.default_rng(0)
+    for number in range(12):
+        Image.fromarray(rng.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(tmp_path / "photos" / f"{number}.png")
+    made, _ = make("torchvision", tmp_path, calibration=(f"images:{tmp_path / 'photos'}",))
+    quantization = made.report.manifest.quantization
+    assert "int8" in made.report.manifest.variants
+    assert (quantization.ranges, quantization.held_out) == ("12 inputs of 1 domain(s)", {})
 
 
 def test_the_own_classifier_is_shared_where_its_classes_are_named(tmp_path, images):
