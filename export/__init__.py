@@ -2,9 +2,10 @@
 
 ``build_bundle`` writes one. All names are imported when they are first used.
 
-Here lives all that needs ``onnx``, and nothing that a device imports. Read in this order: `build` (the way from a model
-to a bundle), `encoder` and `batch_norm` (its graphs), `quantize` (the int8 variant), `parity` (what has to agree before
-a bundle is written), `domains` (samples by domain, to compare on).
+Here lives all that needs ``onnx``, and nothing that a device imports. Read in this order: `build` (the way from a
+trained model to a bundle), `packing` (what every bundle goes through), `encoder` and `batch_norm` (its graphs),
+`quantize` (the int8 variant), `parity` (what has to agree before a bundle is written), `domains` (samples by domain, to
+compare on).
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .build import BundleOptions, Report, TrainedEncoder, build_bundle, model_from_state, synthetic_inputs
+    from .build import TrainedEncoder, build_bundle, model_from_state, synthetic_inputs
     from .calibration import Calibration
     from .domains import domains_of
+    from .packing import BundleOptions, Report
     from .parity import Gate
 
 __all__ = [
@@ -30,7 +32,13 @@ __all__ = [
     "synthetic_inputs",
 ]
 
-_MODULES = {"Calibration": ".calibration", "Gate": ".parity", "domains_of": ".domains"}
+_MODULES = {
+    "BundleOptions": ".packing",
+    "Calibration": ".calibration",
+    "Gate": ".parity",
+    "Report": ".packing",
+    "domains_of": ".domains",
+}
 """The modules of the names that are not in `build`."""
 
 

@@ -16,9 +16,10 @@ from edge_agent.core.errors import ConfigError, HeadwaterError
 from edge_agent.core.storage import read_regular_text, read_tensors
 from edge_agent.core.task import Task
 
-from .build import BundleOptions, Report, TrainedEncoder, build_bundle, model_from_state, synthetic_inputs
+from .build import TrainedEncoder, build_bundle, model_from_state, synthetic_inputs
 from .calibration import Calibration
 from .domains import domains_of
+from .packing import BundleOptions, Report
 
 _EXAMPLE = """example:
   python -m export --state state.safetensors --task task.json --method repper \\

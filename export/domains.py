@@ -35,10 +35,13 @@ _LEAST_SAMPLES = 20
 """The least samples of a domain on which a fitted head tells anything."""
 
 
-def domains_of(sources: Sequence[str], task: Task, folder: Path | None = None) -> dict[str, Samples]:
+def domains_of(
+    sources: Sequence[str], task: Task, folder: Path | None = None, *, labelled: bool | None = True
+) -> dict[str, Samples]:
     """Return samples of data sources by domain: a source of several domains or people gives one for each of them.
 
-    A relative path counts from ``folder``. Names are those of domains, people or files, without the path to them.
+    A relative path counts from ``folder``. ``labelled``: see `edge_agent.data.load`; samples without labels give ranges
+    and compare nothing. Names are those of domains, people or files, without the path to them.
 
     Raises:
         HeadwaterError: See `edge_agent.data.load`.
@@ -51,7 +54,7 @@ def domains_of(sources: Sequence[str], task: Task, folder: Path | None = None) -
     samples = {}
     for number, (name, source) in enumerate(parts):
         label = name if names.count(name) == 1 else f"{name} {number}"
-        samples[label[:64]] = data.load(source, task.input, task.class_names, folder=folder)
+        samples[label[:64]] = data.load(source, task.input, task.class_names, folder=folder, labelled=labelled)
     return samples
 
 

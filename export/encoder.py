@@ -7,7 +7,7 @@ import importlib.util
 import io
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -30,17 +30,24 @@ class Exported:
     """An ONNX graph as bytes, and how it was made."""
 
     model: bytes
-    exporter: Exporter
+    exporter: Exporter | Literal["file"]
     opset: int
 
 
 def to_onnx(
-    encoder: nn.Module, task: Task, exporter: Exporter | Literal["auto"] = "auto", *, keep_norm: bool = False
+    encoder: nn.Module,
+    task: Task,
+    exporter: Exporter | Literal["auto"] = "auto",
+    *,
+    keep_norm: bool = False,
+    outputs: Sequence[str] = ("features",),
+    shape: tuple[int, ...] | None = None,
 ) -> Exported:
     """Return the encoder in eval mode as ONNX; the given module is left as it is.
 
     ``auto`` takes torch's dynamo exporter where onnxscript is installed: it also folds batch norm after linear layers.
     With ``keep_norm`` the legacy one leaves batch norm as nodes of their own instead of folding it into convolutions.
+    ``outputs`` names what the encoder gives. ``shape`` is that of two inputs; by default the task says it.
 
     Raises:
         MissingCapability: The package onnx is not installed, or onnxscript is not and ``dynamo`` is requested.
@@ -50,7 +57,8 @@ def to_onnx(
     frozen = copy.deepcopy(encoder).cpu().eval().to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
     try:
         with quiet("torch.onnx"), torch.no_grad():
-            raw = _run_exporter(chosen, frozen, task, keep_norm=keep_norm)
+            interface = _Interface(_example(task) if shape is None else torch.zeros(shape), task.input.kind, outputs)
+            raw = _run_exporter(chosen, frozen, interface, keep_norm=keep_norm)
     except (RuntimeError, ValueError, TypeError) as error:
         advice = "try exporter 'legacy'" if exporter == "auto" else "write it with operators that ONNX has"
         raise ExportRejected(f"encoder '{task.encoder}': the {chosen} exporter failed: {error}; {advice}") from error
@@ -75,11 +83,20 @@ def _choose_exporter(exporter: Exporter | Literal["auto"]) -> Exporter:
     return "dynamo" if has_dynamo else "legacy"
 
 
-def _run_exporter(exporter: Exporter, encoder: nn.Module, task: Task, *, keep_norm: bool) -> bytes:
+@dataclass(frozen=True)
+class _Interface:
+    """What goes into a graph and comes out: two inputs to trace it with, and the names of input and outputs."""
+
+    example: torch.Tensor
+    input_name: str
+    outputs: Sequence[str]
+
+
+def _run_exporter(exporter: Exporter, encoder: nn.Module, interface: _Interface, *, keep_norm: bool) -> bytes:
     """Return the graph that an exporter of torch makes of an encoder."""
     if exporter == "dynamo":
-        return _run_dynamo(encoder, task)
-    return _run_legacy(encoder, task, keep_norm=keep_norm)
+        return _run_dynamo(encoder, interface)
+    return _run_legacy(encoder, interface, keep_norm=keep_norm)
 
 
 def _example(task: Task) -> torch.Tensor:
@@ -87,23 +104,23 @@ def _example(task: Task) -> torch.Tensor:
     return torch.zeros(2, *task.input_shape)
 
 
-def _run_dynamo(encoder: nn.Module, task: Task) -> bytes:
+def _run_dynamo(encoder: nn.Module, interface: _Interface) -> bytes:
     """Return the graph that torch's dynamo exporter makes of an encoder."""
     program: Any = torch.onnx.export(
         encoder,
-        (_example(task),),
+        (interface.example,),
         dynamo=True,
         dynamic_shapes=({0: torch.export.Dim("batch")},),
         external_data=False,
         verbose=False,
-        input_names=[task.input.kind],
-        output_names=["features"],
+        input_names=[interface.input_name],
+        output_names=[*interface.outputs],
         opset_version=_OPSET["dynamo"],
     )
     return bytes(program.model_proto.SerializeToString())
 
 
-def _run_legacy(encoder: nn.Module, task: Task, *, keep_norm: bool) -> bytes:
+def _run_legacy(encoder: nn.Module, interface: _Interface, *, keep_norm: bool) -> bytes:
     """Return the graph that torch's older exporter makes of an encoder, with batch norm as nodes if they are kept."""
     settings: dict[str, Any] = {}
     if keep_norm:
@@ -111,12 +128,12 @@ def _run_legacy(encoder: nn.Module, task: Task, *, keep_norm: bool) -> bytes:
     buffer = io.BytesIO()
     torch.onnx.export(
         encoder,
-        (_example(task),),
+        (interface.example,),
         buffer,  # type: ignore[arg-type]  # the annotation of the file knows paths only; both work
         dynamo=False,
-        dynamic_axes={name: {0: "batch"} for name in (task.input.kind, "features")},
-        input_names=[task.input.kind],
-        output_names=["features"],
+        dynamic_axes={name: {0: "batch"} for name in (interface.input_name, *interface.outputs)},
+        input_names=[interface.input_name],
+        output_names=[*interface.outputs],
         opset_version=_OPSET["legacy"],
         **settings,
     )

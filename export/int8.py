@@ -78,13 +78,14 @@ class _Candidate:
 
 
 def make_int8_variant(
-    model: bytes, encoder: nn.Module, task: Task, inputs: np.ndarray, calibration: Calibration
+    model: bytes, encoder: nn.Module | None, task: Task, inputs: np.ndarray, calibration: Calibration
 ) -> Int8Variant:
     """Make the int8 variant of an fp32 graph, and leave it out where it costs accuracy.
 
     Args:
         model: The fp32 graph.
-        encoder: The encoder in torch, whose steps tell which tensors the ranges of clients belong to.
+        encoder: The encoder in torch, whose steps tell which tensors the ranges of clients belong to; None: no client
+            has given ranges.
         task: The learning task.
         inputs: The inputs (n, ...) float32 of ``calibration`` in one array.
         calibration: The inputs and clients from which ranges are taken, and the samples to compare on.
@@ -113,14 +114,18 @@ def make_int8_variant(
     return Int8Variant(candidate.graph, (gate, accuracy), candidate.cosine, answers, origin=candidate.origin)
 
 
-def _quantize(model: bytes, encoder: nn.Module, task: Task, inputs: np.ndarray, calibration: Calibration) -> _Candidate:
+def _quantize(
+    model: bytes, encoder: nn.Module | None, task: Task, inputs: np.ndarray, calibration: Calibration
+) -> _Candidate:
     """Quantize the graph by the ranges of the inputs, and by those of clients where there are enough of them."""
     quantizer = Quantizer(model)
     ranges = {name: quantizer.ranges(array) for name, array in calibration.range_inputs.items()}
     graph = quantizer.int8(merge_ranges([*ranges.values()]))
     gate, cosine = _check_int8(graph, model, task, inputs)
     origin = calibration.describe_inputs()
-    clients = ranges_of_clients(quantizer, encoder, inputs, calibration.client_ranges)
+    clients: Mapping[str, Ranges] = {}
+    if encoder is not None:
+        clients = ranges_of_clients(quantizer, encoder, inputs, calibration.client_ranges)
     if not clients:
         return _Candidate(quantizer, ranges, graph, gate, cosine, origin)
     if len(clients) < LEAST_CLIENTS:

@@ -18,12 +18,14 @@ from edge_agent.personal.encoder import batch_size, onnxruntime
 from edge_agent.training.loops import evaluate
 
 
-def session(model: bytes) -> Any:
-    """Return a session of ONNX Runtime for a graph, on one thread."""
+def session(model: bytes, *, optimized: bool = True) -> Any:
+    """Return a session of ONNX Runtime for a graph, on one thread; not ``optimized``: its nodes run as they are."""
     module = onnxruntime()
     options = module.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = 1
     options.log_severity_level = 3
+    if not optimized:
+        options.graph_optimization_level = module.GraphOptimizationLevel.ORT_DISABLE_ALL
     return module.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 

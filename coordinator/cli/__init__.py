@@ -49,6 +49,7 @@ GROUPS: dict[str, dict[str, str]] = {
     "Fleet and releases": {
         "agents": "Show all agents or one; revoke or rename certificates.",
         "export": "Export a run's encoder as a bundle file.",
+        "bundle": "Make a bundle of any network, without a run.",
         "release": "Create, promote, hold or roll back releases.",
         "keys": "Make, show and change release keys; sign bundles.",
     },

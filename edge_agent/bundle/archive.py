@@ -110,8 +110,8 @@ def pack(path: Path, manifest: Mapping[str, Any], files: Mapping[str, bytes | Pa
 
     Args:
         path: The file to write.
-        manifest: The fields of `Manifest` without ``files`` and ``schema_version``. ``variants`` names a file for each
-            precision; the fingerprints are computed here.
+        manifest: The fields of `Manifest` without ``files``. ``variants`` names a file for each precision; the
+            fingerprints are computed here.
         files: The content of each file, or the path of a file to copy.
 
     Raises:
@@ -155,7 +155,7 @@ def _complete_manifest(path: Path, manifest: Mapping[str, Any], entries: Mapping
     """
     # The fingerprints need the checked input spec and the hashes of the variants' files, so they come second.
     unbound = {name: {"file": file, "fingerprint": "0" * 64} for name, file in manifest.get("variants", {}).items()}
-    fields = {**manifest, "schema_version": SCHEMA, "files": entries, "variants": unbound}
+    fields = {"schema_version": SCHEMA, **manifest, "files": entries, "variants": unbound}
     try:
         draft = Manifest.model_validate(fields)
     except ValidationError as error:

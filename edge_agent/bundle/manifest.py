@@ -13,14 +13,14 @@ import json
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
 
 from ..core.config import mistakes_of
 from ..core.errors import BundleDamaged, BundleError, cause
 from ..core.storage import (
     sha256_of,
 )
-from ..core.task import Frozen, InputSpec, Task, parse_json
+from ..core.task import EncoderTask, Frozen, InputSpec, Task, parse_json
 from ..identity.signed_request import canonical
 from ..methods.values import Grade
 from .trust import (
@@ -31,7 +31,10 @@ from .trust import (
 )
 
 SCHEMA: Literal[3] = 3
-"""The version of the manifest's form that is written."""
+"""The version of the manifest's form that is written of encoders that a run has trained."""
+
+NEWEST_SCHEMA: Literal[4] = 4
+"""The newest version that is read. It is written of encoders that no run has trained, which may have no classes."""
 
 OLDEST_SCHEMA = 2
 """The oldest version of the manifest's form that is read."""
@@ -53,6 +56,16 @@ MAX_MANIFEST_BYTES = 256 * 1024
 
 EncoderPrecision = Literal["fp32", "int8"]
 
+
+def _kind_of_task(value: Any) -> str:
+    """Return which kind of task a manifest has: one with classes, or that of an encoder alone."""
+    names = value.get("class_names") if isinstance(value, dict) else getattr(value, "class_names", None)
+    return "encoder" if names in ([], ()) else "task"
+
+
+AnyTask = Annotated[Annotated[Task, Tag("task")] | Annotated[EncoderTask, Tag("encoder")], Discriminator(_kind_of_task)]
+"""A task with classes, or that of an encoder alone."""
+
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,98}$")]
@@ -67,9 +80,11 @@ class FileEntry(Frozen):
 
 
 class Parity(Frozen):
-    """The difference between the exported encoder and the trained one, measured by the exporter."""
+    """The difference between the exported encoder and the trained one, or the file given, measured by the exporter."""
 
-    max_abs: float = Field(ge=0, description="largest difference fp32 ONNX - torch, over all batches, in feature units")
+    max_abs: float = Field(
+        ge=0, description="largest difference fp32 ONNX - torch (or the file given), over all batches, in feature units"
+    )
     scale: float = Field(
         ge=0, description="largest absolute feature value; the gate is max_abs <= 1e-4 * max(1, scale)"
     )
@@ -189,19 +204,19 @@ class Lineage(Frozen):
 class Manifest(Frozen):
     """The description of a bundle, which names every other file in it."""
 
-    schema_version: Literal[2, 3] = SCHEMA
+    schema_version: Literal[2, 3, 4] = SCHEMA
     name: str = Field(description="run or release that it came from")
     created: str = Field(description="ISO 8601 UTC, for people")
     headwater_version: str
-    method: str
+    method: str = Field(description="method that has trained the encoder; none: no run has")
     method_params: dict[str, Any] = Field(default_factory=dict)
     norm: Literal["global", "local_stats", "local_all"] = "global"
     norm_note: str = Field("", description="how batch norm was settled for one common encoder")
-    task: Task
+    task: AnyTask
     feature_dim: int = Field(ge=1, le=1 << 20)
     variants: dict[EncoderPrecision, Variant]
     opset: int
-    exporter: Literal["dynamo", "legacy"]
+    exporter: Literal["dynamo", "legacy", "file"] = Field(description="file: it was an ONNX file before")
     parity: Parity
     calibration_sha256: str | None = Field(None, description="hash of the int8 calibration inputs; None without int8")
     quantization: Quantization | None = Field(
@@ -355,9 +370,11 @@ def _parse_content(raw: bytes, where: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise BundleDamaged(f"{where}: the manifest is {type(content).__name__}, expected a JSON object")
     version = content.get("schema_version")
-    if isinstance(version, int) and not OLDEST_SCHEMA <= version <= SCHEMA:
-        advice = "upgrade headwater on this device" if version > SCHEMA else "export the model again"
-        raise BundleError(f"{where} has bundle schema {version}, this side reads {OLDEST_SCHEMA}..{SCHEMA}; {advice}")
+    if isinstance(version, int) and not OLDEST_SCHEMA <= version <= NEWEST_SCHEMA:
+        advice = "upgrade headwater on this device" if version > NEWEST_SCHEMA else "export the model again"
+        raise BundleError(
+            f"{where} has bundle schema {version}, this side reads {OLDEST_SCHEMA}..{NEWEST_SCHEMA}; {advice}"
+        )
     return content
 
 
@@ -373,6 +390,8 @@ def _mistakes_in_files(manifest: Manifest) -> list[str]:
         mistakes.append(f"the files have {total} bytes, at most {MAX_BUNDLE_BYTES} are allowed")
     if "fp32" not in manifest.variants:
         mistakes.append("no fp32 variant")
+    if manifest.global_head is not None and not manifest.task.num_classes:
+        mistakes.append("a shared classifier of no classes")
     return mistakes
 
 

@@ -25,7 +25,8 @@ _SOURCES = """data sources (kind:where?option=value&option=value):
   idx:DIR?split=train            MNIST and the like; split=train, test or all
   windows:FILE?subject=1,2       sensor recordings, cut into windows by the bundle's task
   csv:FILE?label=c&columns=x,y   tables: recordings, windows or images; recording=c, time=c, target=c
-  wav:DIR?rate=16000             sounds by class, as log-mel windows; form=image for encoders of images
+  wav:DIR?rate=16000             sounds by class, as log-mel windows; form=image for encoders of images,
+                                 form=signal for encoders of raw sound
   video:DIR?every_s=1            frames of films by class; camera:0?n=10&label=cat takes pictures now
   digits:rendered?n=500          digits without a download: optdigits, inverted, photo, rendered …
   cifar:DIR?labels=coarse        CIFAR-10 and CIFAR-100; cinic:DIR is CINIC-10

@@ -160,3 +160,12 @@ class Task(Frozen):
     def input_shape(self) -> tuple[int, ...]:
         """Shape of one preprocessed input without the batch axis."""
         return self.input.shape
+
+
+class EncoderTask(Task):
+    """The task of an encoder that no run has trained: it has no classes, and the data of each device bring theirs.
+
+    Only bundles have such a task; what is trained together has classes.
+    """
+
+    class_names: tuple[Label, ...] = Field((), max_length=0, description="none")

@@ -775,12 +775,15 @@ def _check_labelled(raw: Raw) -> None:
 def _match_names(
     raw: Raw, class_names: Sequence[str] | None, source: str, *, own_classes: bool = False
 ) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Return labels (n,) of raw samples as positions in the classes, and these; ``own_classes``: as of `load`."""
+    """Return labels (n,) of raw samples as positions in the classes, and these; ``own_classes``: as of `load`.
+
+    An encoder that no run has trained has no classes: the data's own count, as with ``own_classes``.
+    """
     _check_labelled(raw)
     if class_names is None:
         return raw.labels.astype(np.int64), raw.class_names
     held = [raw.class_names[label] for label in np.unique(raw.labels)]
-    if own_classes:
+    if own_classes or not class_names:
         class_names = with_own_classes(class_names, held)
     _check_known(held, class_names, source)
     position_of = {name: position for position, name in enumerate(class_names)}

@@ -251,13 +251,19 @@ def _unread(
 def domains(where: str, options: ImagesOptions) -> dict[str, tuple[str, dict[str, Any]]]:  # noqa: ARG001 - each folder's own
     """Return place and options of each domain, for a folder that holds a folder of class folders for each.
 
+    Empty where the folders hold no folders: then they are those of classes; and where it holds pictures alone.
+
     Raises:
-        DataError: The folder has no sub-folders.
+        DataError: The folder has no sub-folders and no pictures.
     """
     root = Path(where).expanduser()
     folders = [path for path in visible(root) if path.is_dir()] if root.is_dir() else []
+    if not folders and root.is_dir() and images_in(root):
+        return {}
     if not folders:
         raise DataError(f"images: no folders in '{root}'; expected one for each domain, with one for each class in it")
+    if not any(path.is_dir() for folder in folders for path in visible(folder)):
+        return {}
     return {folder.name: (str(folder), {}) for folder in folders}
 
 

@@ -1,11 +1,12 @@
-"""``wav:DIR?rate=16000``: sound files as log-mel energies: recordings for encoders of windows, or images.
+"""``wav:DIR?rate=16000``: sound files as log-mel energies: recordings for encoders of windows, or images; or raw.
 
 DIR has a sub-folder of ``.wav``, ``.flac`` or ``.ogg`` files for each class, or is a file; channels are averaged. A
 recording has one sample for each ``step_ms`` (10), of ``mels`` (40) values: logarithms of the energies in triangular
 bands, evenly spaced on the mel scale between ``low_hz`` (20) and ``high_hz`` (half of ``rate``), of frames of
 ``frame_ms`` (25) under a Hann window. ``form=image``: pieces of ``seconds`` (1) as images (mels, steps), 0..1 for the
 range of 80 dB below the loudest of a piece; what is left at the end of a file is not used. Other options: ``least_s``
-(shorter files get silence at the end, default 0), ``limit`` (at most that many files of each class).
+(shorter files get silence at the end, default 0), ``limit`` (at most that many files of each class). ``form=signal``:
+the sound itself, -1..1, as a recording of one channel with ``rate`` samples per second, for networks that take it raw.
 
 Files of a higher rate are resampled to ``rate``; those of a lower one are refused, because the bands above half of
 their rate would be empty. Each file is held out as a whole or not at all. WAV files of integers that have the ``rate``
@@ -33,6 +34,9 @@ _FLOOR = 1e-10
 """Energies below this count as silence; full scale is 1."""
 
 _RANGE_DB = 80.0
+_LONGEST_WINDOW = 65536
+"""The most samples of a window; see `edge_agent.core.task.WindowInput`."""
+
 _BLOCK = 2048
 """Frames that are transformed at once."""
 
@@ -46,7 +50,9 @@ class WavOptions(Options):
     step_ms: float = Field(10.0, ge=1, le=1000, description="time between two frames")
     low_hz: float = Field(20.0, ge=0, description="lower end of the lowest band")
     high_hz: float | None = Field(None, gt=0, description="upper end of the highest band; default: half of rate")
-    form: Literal["recording", "image"] = Field("recording", description="for encoders of windows or of images")
+    form: Literal["recording", "image", "signal"] = Field(
+        "recording", description="for encoders of windows or of images; signal: for encoders of raw sound"
+    )
     seconds: float = Field(1.0, gt=0, le=600, description="length of an image")
     least_s: float = Field(0.0, ge=0, le=600, description="shorter files get silence at the end")
     limit: int | None = Field(None, ge=1, description="at most that many files of each class, first by name")
@@ -132,7 +138,7 @@ def _least_frames(options: WavOptions) -> int:
 
 def _silent_frames(options: WavOptions) -> int:
     """Return the samples of silence behind each file: of an image the last frame, too, begins within its seconds."""
-    if options.form == "recording":
+    if options.form != "image":
         return 0
     return max(_frame_length(options) - _step(options), 0)
 
@@ -153,11 +159,10 @@ def read(where: str, options: WavOptions) -> Raw:
     Raises:
         DataError: The files do not exist, or the bands are impossible.
     """
+    if options.form == "signal":
+        return _read_signals(where, options)
     bands = mel_bands(options)
-    root = Path(where).expanduser()
-    files = ClassFiles([root], np.full(1, -1), (), (root.name,), f"wav: '{where}' is one file, which has no label")
-    if not root.is_file():
-        files = files_by_class(root, "wav", SUFFIXES, options.limit)
+    files = _files_in(where, options)
     steps = max(round(1000 * options.seconds / options.step_ms), 4)
 
     @functools.lru_cache(maxsize=1)
@@ -191,6 +196,40 @@ def read(where: str, options: WavOptions) -> Raw:
     return Raw(
         "image", items, files.labels[rows], files.class_names, rows, shape, names, files.unlabelled, are_whole=True,
         skipped=files.skipped,
+    )  # fmt: skip
+
+
+def _files_in(where: str, options: WavOptions) -> ClassFiles:
+    """Return the sound files of a folder of class folders, or the one file that ``where`` is."""
+    root = Path(where).expanduser()
+    if root.is_file():
+        return ClassFiles([root], np.full(1, -1), (), (root.name,), f"wav: '{where}' is one file, which has no label")
+    return files_by_class(root, "wav", SUFFIXES, options.limit)
+
+
+def _read_signals(where: str, options: WavOptions) -> Raw:
+    """Return one recording of one channel for each file: the sound itself."""
+    files = _files_in(where, options)
+    least_frames = _least_frames(options)
+    names = files.names
+
+    def read_file(path: Path) -> np.ndarray:
+        return read_signal(path, options.rate, least_frames=least_frames)[:, None]
+
+    def advise(needed: int) -> str:
+        least_s = math.ceil(100 * needed / options.rate) / 100
+        return (
+            f"record longer, or raise least_s, up to which short files get silence, from {options.least_s:g} to "
+            f"{least_s:g} s: wav:…?least_s={least_s:g}"
+        )
+
+    length = min(max(round(options.rate * options.seconds), 4), _LONGEST_WINDOW)
+    natural = WindowInput(channels=1, length=length, stride=max(length // 2, 1))
+    return Raw(
+        "recording", FileItems(files.paths, read_file), files.labels, files.class_names, np.arange(len(files.paths)),
+        natural, names, files.unlabelled, are_whole=True,
+        name_at=lambda row, sample: f"{names[row]} {sample / options.rate:g} s", skipped=files.skipped,
+        short_advice=advise,
     )  # fmt: skip
 
 

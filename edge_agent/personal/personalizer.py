@@ -651,7 +651,7 @@ class Personalizer:
         if isinstance(inputs, str) and not data.is_file(inputs):
             return data.load(inputs, spec, names, labelled=is_labelled, own_classes=own_classes, strict=strict)
         if isinstance(inputs, data.Samples):
-            if is_labelled and inputs.class_names != names and not own_classes:
+            if is_labelled and names and inputs.class_names != names and not own_classes:
                 raise DataError(
                     f"samples of classes {', '.join(inputs.class_names[:10])}; expected {', '.join(names[:10])}, in "
                     "this order; fit with own_classes=True for a head of these classes"

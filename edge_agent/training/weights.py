@@ -40,7 +40,7 @@ def read_weights(encoder: nn.Module, path: Path) -> tuple[Tensors, tuple[str, ..
         WeightsError: The file cannot be read, is not a safetensors file, or does not hold this encoder with finite
             values and its very shapes; all mistakes are listed.
     """
-    stored = _read(path)
+    stored = read_tensor_file(path)
     expected = encoder.state_dict()
     # A file of a whole model has the encoder's tensors behind a prefix.
     names = {name: name if name in stored else _PREFIX + name for name in expected}
@@ -100,7 +100,7 @@ def _converted(array: np.ndarray, expected: torch.Tensor) -> np.ndarray:
         return array.astype(torch.empty(0, dtype=expected.dtype).numpy().dtype)
 
 
-def _read(path: Path) -> Tensors:
+def read_tensor_file(path: Path) -> Tensors:
     """Return the tensors of a safetensors file.
 
     Raises:

@@ -25,6 +25,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from foreign_networks import hugging_face_export
 from PIL import Image
 
 from coordinator import simulate
@@ -139,7 +140,12 @@ def repository(folder: Path) -> None:
         (folder / name).symlink_to(ROOT / name)
 
 
-SETUPS = {one.__name__: one for one in (photos, recording, demo, coordinator, repository)}
+def networks(folder: Path) -> None:
+    """A network in the form of Hugging Face's, with random weights, and the file that says what its inputs are."""
+    hugging_face_export(folder)
+
+
+SETUPS = {one.__name__: one for one in (photos, recording, demo, coordinator, repository, networks)}
 
 
 @pytest.fixture

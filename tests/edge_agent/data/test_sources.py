@@ -14,7 +14,7 @@ from PIL import Image
 from edge_agent.core.config import DataConfig
 from edge_agent.core.errors import ConfigError, DataError, MissingCapability, UnknownName
 from edge_agent.core.task import ImageInput, WindowInput
-from edge_agent.data import check, from_files, label_array, load, parse_source, registry
+from edge_agent.data import check, domains, from_files, label_array, load, parse_source, registry
 from edge_agent.data.base import DataSource, Options, Raw
 from edge_agent.data.images import files_by_class
 from edge_agent.data.partition import Pool, divided, own_samples, read_pools
@@ -536,3 +536,15 @@ def test_a_recording_whose_targets_cannot_be_cut_is_left_out_as_a_whole(monkeypa
     assert samples.inputs[:, 0, 0].tolist() == [1, 1, 3, 3]
     assert samples.targets.tolist() == [0, 0, 5, 5]
     assert samples.skipped == ("1: holds NaN or infinity",)
+
+
+def test_folders_of_pictures_are_classes_and_no_domains(tmp_path):
+    """Only folders that hold the folders of classes are domains; calibration takes the others as one."""
+    for place in ("cat", "dog"):
+        (tmp_path / "one" / place).mkdir(parents=True)
+        Image.new("RGB", (4, 4)).save(tmp_path / "one" / place / "a.png")
+        (tmp_path / "several" / "summer" / place).mkdir(parents=True)
+        Image.new("RGB", (4, 4)).save(tmp_path / "several" / "summer" / place / "a.png")
+    assert domains(f"images:{tmp_path / 'one'}") == {}
+    assert [*domains(f"images:{tmp_path / 'several'}")] == ["summer"]
+    assert domains(f"images:{tmp_path / 'one' / 'cat'}") == {}

@@ -392,3 +392,25 @@ def test_file_whose_name_is_no_utf_8_is_read(tmp_path):
     soundfile.write(tmp_path / "good.wav", np.zeros(1600), 16000)
     (tmp_path / "good.wav").rename(path)
     assert len(read_signal(path, 16000)) == 1600
+
+
+def test_a_signal_is_the_sound_itself_cut_into_windows(tmp_path):
+    """0.25 s at 16 kHz are 4,000 samples: windows of 1,600 with a step of 800 begin at 0, 800, 1,600 and 2,400."""
+    signals = {"low": tone(100, 0.25), "high": tone(3000, 0.25)}
+    for name, signal in signals.items():
+        write(tmp_path / name / "a.wav", signal)
+    spec = WindowInput(channels=1, length=1600, stride=800)
+    samples = load(f"wav:{tmp_path}?form=signal", spec)
+    assert samples.inputs.shape == (8, 1, 1600)
+    assert samples.class_names == ("high", "low")
+    low = samples.inputs[samples.labels == 1]
+    expected = [signals["low"][begin : begin + 1600] for begin in (0, 800, 1600, 2400)]
+    assert np.allclose(low[:, 0], expected, atol=1e-4)
+
+
+def test_a_signal_that_is_too_short_says_how_much_silence_helps(tmp_path):
+    write(tmp_path / "low" / "a.wav", tone(100, 0.05))
+    spec = WindowInput(channels=1, length=1600, stride=800)
+    with pytest.raises(DataError, match=r"wav:…\?least_s=0\.1"):
+        load(f"wav:{tmp_path}?form=signal", spec, strict=True)
+    assert load(f"wav:{tmp_path}?form=signal&least_s=0.1", spec).inputs.shape == (1, 1, 1600)

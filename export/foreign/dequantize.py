@@ -1,0 +1,168 @@
+"""A quantized network as one in float32, so that it gets the same checks, and the same int8, as all others.
+
+The int8 of others may saturate on some processors and gives other sums there (see `quantize`), so it is not used as it
+is: weights become float32, what is rounded stays unrounded, and the bundle's own int8 is made from that. Both forms of
+ONNX are understood: pairs of QuantizeLinear and DequantizeLinear (QDQ), and operators on integers with ranges that are
+found while they run (DynamicQuantizeLinear). Where a range cuts values off, as it does in place of a Relu, they are cut
+off in float32, too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
+
+from edge_agent.core.errors import ExportRejected
+
+_ROUNDING = frozenset({"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "MatMulInteger", "ConvInteger"})
+"""The operators on rounded values that are replaced."""
+
+_OF_INTEGERS = {"MatMulInteger": "MatMul", "ConvInteger": "Conv"}
+
+
+def is_quantized(model: Any) -> bool:
+    """Return whether a model computes with rounded values."""
+    return any(node.op_type in _ROUNDING for node in model.graph.node)
+
+
+def dequantize(model: Any) -> Any:
+    """Return a copy of a quantized model that computes with float32 alone.
+
+    Raises:
+        ExportRejected: A rounding has a form that is not understood.
+    """
+    result = onnx.ModelProto()
+    result.CopyFrom(model)
+    writer = _Writer(result)
+    for node in model.graph.node:
+        writer.add(node)
+    writer.finish()
+    return result
+
+
+class _Writer:
+    """A model while its nodes on rounded values are replaced."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+        self._nodes: list[Any] = []
+        self._names: dict[str, str] = {}
+        """Name of a value that is gone -> name of the one that stands for it."""
+
+    def add(self, node: Any) -> None:
+        """Add a node, or what stands for it in float32."""
+        node = onnx.NodeProto.FromString(node.SerializeToString())
+        for position, name in enumerate(node.input):
+            node.input[position] = self._names.get(name, name)
+        if node.op_type == "Constant" and node.attribute[0].name == "value":
+            self._constants[node.output[0]] = numpy_helper.to_array(node.attribute[0].t)
+        replace = {
+            "QuantizeLinear": self._add_cut_off,
+            "DequantizeLinear": self._add_dequantized,
+            "DynamicQuantizeLinear": self._add_dynamic,
+            "MatMulInteger": self._add_of_integers,
+            "ConvInteger": self._add_of_integers,
+        }.get(node.op_type)
+        if replace is None:
+            self._nodes.append(node)
+        else:
+            replace(node)
+
+    def finish(self) -> None:
+        """Write nodes and constants into the model."""
+        graph = self._model.graph
+        read = {name for node in self._nodes for name in node.input}
+        del graph.node[:]
+        graph.node.extend(self._nodes)
+        for output in graph.output:
+            if output.name in self._names:
+                graph.node.append(helper.make_node("Identity", [self._names[output.name]], [output.name]))
+                read.add(self._names[output.name])
+        known = {constant.name for constant in graph.initializer}
+        fresh = [numpy_helper.from_array(array, name) for name, array in self._constants.items() if name not in known]
+        kept = [onnx.TensorProto.FromString(constant.SerializeToString()) for constant in graph.initializer]
+        produced = {name for node in self._nodes for name in node.output}
+        del graph.initializer[:]
+        graph.initializer.extend(constant for constant in (*kept, *fresh) if constant.name in read - produced)
+        del graph.value_info[:]
+
+    def _add_cut_off(self, node: Any) -> None:
+        """Let values keep their digits, within the range that their rounding would leave."""
+        scale = self._constant(node, 1)
+        zero = self._constant(node, 2) if len(node.input) > 2 and node.input[2] else np.zeros((), np.uint8)
+        if scale.size != 1 or zero.dtype.kind not in "iu":
+            raise ExportRejected(
+                f"'{node.name}' rounds activations in a form that is not understood; give the network in fp32"
+            )
+        bounds = np.iinfo(zero.dtype)
+        ends = (np.array([bounds.min, bounds.max], np.float64) - int(zero.reshape(-1)[0])) * float(scale.reshape(-1)[0])
+        names = []
+        for label, value in zip(("low", "high"), ends, strict=True):
+            name = f"{node.output[0]}.{label}"
+            self._constants[name] = np.array(value, np.float32)
+            names.append(name)
+        self._nodes.append(helper.make_node("Clip", [node.input[0], *names], [node.output[0]], name=node.name))
+
+    def _add_dequantized(self, node: Any) -> None:
+        """Put float32 weights in the place of rounded ones; values that a node computes are float32 already."""
+        source = node.input[0]
+        if source not in self._constants:
+            self._names[node.output[0]] = source
+            return
+        axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 1)
+        zero = self._constant(node, 2) if len(node.input) > 2 and node.input[2] else None
+        self._constants[node.output[0]] = _in_float(self._constants[source], self._constant(node, 1), zero, axis)
+
+    def _add_dynamic(self, node: Any) -> None:
+        """Let values stay as they are: their scale is 1, and their zero is 0."""
+        self._names[node.output[0]] = node.input[0]
+        self._constants[node.output[1]] = np.array(1, np.float32)
+        self._constants[node.output[2]] = np.array(0, np.float32)
+
+    def _add_of_integers(self, node: Any) -> None:
+        """Put a product of float32 values in the place of one of integers."""
+        weight = self._constant(node, 1).astype(np.float32)
+        if len(node.input) > 3 and node.input[3]:
+            zero = self._constant(node, 3).astype(np.float32)
+            # Of a convolution there is a zero for each kernel, of a matrix one for each column.
+            if node.op_type == "ConvInteger":
+                zero = zero.reshape(-1, *[1] * (weight.ndim - 1))
+            weight = weight - zero
+        name = f"{node.output[0]}.weight"
+        self._constants[name] = weight
+        fresh = helper.make_node(_OF_INTEGERS[node.op_type], [node.input[0], name], [node.output[0]], name=node.name)
+        fresh.attribute.extend(node.attribute)
+        self._nodes.append(fresh)
+
+    def _constant(self, node: Any, position: int) -> np.ndarray:
+        """Return the input of a node that must be a constant."""
+        array = self._constants.get(node.input[position])
+        if array is None:
+            raise ExportRejected(
+                f"'{node.name}' ({node.op_type}): its input {position} is computed, expected a constant; give the "
+                "network in fp32"
+            )
+        return array
+
+
+def _in_float(values: np.ndarray, scale: np.ndarray, zero: np.ndarray | None, axis: int) -> np.ndarray:
+    """Return rounded values as float32: (value - zero) * scale, with one scale, or one for each position of an axis."""
+    along_axis = [1] * values.ndim
+    along_axis[axis] = -1
+    result = values.astype(np.float64)
+    if zero is not None:
+        result = result - zero.astype(np.float64).reshape(along_axis if zero.size > 1 else ())
+    result = result * scale.astype(np.float64).reshape(along_axis if scale.size > 1 else ())
+    return np.asarray(result, np.float32)
+
+
+def unrounded(model: Any, tensor: str) -> str:
+    """Return the tensor of a quantized model that has the values of ``tensor`` before they are rounded."""
+    for node in model.graph.node:
+        if tensor in node.output and node.op_type in {"QuantizeLinear", "DynamicQuantizeLinear"}:
+            return str(node.input[0])
+    return tensor
