@@ -16,8 +16,8 @@ from edge_agent.wire.tensors import pieces
 
 from ..config import CoordinatorConfig
 from ..fleet.downloads import Distributor
-from ..fleet.registry import Roster
 from ..fleet.rollout import Rollout
+from ..fleet.roster import Roster
 from ..fleet.uploads import Collector
 from ..processes.compute import Compute, InlineCompute
 from ..state.store import StateFolder

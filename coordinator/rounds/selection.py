@@ -20,7 +20,7 @@ from edge_agent.core.errors import RunFailed
 
 from ..config import CohortConfig, CoordinatorConfig
 from ..fleet.collection import Collection, share_of
-from ..fleet.registry import RETURN_S
+from ..fleet.roster import RETURN_S
 from ..journal.entries import RoundClosed, RoundOpened
 from ..journal.store import Journal, facts_of
 from ..text import counted, listed

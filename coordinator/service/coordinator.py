@@ -34,19 +34,16 @@ from edge_agent.wire.topics import Topics
 from edge_agent.wire.transport import Connected, Disconnected, Message, Subscribed, Transport
 
 from ..config import CoordinatorConfig
+from ..fleet.command_sender import CommandSender
 from ..fleet.downloads import Distributor
+from ..fleet.duplicate_ids import DuplicateIds
+from ..fleet.members import Figures, Member
+from ..fleet.receipt_memory import ReceiptMemory
 from ..fleet.refusals import Refusals
-from ..fleet.registry import (
-    CommandSender,
-    DuplicateIds,
-    Figures,
-    Member,
-    ReceiptMemory,
-    Rejections,
-    Roster,
-    RunIds,
-)
+from ..fleet.rejections import Rejections
 from ..fleet.rollout import Rollout
+from ..fleet.roster import Roster
+from ..fleet.run_ids import RunIds
 from ..fleet.uploads import Collector
 from ..hosted.transport import CombinedTransport
 from ..journal.store import follow, utc_now

@@ -15,7 +15,7 @@ from typing import Any
 from edge_agent.core.errors import cause
 from edge_agent.core.storage import write_atomic
 
-from ..fleet.registry import Rejections
+from ..fleet.rejections import Rejections
 from ..rounds.context import Waiting
 from ..state.store import EVERYONE
 from ..text import listed

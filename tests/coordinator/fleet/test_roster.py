@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 from federation_harness import Federation
 
-from coordinator.fleet.registry import PATIENCE_S, RETURN_S, Figures, Roster
+from coordinator.fleet.members import Figures
+from coordinator.fleet.roster import PATIENCE_S, RETURN_S, Roster
 from edge_agent.wire.messages import up
 from edge_agent.wire.messages.up import Hello
 
