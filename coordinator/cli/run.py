@@ -121,7 +121,7 @@ def next_steps(state: Path, summary: dict[str, Any], invocation: Invocation) -> 
     if not (bundle := summary.get("bundle")):
         return
     with StateFolder(state).look() as folder:
-        if any(one["bundle_id"] == bundle["bundle_id"] for one in releases_of_run(folder, summary["run_id"])):
+        if any(row.release.bundle_id == bundle["bundle_id"] for row in releases_of_run(folder, summary["run_id"])):
             return
     from ..state.release_keys import ReleaseKeys
 

@@ -18,14 +18,15 @@ from edge_agent.core.errors import StateError
 from edge_agent.core.formats import other_version, value_text
 from edge_agent.core.time_and_text import show_time
 
-from ..fleet.release_commands import describe_open_release, open_releases
 from ..identity.revoked import revoked_agents
 from ..journal.store import utc_now
 from ..runs.result_notes import SHOWN_CLIENTS, coordinator_metrics, describe_spent, metric_lines
 from ..state.fleet_rows import Presence, presence_of
+from ..state.release_rows import OpenRelease, Standing, open_releases
 from ..state.retention import usage
 from ..state.store import RunFolder, StateFolder, read_agents, read_status
 from ..text import counted, listed
+from ..views.releases import book_of
 from ..views.runs import replay
 from .fleet import NO_AGENTS, notes_of, status_age_s
 from .follow import advice, is_serving
@@ -131,7 +132,7 @@ def gather_status(folder: StateFolder, selection: Selection, *, is_watched: bool
     serving = is_serving(path)
     runs = _describe_runs(folder)
     disk = usage(folder)
-    releases = open_releases(folder)
+    releases = open_releases(book_of(folder.journal), utc_now())
     if serving and now.get("stalled"):
         for run in runs:
             if run["id"] == now["id"]:
@@ -145,7 +146,7 @@ def gather_status(folder: StateFolder, selection: Selection, *, is_watched: bool
     warnings = (summary or {}).get("warnings", [])
     alone = [warning["message"] for warning in warnings if warning["kind"] == "below_local"]
     result = {"better_alone": alone, "privacy": privacy, "serving": serving, "state": str(path), "disk": disk}
-    result |= {"runs": runs, "releases": releases, **written}
+    result |= {"runs": runs, "releases": [release.to_json() for release in releases], **written}
     if "agents" in written:
         result |= _select_agents(path, written, selection, is_watched=is_watched)
     return result
@@ -285,7 +286,7 @@ def _accuracies(result: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def _lines(result: dict[str, Any]) -> Iterator[Table | str]:
     """Yield the status for people: the coordinator, its folder, the runs, the fleet."""
     yield from _coordinator_lines(result)
-    yield from map(describe_open_release, result["releases"])
+    yield from map(_release_line, result["releases"])
     disk = result["disk"]
     yield (
         f"disk: {counted(disk['blobs'], 'blob')} of {disk['blob_bytes'] / 1e6:.1f} MB, checkpoints of "
@@ -295,6 +296,12 @@ def _lines(result: dict[str, Any]) -> Iterator[Table | str]:
     yield from _run_lines(result)
     yield ""
     yield from _fleet_lines(result)
+
+
+def _release_line(release: Mapping[str, Any]) -> str:
+    standing = Standing(release["stage"], release["rolls_back"], release["rolled_back_by"], release["replaced_by"])
+    row = OpenRelease(release["release"], release["channel"], standing, release["bundle_id"], release["waits_for"])
+    return row.text
 
 
 def _coordinator_lines(result: dict[str, Any]) -> Iterator[str]:

@@ -9,13 +9,13 @@ HTML), `run_charts` (those of a run), `page` (all of it in one page), `pictures`
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from edge_agent.core.errors import StateError
 from edge_agent.core.storage import write_atomic
 
+from ..state.release_rows import ReleaseRow
 from ..state.store import RunFolder
 from ..views.runs import RunRecord
 from .figures import read_run
@@ -24,13 +24,11 @@ from .page import render
 __all__ = ["write_report"]
 
 
-def write_report(
-    folder: RunFolder, record: RunRecord | None = None, releases: Sequence[Mapping[str, Any]] = ()
-) -> Path:
+def write_report(folder: RunFolder, record: RunRecord | None = None, releases: Sequence[ReleaseRow] = ()) -> Path:
     """Write the page and return its path; it may be written again at any time, also during the run.
 
     ``record`` is the run's state in the journal, for a run that has no summary yet; ``releases`` are those of its
-    bundle, as 'headwater release status --json' has them.
+    bundle.
 
     Raises:
         StateError: there are no figures yet, or they are damaged.

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from edge_agent.core.errors import StateError
 
 from ..state.noise import Gain
+from ..state.release_rows import ReleaseRow
 from ..state.store import RunFolder
 from ..text import counted, sentence
 from ..views.values import as_number
@@ -50,7 +51,7 @@ _DETAILS = {
 }
 
 
-def render(run: RunFigures, releases: Sequence[Mapping[str, Any]] = ()) -> str:
+def render(run: RunFigures, releases: Sequence[ReleaseRow] = ()) -> str:
     """The whole page as HTML, with the ``releases`` of the run's bundle. It loads nothing and runs its own scripts."""
     summary = run.summary
     rounds = as_number(summary.get("rounds"))
@@ -90,8 +91,8 @@ def render(run: RunFigures, releases: Sequence[Mapping[str, Any]] = ()) -> str:
         incidents=sorted(_incidents(run.rounds)),
         first_incidents=FIRST_INCIDENTS,
         most=MOST_INCIDENTS,
-        releases=[_release_row(one) for one in releases],
-        scores=[row for one in releases for row in _score_rows(one)],
+        releases=[_release_row(release) for release in releases],
+        scores=[row for release in releases for row in _score_rows(release)],
         commands=list(_commands(run)),
         details=[(name, _pretty(summary[key])) for key, name in _DETAILS.items() if summary.get(key)],
     )
@@ -168,25 +169,24 @@ def _toml(plan: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _release_row(release: Mapping[str, Any]) -> tuple[str, ...]:
-    outcomes = release["outcomes"]
-    parent = release["lineage"]["parent"]
+def _release_row(row: ReleaseRow) -> tuple[str, ...]:
+    outcomes = row.outcomes
     cells = (
-        release["release"],
-        release["plan"]["channel"],
-        release["stage"],
-        release["by"] or "the run",
-        (parent or "none")[:12],
+        row.number,
+        row.plan.channel,
+        row.standing.stage,
+        row.release.author or "the run",
+        (row.origin.parent or "none")[:12],
         *(outcomes.get(name, 0) for name in ("ok", "failed", "declined", "unable")),
-        release["plan"]["note"],
+        row.plan.note,
     )
     return tuple(map(str, cells))
 
 
-def _score_rows(release: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
-    for agent, result in release["results"].items():
-        scores = ("" if value is None else percent(value) for value in (result["before"], result["acc"]))
-        yield (str(release["release"]), agent, result["outcome"], *scores, str(result["support"]), result["reason"])
+def _score_rows(row: ReleaseRow) -> Iterator[tuple[str, ...]]:
+    for agent, result in row.results.items():
+        scores = ("" if value is None else percent(value) for value in (result.before, result.acc))
+        yield (str(row.number), agent, result.outcome, *scores, str(result.support), result.reason)
 
 
 def render_page(template: str, **content: Any) -> str:

@@ -6,6 +6,6 @@ files beside it. Nothing here decides what a run or a release does next. A new c
 ``AgentRow`` of `fleet_rows`.
 
 Read in this order: `store` (the state folder), `starts` (federation id and epochs), `retention` and `backup`,
-`release_keys` and `command_keys`, `fleet_columns`, `fleet_rows` and `history` (the fleet as it is shown), `noise`,
-`log_file` and `fault_log`.
+`release_keys` and `command_keys`, `fleet_columns`, `fleet_rows`, `release_rows` and `history` (fleet and releases as
+they are shown), `noise`, `log_file` and `fault_log`.
 """

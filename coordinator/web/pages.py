@@ -23,12 +23,12 @@ from edge_agent.core.errors import HeadwaterError, StateError, UnknownName, Usag
 from edge_agent.core.storage import read_json, read_regular
 from edge_agent.core.time_and_text import show_time
 
-from ..fleet.release_commands import Standing, describe_release, list_waits
 from ..journal.store import Entry
 from ..runs.result_notes import SHOWN_CLIENTS, describe_spent
 from ..state.fleet_columns import page_columns
 from ..state.fleet_rows import AgentRow, Presence
 from ..state.noise import Compared, classify_mean_gain
+from ..state.release_rows import ReleaseRow, Standing, list_waits
 from ..views.candidate import SCOPES
 from ..views.history import AccuracyLine, BundleLine, HistoryLine, PinLine, RejectedLine, describe_entry
 from ..views.releases import Book, Release
@@ -356,7 +356,7 @@ def releases(request: Request) -> Response:
     # 1. The releases of this page: the one that is named, or a part of the list.
     more = None
     devices = None
-    origin = None
+    named_row = None
     if number is None:
         older = [release for release in book.releases if before is None or release.number < before]
         chosen = older[-PAGE_ROWS:][::-1]
@@ -368,7 +368,7 @@ def releases(request: Request) -> Response:
             raise _absent(view, f"There is no release {number}. The page of releases lists those that there are.")
         chosen = [named]
         devices = _devices(book, named, request, now)
-        origin = describe_release(book, named, now)
+        named_row = ReleaseRow.from_release(book, named, now)
     # 2. Their rows. What is over cannot be changed.
     in_force = [*book.current(), *(release for release in book.releases if release.held)]
     can_be_changed = {release.number for release in in_force}
@@ -386,7 +386,7 @@ def releases(request: Request) -> Response:
         number=number,
         more=more,
         devices=devices,
-        origin=origin,
+        named=named_row,
         pins=sorted((name, pin) for name, pin in book.pins.items() if pin.holds(now))[:PAGE_ROWS],
         has_bundles=any(run_info.bundle for run_info in view.runs.values()),
     )
