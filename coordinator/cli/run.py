@@ -155,11 +155,11 @@ def _put_into_queue(settings: CoordinatorConfig, request: Request, invocation: I
 
 def _note_other_settings(settings: CoordinatorConfig) -> None:
     """Say where this command's configuration is not the one that the coordinator at work has read at its start."""
-    from ..state.store import read_status
+    from ..state.status_file import read_status
 
-    known = read_status(settings.state).get("settings")
+    known = read_status(settings.state).settings
     own = settings.digests()
-    changed = [f"[{name}]" for name, digest in own.items() if isinstance(known, dict) and known.get(name) != digest]
+    changed = [f"[{name}]" for name, digest in own.items() if known is not None and known.get(name) != digest]
     if changed:
         console.print(
             f"note: the coordinator at work began with other values of {listed(changed)}, and the run goes by those; "
@@ -266,7 +266,7 @@ def request_for(
 
 def result_parts(summary: dict[str, Any]) -> Iterator[Table | str]:
     """Yield a run's result for people: a table of the devices, then what else has to be known."""
-    from ..runs.result_notes import describe_warnings, metric_lines
+    from ..runs.result_notes import CoordinatorMetrics, describe_warnings
 
     bundle = summary.get("bundle")
     exported = f"no bundle ({summary.get('bundle_why_not', 'not exported')})"
@@ -284,7 +284,7 @@ def result_parts(summary: dict[str, Any]) -> Iterator[Table | str]:
     ]
     yield from (f"warning: {line}" for line in describe_warnings(_without_known_reasons(warnings, summary)))
     yield from (f"to try next: {step}" for step in summary.get("next_steps", ()))
-    yield from metric_lines(summary)
+    yield from CoordinatorMetrics.from_summary(summary).lines()
     yield f"{summary['seconds']:.1f} s, {exported}"
 
 
@@ -324,7 +324,8 @@ def agents_table(summary: dict[str, Any]) -> Table:
 def footnotes(summary: dict[str, Any]) -> Iterator[str]:
     """Yield which models ``acc.local`` is of, then notes on devices and their failures, one line each."""
     from ..report.figures import notes_of
-    from ..runs.result_notes import describe_spent, local_models
+    from ..runs.result_notes import local_models
+    from ..state.privacy_spent import PrivacySpent
 
     if models := local_models(summary.get("agents", [])):
         yield f"acc.local, alone and without the federation: {models}"
@@ -340,8 +341,9 @@ def footnotes(summary: dict[str, Any]) -> Iterator[str]:
         yield f"incomplete: {incomplete}"
     if stopped := summary.get("stopped"):
         yield f"ended early: {stopped}"
-    if privacy := summary.get("privacy"):
-        yield describe_spent(privacy)
+    privacy = PrivacySpent.from_body(summary.get("privacy"))
+    if privacy is not None:
+        yield privacy.text
     for agent, one in left_out.items():
         if agent in explained:
             continue

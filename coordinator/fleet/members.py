@@ -13,6 +13,7 @@ from typing import Any
 from edge_agent.wire.messages import fields, up
 
 from ..journal.entries import RunningFigures
+from ..state.fault_log import Fault
 from ..views.candidate import Candidate
 from ..views.values import as_number
 from .link_breaks import LinkBreaks
@@ -123,8 +124,8 @@ class Member:
     notes: dict[str, str] = field(default_factory=dict)
     """Notes for the status, by subject."""
 
-    fault: dict[str, str] | None = None
-    """Its last fault, if that still stands: error, message, remedy, and when it was reported."""
+    fault: Fault | None = None
+    """Its last fault, if that still stands."""
 
     figures: Figures = field(default_factory=Figures)
     candidate: Candidate | None = None

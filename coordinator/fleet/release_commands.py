@@ -23,7 +23,8 @@ from ..journal.entries import (
 from ..journal.kinds import Kind
 from ..journal.store import Entry, utc_now
 from ..state.release_rows import ReleaseRow, Running
-from ..state.store import StateFolder, read_agents
+from ..state.status_file import read_agents
+from ..state.store import StateFolder
 from ..text import listed
 from ..views.releases import Book, Device, Pin, Plan, Release, book_of, release_of, rollback_of
 from ..views.runs import replay
@@ -170,7 +171,7 @@ def current_user() -> str:
 
 def tiers_without_releases(path: Path) -> Counter[str]:
     """Return how many agents there are of each tier that takes no releases."""
-    return Counter(agent["tier"] for agent in read_agents(path) if agent["tier"] != "head")
+    return Counter(row.agent.tier for row in read_agents(path) if row.agent.tier != "head")
 
 
 def releases_of_run(folder: StateFolder, run: str) -> list[ReleaseRow]:
@@ -266,10 +267,11 @@ def _find_device(folder: StateFolder, book: Book, name: str) -> Device:
     device = book.devices.get(name)
     if device is not None:
         return device
-    for agent in read_agents(folder.path):
-        if agent["id"] == name and agent["tier"] is not None:
+    for row in read_agents(folder.path):
+        tier = row.agent.tier
+        if row.agent.id == name and tier:
             raise UsageError(
-                f"{name} is of tier '{agent['tier']}', which takes no releases; tier = \"head\" in its agent.toml does"
+                f"{name} is of tier '{tier}', which takes no releases; tier = \"head\" in its agent.toml does"
             )
     raise UsageError(f"no device '{name[:80]}' was heard; known: {listed(sorted(book.devices))}")
 

@@ -14,6 +14,7 @@ from edge_agent.core.worst_tenth import mean_of_worst_tenth
 from edge_agent.wire.messages import fields, up
 
 from ..journal.store import utc_now
+from ..state.fault_log import Fault
 from ..views.candidate import Candidate
 from .leases import Leases
 from .members import Figures, Member, as_time
@@ -129,25 +130,22 @@ class Roster:
             log.warning("rolled_back agent=%s run=%s why=%s", agent, message.run, message.rolled_back)
         return True
 
-    def failed(self, agent: str, message: up.Fault) -> dict[str, str] | None:
+    def failed(self, agent: str, message: up.Fault) -> Fault | None:
         """Note an agent's fault; it stands until the agent reports the condition "ok".
 
-        Returns it where it is worth a line in the log, and not one of many of the same.
+        Returns:
+            The fault where it is worth a line in the log; None for one of many of the same.
         """
         times = self._faults.note(f"{agent}: {message.error}: {message.message}")
         level = logging.DEBUG if times is None else logging.WARNING
-        fault = {
-            "error": message.error,
-            "code": message.code,
-            "message": message.message,
-            "remedy": message.remedy,
-        }
+        at = utc_now().isoformat(timespec="seconds")
+        fault = Fault(message.error, message.message, message.remedy, at, message.code)
         form = "agent_fault agent=%s times=%d error=%s code=%s message=%s remedy=%s"
-        log.log(level, form, agent, times or 0, *fault.values())
+        log.log(level, form, agent, times or 0, fault.error, fault.code, fault.message, fault.remedy)
         member = self._members.get(agent)
         if member is not None:
             self.note_condition(agent, "stalled" if message.error == fields.DISK_ERROR else "fault")
-            member.fault = {**fault, "at": utc_now().isoformat(timespec="seconds")}
+            member.fault = fault
         return None if times is None else fault
 
     def note_condition(self, agent: str, condition: fields.ConditionName) -> bool:

@@ -9,7 +9,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from types import MappingProxyType
 from typing import Any
@@ -298,6 +298,20 @@ class Addition:
 
     new: tuple[str, ...] = ()
     again: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class LeftOutAgent:
+    """An agent that a run does not ask."""
+
+    until_round: int | None
+    """The round that asks it again; None: its own policy does not allow the run's jobs, until it is restarted."""
+
+    reason: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as ``status.json`` has it."""
+        return asdict(self)
 
 
 @dataclass
@@ -637,16 +651,14 @@ class Selection:
         members = set(cohort)
         return {a: why for a, why in self.left_out(number).items() if a in ready and a not in members}
 
-    def status(self, number: int) -> dict[str, dict[str, object]]:
-        """Return the agents that round ``number`` leaves out, when they are asked again, and why, as JSON.
-
-        ``until_round`` is None where an agent's own policy does not allow the run's jobs.
-        """
+    def describe_left_out(self, number: int) -> dict[str, LeftOutAgent]:
+        """Return the agents that round ``number`` leaves out, when they are asked again, and why."""
         refusing = self.exclusions.refusing(self.boot)
-        return {
-            agent: {"until_round": None if agent in refusing else self.exclusions.asked_again_in(agent), "reason": why}
-            for agent, why in self.left_out(number).items()
-        }
+        described = dict[str, LeftOutAgent]()
+        for agent, reason in self.left_out(number).items():
+            until_round = None if agent in refusing else self.exclusions.asked_again_in(agent)
+            described[agent] = LeftOutAgent(until_round, reason)
+        return described
 
     def at_work(self, agent: str, *, is_at_work: bool) -> None:
         """A heartbeat of a member of the open round; ``is_at_work``: on the task that it was asked to do."""

@@ -11,7 +11,6 @@ import logging
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any
 
 from edge_agent.core.errors import RunFailed, TrainingFailed
 from edge_agent.core.task import State
@@ -20,6 +19,7 @@ from edge_agent.wire.tensors import decode, pieces
 from ..config import AggregationConfig
 from ..fleet.collection import Collection
 from ..journal.entries import Aggregation, AggregationSettings, Restored, RoundClosed
+from ..state.privacy_spent import PrivacySpent
 from ..state.store import prune_blobs, retain_checkpoint
 from ..views.runs import OpenRound, replay
 from .active_run import ActiveRun
@@ -64,7 +64,7 @@ class ServerStep:
     bounded: dict[str, str] = field(default_factory=dict)
     """Agent -> what was done to its update in the round that was closed last."""
 
-    spent: dict[str, Any] | None = None
+    spent: PrivacySpent | None = None
     """What the closed rounds have cost of the privacy budget (`PrivacyBudget.figures`)."""
 
     _repeats: dict[str, int] = field(default_factory=dict)

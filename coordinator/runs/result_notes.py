@@ -12,7 +12,7 @@ from typing import Any, TypedDict
 
 from edge_agent.core.worst_tenth import worst_tenth
 
-from ..journal.entries import ProxyEvaluated, ProxyFailed, RunRequested, WarmStarted
+from ..journal.entries import ProxyEvaluated, ProxyFailed, RunRequested, WarmStarted, WeightsFile
 from ..journal.store import Journal, facts_of
 from ..rounds.good_state import reason_of_restoration
 from ..state.noise import STANDARD_ERRORS, adjusted, standard_error
@@ -295,19 +295,6 @@ def next_steps(
     return steps
 
 
-def describe_spent(privacy: dict[str, Any]) -> str:
-    """Return what is spent of the privacy budget, as a line; ``privacy``: JSON of the summary or the status."""
-    epsilon = privacy.get("epsilon")
-    epsilon_left = privacy.get("epsilon_left")
-    uncovered = privacy.get("rounds_without_noise")
-    used = "more spent than any epsilon bounds" if epsilon is None else f"epsilon {epsilon:g} spent"
-    rest = "no limit is set" if epsilon_left is None else f"{epsilon_left:g} left"
-    line = f"differential privacy: {used}, {rest} (delta {privacy['delta']:g})"
-    if uncovered:
-        return f"{line}; {counted(uncovered, 'round')} without noise, which epsilon does not cover"
-    return line
-
-
 def local_models(agents: Iterable[Mapping[str, Any]]) -> str:
     """Return which models ``acc.local`` is of, with the number of clients of each where they differ; empty: of none."""
     counts = Counter(agent["local_model"] for agent in agents if agent.get("local_model"))
@@ -381,52 +368,109 @@ def _warn_of_one_class(agents: Iterable[Mapping[str, Any]]) -> Iterator[Warned]:
         yield {"kind": "one_class", "clients": clients, "message": message}
 
 
-def coordinator_metrics(journal: Journal, run: str) -> dict[str, Any]:
-    """Return what the coordinator computed on its own samples in a run, as JSON of the summary.
+@dataclass(frozen=True)
+class ProxyRound:
+    """The state after a round, evaluated on the coordinator's own samples."""
 
-    Returns:
-        ``weights`` that the run began with and its ``warm_start`` (None: it had none). ``proxy``: one record for each
-        round that was evaluated. ``proxy_failed``: for each reason why one was not, the round when it was first met.
-    """
-    entries = journal.entries(run, ("run_requested", "warm_started", "proxy_evaluated", "proxy_failed"))
-    requests = facts_of(entries, RunRequested)
-    weights = requests[0].weights if requests else None
-    warm_starts = facts_of(entries, WarmStarted)
-    # A round that was evaluated again after a restart counts once, with its last record.
-    proxy = {}
-    failed = []
-    for entry in entries:
-        if isinstance(entry.fact, ProxyEvaluated):
-            proxy[entry.round] = {"round": entry.round, **entry.fact.to_body()}
-        elif isinstance(entry.fact, ProxyFailed):
-            failed.append({"round": entry.round, **entry.fact.to_body()})
-    return {
-        "weights": None if weights is None else weights.to_body(),
-        "warm_start": warm_starts[-1].to_body() if warm_starts else None,
-        "proxy": [proxy[n] for n in sorted(proxy, key=lambda n: n or 0)],
-        "proxy_failed": failed,
-    }
+    round: int | None
+    evaluated: ProxyEvaluated
 
 
-def metric_lines(metrics: Mapping[str, Any]) -> Iterator[str]:
-    """Yield `coordinator_metrics` as text, one line each; only the newest proxy metric."""
-    weights = metrics.get("weights")
-    if weights:
-        yield f"the encoder began with {weights['path']} (SHA-256 {weights['sha256'][:16]})"
-    warm_start = metrics.get("warm_start")
-    if warm_start:
-        accuracy = warm_start.get("accuracy")
-        scored = "not evaluated (no held-out samples)" if accuracy is None else f"acc.warm_start {accuracy:.4f}"
-        epochs = counted(warm_start["epochs"], "epoch")
-        yield f"warm start: {warm_start['samples']} samples of {warm_start['data']}, {epochs}, {scored}"
-    proxy = metrics.get("proxy")
-    if proxy:
-        last = proxy[-1]
-        accuracy = last.get("acc")
-        acc = "unknown" if accuracy is None else f"{accuracy:.4f}"
-        yield f"acc.proxy after round {last['round']}: {acc} on {last['samples']} samples, by {last['by']}"
-    for failed in metrics.get("proxy_failed") or ():
-        yield f"acc.proxy could not be computed, first after round {failed['round']}: {failed['reason']}"
+@dataclass(frozen=True)
+class ProxyFailure:
+    """Why the state after a round could not be evaluated on the coordinator's own samples."""
+
+    round: int | None
+    failed: ProxyFailed
+
+
+@dataclass(frozen=True)
+class CoordinatorMetrics:
+    """What the coordinator computed on its own samples in a run."""
+
+    weights: WeightsFile | None = None
+    """The weights that the run began with; None: its seed."""
+
+    warm_start: WarmStarted | None = None
+    """None: it had none."""
+
+    proxy: tuple[ProxyRound, ...] = ()
+    """The rounds that were evaluated, in order."""
+
+    proxy_failed: tuple[ProxyFailure, ...] = ()
+    """For each reason why a round was not evaluated, the round when it was first met."""
+
+    @classmethod
+    def from_journal(cls, journal: Journal, run: str) -> CoordinatorMetrics:
+        """Return what the journal has of a run."""
+        entries = journal.entries(run, ("run_requested", "warm_started", "proxy_evaluated", "proxy_failed"))
+        requests = facts_of(entries, RunRequested)
+        warm_starts = facts_of(entries, WarmStarted)
+        # A round that was evaluated again after a restart counts once, with its last record.
+        proxy = dict[int | None, ProxyRound]()
+        failed = []
+        for entry in entries:
+            if isinstance(entry.fact, ProxyEvaluated):
+                proxy[entry.round] = ProxyRound(entry.round, entry.fact)
+            elif isinstance(entry.fact, ProxyFailed):
+                failed.append(ProxyFailure(entry.round, entry.fact))
+        return cls(
+            weights=requests[0].weights if requests else None,
+            warm_start=warm_starts[-1] if warm_starts else None,
+            proxy=tuple(proxy[number] for number in sorted(proxy, key=lambda number: number or 0)),
+            proxy_failed=tuple(failed),
+        )
+
+    @classmethod
+    def from_summary(cls, summary: Mapping[str, Any]) -> CoordinatorMetrics:
+        """Return what the JSON of a summary has of it, see `to_json`."""
+        weights = summary.get("weights")
+        warm_start = summary.get("warm_start")
+        return cls(
+            weights=WeightsFile.model_validate(weights) if weights else None,
+            warm_start=WarmStarted.model_validate(warm_start) if warm_start else None,
+            proxy=tuple(
+                ProxyRound(record["round"], ProxyEvaluated.model_validate(_without_round(record)))
+                for record in summary.get("proxy") or ()
+            ),
+            proxy_failed=tuple(
+                ProxyFailure(record["round"], ProxyFailed.model_validate(_without_round(record)))
+                for record in summary.get("proxy_failed") or ()
+            ),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as part of the summary of the run, and as ``headwater status --json`` prints it."""
+        return {
+            "weights": None if self.weights is None else self.weights.to_body(),
+            "warm_start": None if self.warm_start is None else self.warm_start.to_body(),
+            "proxy": [{"round": record.round, **record.evaluated.to_body()} for record in self.proxy],
+            "proxy_failed": [{"round": record.round, **record.failed.to_body()} for record in self.proxy_failed],
+        }
+
+    def lines(self) -> Iterator[str]:
+        """Yield it as text, one line each; only the newest proxy metric."""
+        if self.weights is not None:
+            yield f"the encoder began with {self.weights.path} (SHA-256 {self.weights.sha256[:16]})"
+        warm = self.warm_start
+        if warm is not None:
+            scored = "not evaluated (no held-out samples)"
+            if warm.accuracy is not None:
+                scored = f"acc.warm_start {warm.accuracy:.4f}"
+            yield f"warm start: {warm.samples} samples of {warm.data}, {counted(warm.epochs, 'epoch')}, {scored}"
+        if self.proxy:
+            last = self.proxy[-1]
+            acc = "unknown" if last.evaluated.acc is None else f"{last.evaluated.acc:.4f}"
+            on = f"on {last.evaluated.samples} samples, by {last.evaluated.by}"
+            yield f"acc.proxy after round {last.round}: {acc} {on}"
+        for failure in self.proxy_failed:
+            reason = failure.failed.reason
+            yield f"acc.proxy could not be computed, first after round {failure.round}: {reason}"
+
+
+def _without_round(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fact in a record of the summary, of which the round is not part."""
+    return {name: value for name, value in record.items() if name != "round"}
 
 
 def describe_progress(record: RunRecord) -> str:

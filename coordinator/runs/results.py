@@ -24,8 +24,8 @@ from ..views.runs import RunRecord, replay, step
 from .release import Released, encoder_sha256, export_bundle, release
 from .result_notes import (
     SHOWN_CLIENTS,
+    CoordinatorMetrics,
     LastUpdates,
-    coordinator_metrics,
     describe_warnings,
     find_absent,
     find_bounded,
@@ -122,6 +122,7 @@ def finish_run(run: Run, stats: Stats, exclusions: Exclusions, stopped: str) -> 
     # that the run is finished misses its summary.
     sha256 = encoder_sha256(run)
     updates = LastUpdates.from_records(records)
+    spent = PrivacyBudget(context.config, state.journal, run.method.server_step_is_mean()).figures()
     folder.write_summary(
         {
             "run_id": run.id,
@@ -142,10 +143,10 @@ def finish_run(run: Run, stats: Stats, exclusions: Exclusions, stopped: str) -> 
             "next_steps": next_steps(request.method, agents, losses, warnings),
             "faults": dict(sorted(run.reports.faults.items())),
             "stopped": stopped or None,
-            "privacy": PrivacyBudget(context.config, state.journal, run.method.server_step_is_mean()).figures(),
+            "privacy": None if spent is None else spent.to_json(),
             "bundle": None if export.released is None else export.released.fact.to_body(),
             "bundle_why_not": export.why_not,
-            **coordinator_metrics(state.journal, run.id),
+            **CoordinatorMetrics.from_journal(state.journal, run.id).to_json(),
         },
     )
     write_report(folder)
@@ -190,8 +191,7 @@ def _note_stalled(run: Run) -> None:
     for member in run.context.roster.members():
         if member.condition != "stalled" or member.id in run.reports.reports:
             continue
-        fault = member.fault or {}
-        reason = fault.get("message", "its disk cannot be written")
+        reason = "its disk cannot be written" if member.fault is None else member.fault.message
         run.reports.fault(member.id, f"no report of the final model, it was not waited for: {reason}")
 
 

@@ -32,10 +32,11 @@ from ..rounds.context import MOST_LISTED, Run, RunHooks, Steps, Waiting
 from ..rounds.figures import Stats
 from ..rounds.pace import Pace
 from ..rounds.round import Rounds
-from ..rounds.selection import Exclusions, Selection, drop_left_out
+from ..rounds.selection import Exclusions, LeftOutAgent, Selection, drop_left_out
 from ..rounds.server_side import method_of, specs_from_json
 from ..rounds.server_step import ServerStep
 from ..rounds.synchronous import SynchronousRounds
+from ..state.privacy_spent import PrivacySpent
 from ..state.store import retain_checkpoint
 from ..views.runs import Rejection, RunRecord, replay
 from .release import encoder_of, freeze, release_during_run, stop_reason, with_client_ranges, with_pooled_norm
@@ -70,18 +71,22 @@ class RunStatus:
     rejected: Mapping[str, str]
     """Agent -> why it has no update."""
 
-    left_out: Mapping[str, Mapping[str, object]]
-    """Agent -> ``until_round`` and ``reason``, see `Selection.status`."""
+    left_out: Mapping[str, LeftOutAgent]
+    """Agent -> why it is not asked, and until when."""
 
     bounded: Mapping[str, str]
     """Agent -> what was done to its update in the round that was closed last."""
 
-    privacy: Mapping[str, Any] | None
+    privacy: PrivacySpent | None
     """What the closed rounds have cost of the privacy budget; None: the run adds no noise."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the run as JSON, for ``status.json``; its keys are the fields, in their order."""
-        return dict(vars(self))
+        return {
+            **vars(self),
+            "left_out": {agent: left_out.to_json() for agent, left_out in self.left_out.items()},
+            "privacy": None if self.privacy is None else self.privacy.to_json(),
+        }
 
 
 class RunLoop:
@@ -222,7 +227,7 @@ class RunLoop:
             accepted=sorted(islice(collection.accepted, MOST_LISTED)) if collection else [],
             accepted_count=len(collection.accepted) if collection else 0,
             rejected=_reasons(collection) if collection else {},
-            left_out=self.selection.status(number),
+            left_out=self.selection.describe_left_out(number),
             bounded=self._server.bounded,
             privacy=self._server.spent,
         )

@@ -54,7 +54,8 @@ from ..runs.run_queue import LOOK_FOR_REQUESTS_S, Runs, Storage, of_storage
 from ..state.backup import MARKER
 from ..state.fault_log import FaultLog
 from ..state.starts import EPOCHS_OF_A_COPY, record_start
-from ..state.store import MOST_LISTED, StateFolder
+from ..state.status_file import MOST_LISTED
+from ..state.store import StateFolder
 from ..text import reason_of
 from ..views.candidate import accuracies_of
 from ..views.fleet import REPORTS, reported_by
@@ -824,7 +825,7 @@ class Coordinator:
                     software=member.software,
                     notes=[*self._notes_on(member, run), *hosted_notes.get(member.id, ())],
                     condition=member.condition,
-                    fault=member.fault,
+                    fault=None if member.fault is None else member.fault.to_json(),
                     acc=dict(member.figures.acc),
                     head=member.figures.head,
                     better_alone=member.figures.better_alone,
@@ -853,9 +854,10 @@ class Coordinator:
         if run is not None:
             exclusion = run.left_out.get(member.id)
             if exclusion is not None:
-                until_round = exclusion["until_round"]
-                limit = "until it is restarted" if until_round is None else f"until round {until_round}"
-                notes.append(f"left out of {run.id} {limit}: {exclusion['reason']}")
+                limit = f"until round {exclusion.until_round}"
+                if exclusion.until_round is None:
+                    limit = "until it is restarted"
+                notes.append(f"left out of {run.id} {limit}: {exclusion.reason}")
             if member.id in run.bounded:
                 notes.append(run.bounded[member.id])
         link_note = member.breaks.note(self.clock())

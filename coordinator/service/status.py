@@ -17,7 +17,7 @@ from edge_agent.core.storage import write_atomic
 
 from ..fleet.rejections import Rejections
 from ..rounds.context import Waiting
-from ..state.store import EVERYONE
+from ..state.status_file import EVERYONE
 from ..text import listed
 
 log = logging.getLogger(__name__)

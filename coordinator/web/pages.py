@@ -24,11 +24,13 @@ from edge_agent.core.storage import read_json, read_regular
 from edge_agent.core.time_and_text import show_time
 
 from ..journal.store import Entry
-from ..runs.result_notes import SHOWN_CLIENTS, describe_spent
+from ..runs.result_notes import SHOWN_CLIENTS
 from ..state.fleet_columns import page_columns
 from ..state.fleet_rows import AgentRow, Presence
 from ..state.noise import Compared, classify_mean_gain
+from ..state.privacy_spent import PrivacySpent
 from ..state.release_rows import ReleaseRow, Standing, list_waits
+from ..state.status_file import RefusedDevice, RunUnderWay, Status
 from ..views.candidate import SCOPES
 from ..views.history import AccuracyLine, BundleLine, HistoryLine, PinLine, RejectedLine, describe_entry
 from ..views.releases import Book, Release
@@ -210,7 +212,7 @@ def _run_page(
     curves = view.curves(info.id)
     points = curves.rounds()
     now = view.run_now()
-    live = now if now.get("id") == info.id else {}
+    live = now if now is not None and now.id == info.id else None
     analysed = view.folder.run(info.id).folder / ANALYSIS
     charts = pictures.of_run(points)
     return page(
@@ -220,11 +222,11 @@ def _run_page(
         info=info,
         **_standing(view, info, summary.get("means", {})),
         live=live,
-        cohort=_cohort(live),
-        waiting=view.waiting() if live else {},
+        cohort=[] if live is None else _cohort(live),
+        waiting=None if live is None else view.waiting(),
         summary=summary,
         warnings=_warnings(summary),
-        privacy=_privacy(live.get("privacy") or summary.get("privacy")),
+        privacy=_privacy(live, summary),
         best=_best(points),
         figures=figures(charts),
         words=pictures.WORDS,
@@ -520,7 +522,8 @@ def _run_named(view: FolderView, name: str) -> RunInfo:
 
 def _run_now(view: FolderView) -> dict[str, Any] | None:
     now = view.run_now()
-    if (info := view.runs.get(as_text(now.get("id")))) is None:
+    info = None if now is None else view.runs.get(now.id)
+    if info is None:
         return None
     return {"info": info, "live": now, **_standing(view, info, {})}
 
@@ -566,18 +569,16 @@ class _Member:
     reason: str = ""
 
 
-def _cohort(live: Mapping[str, Any]) -> list[_Member]:
+def _cohort(live: RunUnderWay) -> list[_Member]:
     """Return the members of the open round's cohort: those missing first, then those rejected, then those done."""
-    # A coordinator of an earlier version, or between two rounds, leaves out some of these.
-    accepted = {as_text(agent) for agent in live.get("accepted") or ()}
-    reasons = live.get("rejected") or {}
+    accepted = set(live.accepted)
+    reasons = live.rejected
     working: list[_Member] = []
     rejected: list[_Member] = []
     done: list[_Member] = []
-    for name in live.get("cohort") or ():
-        agent = as_text(name)
+    for agent in live.cohort:
         if agent in reasons:
-            rejected.append(_Member(agent, "rejected", as_text(reasons[agent])))
+            rejected.append(_Member(agent, "rejected", reasons[agent]))
         if agent in accepted:
             done.append(_Member(agent, "done"))
         if agent not in reasons and agent not in accepted:
@@ -585,21 +586,19 @@ def _cohort(live: Mapping[str, Any]) -> list[_Member]:
     return [*working, *rejected, *done]
 
 
-def _kept_out(view: FolderView, agents: Sequence[AgentRow]) -> list[dict[str, str]]:
+def _kept_out(view: FolderView, agents: Sequence[AgentRow]) -> list[RefusedDevice]:
     """Return the refused devices that are no row of the table: without a name, or with that of another agent."""
     shown_as = {row.id for row in agents if row.presence is Presence.REFUSED}
-    return [device for device in view.refused() if device["id"] not in shown_as]
+    return [device for device in view.refused() if device.id not in shown_as]
 
 
-def _rejected(status: Mapping[str, Any]) -> list[tuple[str, int, list[tuple[str, int]]]]:
+def _rejected(status: Status) -> list[tuple[str, int, list[tuple[str, int]]]]:
     """Return what the coordinator has rejected since its start, with the most frequent causes."""
     result = []
     for kind in ("messages", "updates"):
-        total = as_number(status.get(f"rejected_{kind}"))
-        most_frequent = (status.get("rejected_most") or {}).get(kind) or {}
-        if total and isinstance(most_frequent, dict):
-            causes = [(as_text(reason), int(as_number(times) or 0)) for reason, times in most_frequent.items()]
-            result.append((kind, int(total), causes))
+        rejected = status.rejected(kind)
+        if rejected.total:
+            result.append((kind, rejected.total, list(rejected.causes.items())))
     return result
 
 
@@ -657,11 +656,12 @@ def _warnings(summary: Mapping[str, Any]) -> list[str]:
     return texts if more <= 0 else [*texts[: 2 * SHOWN_CLIENTS], f"and {more} more, in summary.json"]
 
 
-def _privacy(figures_of_it: object) -> str:
-    try:
-        return describe_spent(figures_of_it) if isinstance(figures_of_it, dict) else ""
-    except (KeyError, TypeError, ValueError):
-        return ""
+def _privacy(live: RunUnderWay | None, summary: Mapping[str, Any]) -> str:
+    """Return what is spent of the privacy budget, as a line; empty where no noise is added."""
+    spent = None if live is None else live.privacy
+    if spent is None:
+        spent = PrivacySpent.from_body(summary.get("privacy"))
+    return "" if spent is None else spent.text
 
 
 def _best(points: Sequence[RoundPoint]) -> dict[str, tuple[int, float]]:

@@ -21,6 +21,7 @@ from coordinator.config import load_config
 from coordinator.journal.entries import fact_of
 from coordinator.journal.store import utc_now
 from coordinator.state.release_keys import ReleaseKeys, new_key, read_public, write_key
+from coordinator.state.status_file import Status
 from coordinator.state.store import StateFolder
 from coordinator.views.runs import replay
 from edge_agent.core.errors import StateError
@@ -120,25 +121,25 @@ def test_a_run_without_a_broker_that_is_to_be_there_exits_with_75(call, away, co
 
 def test_what_a_follower_is_told_names_the_broker_the_queue_or_the_silence():
     waiting = {"for": "the broker at mqtt://hub cannot be reached (x); trying again until it can", "whom": []}
-    said = _waiting({"broker_away": True, "waiting": waiting}, "run-0001")
+    said = _waiting(Status({"broker_away": True, "waiting": waiting}), "run-0001")
     assert said == f"{waiting['for']}; 'headwater doctor --config FILE' tries the coordinator's way to the broker"
     now = {"run": {"id": "run-0001", "round": 2, "rounds": 9}, "waiting": {"for": "w", "whom": ["a"]}}
-    assert _waiting(now, "run-0002") == "queued behind run-0001, which is in round 2 of 9"
-    assert _waiting(now, "run-0001") == "w, not yet from a"
-    silent = _waiting({**now, "at": "2020-01-01T00:00:00.000+00:00"}, "run-0001")
+    assert _waiting(Status(now), "run-0002") == "queued behind run-0001, which is in round 2 of 9"
+    assert _waiting(Status(now), "run-0001") == "w, not yet from a"
+    silent = _waiting(Status({**now, "at": "2020-01-01T00:00:00.000+00:00"}), "run-0001")
     assert silent.startswith("nothing heard from the coordinator since 2020-01-01 00:00:00 UTC")
     assert silent.endswith("'headwater doctor --config FILE' tries the coordinator's way to the broker")
-    assert _waiting({**now, "at": "soon"}, "run-0001") == "w, not yet from a"
+    assert _waiting(Status({**now, "at": "soon"}), "run-0001") == "w, not yet from a"
 
 
 def test_a_run_that_hears_no_agent_names_the_commands_to_try(call, tmp_path):
     waits = {"run": {"id": "run-0001", "round": 2, "rounds": 9}, "waiting": {"for": "w", "whom": ["a"]}}
     hint = "no agent is heard: 'edge-agent doctor --config FILE' on a device says what keeps it away"
     for known in (0, 1):
-        said = _waiting({**waits, "fleet": {"agents": known, "online": 0}}, "run-0001")
+        said = _waiting(Status({**waits, "fleet": {"agents": known, "online": 0}}), "run-0001")
         assert said.startswith(f"w, not yet from a; {hint}")
         assert "'headwater doctor --config FILE'" in said
-    assert _waiting({**waits, "fleet": {"agents": 1, "online": 1}}, "run-0001") == "w, not yet from a"
+    assert _waiting(Status({**waits, "fleet": {"agents": 1, "online": 1}}), "run-0001") == "w, not yet from a"
 
     with StateFolder(tmp_path / "state").open("headwater serve") as state:
         add_run(state, closed=1)

@@ -249,11 +249,9 @@ def test_agent_page_has_history_fault_and_pin(populated):
 
 
 def test_faults_that_are_over_stay_on_the_page_of_the_agent(populated):
-    from coordinator.state.fault_log import FaultLog
+    from coordinator.state.fault_log import Fault, FaultLog
 
-    FaultLog(populated.path).note(
-        "a", {"error": "DiskFull", "message": "no space", "remedy": "make room", "code": "disk"}
-    )
+    FaultLog(populated.path).note("a", Fault("DiskFull", "no space", "make room", code="disk"))
     with populated.client() as client:
         assert "Make room." in client.get("/agent?id=a").text
 
