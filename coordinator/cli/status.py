@@ -21,6 +21,7 @@ from edge_agent.core.time_and_text import show_time
 from ..identity.revoked import revoked_agents
 from ..journal.store import utc_now
 from ..runs.result_notes import BELOW_LOCAL, SHOWN_CLIENTS, CoordinatorMetrics
+from ..runs.run_summary import RunSummary
 from ..state.fleet_rows import HeardAgent, Presence
 from ..state.privacy_spent import PrivacySpent
 from ..state.release_rows import OpenRelease, open_releases
@@ -240,14 +241,14 @@ def gather_status(folder: StateFolder, selection: Selection, *, is_watched: bool
     summary = _newest_summary(path, runs)
     privacy = None if written.run is None else written.run.privacy
     if summary is not None:
-        privacy = privacy or PrivacySpent.from_body(summary.get("privacy"))
-        runs[-1] = replace(runs[-1], reason=runs[-1].reason or summary.get("stopped"))
-    warnings = (summary or {}).get("warnings", [])
+        privacy = privacy or summary.privacy
+        runs[-1] = replace(runs[-1], reason=runs[-1].reason or summary.stopped)
+    warnings = () if summary is None else summary.warnings
     return GatheredStatus(
         written=written,
         is_serving=serving,
         state=path,
-        better_alone=[warning["message"] for warning in warnings if warning["kind"] == BELOW_LOCAL],
+        better_alone=[warning.message for warning in warnings if warning.kind == BELOW_LOCAL],
         privacy=privacy,
         disk=disk,
         runs=runs,
@@ -279,12 +280,13 @@ def _describe_runs(folder: StateFolder) -> list[_RunRow]:
     return runs
 
 
-def _newest_summary(path: Path, runs: Sequence[_RunRow]) -> dict[str, Any] | None:
+def _newest_summary(path: Path, runs: Sequence[_RunRow]) -> RunSummary | None:
     """Return the summary of the newest run; None where it has none, or a damaged one, which costs only its notes."""
     if not runs:
         return None
     with contextlib.suppress(StateError):
-        return RunFolder(path / "runs" / runs[-1].id).summary()
+        summary = RunFolder(path / "runs" / runs[-1].id).summary()
+        return None if summary is None else RunSummary.from_json(summary)
     return None
 
 

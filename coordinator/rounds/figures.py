@@ -9,6 +9,7 @@ from typing import Any
 from ..fleet.collection import Collection
 from ..journal.entries import RoundClosed
 from ..journal.store import facts_of
+from ..state.run_lines import Excluded, RoundLine
 from ..views.runs import OpenRound
 from .aggregation import notes
 from .context import RunContext
@@ -69,7 +70,7 @@ class Stats:
         }
 
 
-def round_record(closed: OpenRound, fact: RoundClosed) -> dict[str, Any]:
+def round_line(closed: OpenRound, fact: RoundClosed) -> RoundLine:
     """Return the line of a closed round in ``metrics.jsonl``; ``fact``: what is journaled of its end."""
     refused: dict[str, str] = {}
     rejected: dict[str, str] = {}
@@ -83,34 +84,32 @@ def round_record(closed: OpenRound, fact: RoundClosed) -> dict[str, Any]:
         if not has_answered and agent not in fact.busy:
             missing.append(agent)
     stale = sorted(closed.fact.asked.keys() & closed.updates.keys())
-    late = None if fact.late is None else [update.model_dump() for update in fact.late]
-    acc: dict[str, Any] = {scope: _metric_by_agent(closed, f"acc.{scope}") for scope in ("global", "personal")}
+    acc = {scope: _metric_by_agent(closed, f"acc.{scope}") for scope in ("global", "personal")}
     acc_after = _metric_by_agent(closed, "acc.after.personal")
     if acc_after:
         acc["after"] = acc_after
-    return {
-        "kind": "round",
-        "round": closed.round,
-        "seconds": fact.seconds,
-        "waiting_s": fact.waiting_s,
-        "bytes_up": fact.bytes_up,
-        "bytes_down": fact.bytes_down,
-        "late": late,
-        "agents": sorted(closed.updates),
-        "missing": missing,
-        "working": sorted(fact.busy),
-        "rejected": _list_reasons(rejected),
-        "left_out": _list_reasons({**closed.fact.left_out, **refused}),
-        "work": _metric_by_agent(closed, "work"),
-        "staleness": {agent: closed.round - closed.asked_in(agent) for agent in stale},
-        "added": sorted(closed.fact.added),
-        "bounded": notes(fact.aggregation),
-        "restored": None if fact.restored is None else fact.restored.model_dump(),
-        "acc": acc,
-        "loss": _metric_by_agent(closed, "loss"),
-        "epsilon": _metric_by_agent(closed, "epsilon"),
-        "noise_multiplier": fact.noise_multiplier,
-    }
+    return RoundLine(
+        round=closed.round,
+        agents=tuple(sorted(closed.updates)),
+        missing=tuple(missing),
+        rejected=_list_reasons(rejected),
+        left_out=_list_reasons({**closed.fact.left_out, **refused}),
+        seconds=fact.seconds,
+        waiting_s=fact.waiting_s,
+        bytes_up=fact.bytes_up,
+        bytes_down=fact.bytes_down,
+        late=fact.late,
+        working=tuple(sorted(fact.busy)),
+        work=_metric_by_agent(closed, "work"),
+        staleness={agent: closed.round - closed.asked_in(agent) for agent in stale},
+        added=tuple(sorted(closed.fact.added)),
+        bounded=notes(fact.aggregation),
+        restored=fact.restored,
+        acc=acc,
+        loss=_metric_by_agent(closed, "loss"),
+        epsilon=_metric_by_agent(closed, "epsilon"),
+        noise_multiplier=fact.noise_multiplier,
+    )
 
 
 def _metric_by_agent(closed: OpenRound, name: str) -> dict[str, float]:
@@ -119,6 +118,6 @@ def _metric_by_agent(closed: OpenRound, name: str) -> dict[str, float]:
     return {agent: update.metrics[name] for agent, update in updates if name in update.metrics}
 
 
-def _list_reasons(reasons: Mapping[str, str]) -> list[dict[str, str]]:
-    """Return agents with reasons as JSON, sorted by agent."""
-    return [{"agent": agent, "reason": reason} for agent, reason in sorted(reasons.items())]
+def _list_reasons(reasons: Mapping[str, str]) -> tuple[Excluded, ...]:
+    """Return agents with reasons, sorted by agent."""
+    return tuple(Excluded(agent, reason) for agent, reason in sorted(reasons.items()))

@@ -25,7 +25,7 @@ from ..views.runs import OpenRound, replay
 from .active_run import ActiveRun
 from .aggregation import StoredUpdates, notes
 from .context import MOST_LISTED, Waiting
-from .figures import Stats, round_record
+from .figures import Stats, round_line
 from .good_state import Explosion, GoodState, after, explosion, reason_of_restoration
 from .repeats import count_after_round
 
@@ -115,7 +115,7 @@ class ServerStep:
         prune_blobs(self.active.run.context.state)
         self.active.selection.note_closed(closed, fact, self.active.run.id)
         self._note_bounded(closed.round, fact.aggregation)
-        self.active.run.context.state.run(self.active.run.id).append_metrics(round_record(closed, fact))
+        self.active.run.context.state.run(self.active.run.id).append_metrics(round_line(closed, fact).to_json())
         log.info(
             "round_closed run=%s round=%d seconds=%.3f waiting_s=%.3f clients=%d",
             *(self.active.run.id, closed.round, fact.seconds, fact.waiting_s, fact.clients),
@@ -215,7 +215,7 @@ class ServerStep:
         if exploded is not None and self._good is not None:
             restored = Restored(round=self._good.round, loss=exploded.loss, bound=exploded.bound)
             fact = fact.changed(restored=restored)
-            why = reason_of_restoration(restored.model_dump())
+            why = reason_of_restoration(restored)
             log.error("state_restored run=%s round=%d %s", run.id, collected.round.round, why)
         return fact
 

@@ -30,6 +30,7 @@ from ..journal.entries import BundleExported, NormPooled, RangesCollected
 from ..journal.store import utc_now
 from ..rounds.context import Run, Steps, Waiting
 from ..state.release_keys import ReleaseKeys, signature_of
+from ..state.run_lines import ReleaseLine
 from ..state.store import StateFolder, prune_blobs
 from ..text import reason_of
 from .lineage import lineage_of
@@ -178,41 +179,40 @@ def release_during_run(run: Run, number: int) -> Steps:
         return
     yield from release(run, released, number)
     reports = run.reports.pop(run.context.roster.present("head"))
-    record = release_record(number, released, reports)
-    folder.append_metrics(record)
-    log.info("released run=%s round=%d agents=%d acc.personal=%s", run.id, number, len(reports), record["mean"])
+    line = release_line(number, released, reports)
+    folder.append_metrics(line.to_json())
+    log.info("released run=%s round=%d agents=%d acc.personal=%s", run.id, number, len(reports), line.mean)
 
 
-def release_record(number: int, released: Released, reports: dict[str, Report]) -> dict[str, Any]:
-    """Return a release's line in ``metrics.jsonl``; ``mean``: that of acc.personal over the devices that report it."""
+def release_line(number: int, released: Released, reports: dict[str, Report]) -> ReleaseLine:
+    """Return a release's line in ``metrics.jsonl``."""
     acc = {agent: report.acc_personal for agent, report in sorted(reports.items()) if report.samples}
     values = [value for value in acc.values() if value is not None]
-    return {
-        "kind": "release",
-        "round": number,
-        "bundle_id": released.bundle_id,
-        "bytes": released.fact.bytes,
-        "acc": {"personal": acc},
-        "rolled_back": sorted(agent for agent, report in reports.items() if report.rolled_back),
-        "mean": round(sum(values) / len(values), 6) if values else None,
-    }
+    return ReleaseLine(
+        round=number,
+        bundle_id=released.bundle_id,
+        bytes=released.fact.bytes,
+        acc=acc,
+        rolled_back=tuple(sorted(agent for agent, report in reports.items() if report.rolled_back)),
+        mean=round(sum(values) / len(values), 6) if values else None,
+    )
 
 
-def stop_reason(records: Iterable[Mapping[str, Any]], patience: int) -> str:
-    """Say why a run should stop, given its metrics so far; empty while it should continue.
+def stop_reason(releases: Iterable[ReleaseLine], patience: int) -> str:
+    """Say why a run should stop, given its releases so far; empty while it should continue.
 
     It stops when the last ``patience`` releases (0: never) brought no better mean acc.personal on head-tier devices
     than the best release before them.
     """
-    releases = [line for line in records if line["kind"] == "release" and line["mean"] is not None]
-    if not patience or len(releases) <= patience:
+    means = [(release.mean, release.round) for release in releases if release.mean is not None]
+    if not patience or len(means) <= patience:
         return ""
-    best = max(releases[:-patience], key=lambda line: float(line["mean"]))
-    latest_mean = max(line["mean"] for line in releases[-patience:])
-    if latest_mean > best["mean"]:
+    best_mean, best_round = max(means[:-patience], key=lambda mean_and_round: mean_and_round[0])
+    latest_mean = max(mean for mean, _ in means[-patience:])
+    if latest_mean > best_mean:
         return ""
     return (
-        f"head-tier devices got acc.personal {best['mean']:.3f} from round {best['round']} and at most "
+        f"head-tier devices got acc.personal {best_mean:.3f} from round {best_round} and at most "
         f"{latest_mean:.3f} from {patience} releases since"
     )
 

@@ -305,7 +305,7 @@ class RunLoop:
         patience = self._config.export.patience
         if not patience or self.run.method.needs_last_round:
             return ""
-        return stop_reason(self.run.context.state.run(self.run.id).metrics(), patience)
+        return stop_reason(self.run.context.state.run(self.run.id).release_lines(), patience)
 
     def _release_between_rounds(self, number: int) -> Steps:
         """Release the encoder after round ``number``, where the configuration says so; the last one comes later."""

@@ -29,6 +29,7 @@ from ..report.charts import Axis, Lines, Series, ends
 from ..report.pictures import Format, picture
 from ..report.run_charts import accuracy_floor
 from ..runs.result_notes import local_models
+from ..state.run_lines import AgentLine
 from ..state.store import StateFolder
 from ..views.runs import replay
 from .client_tasks import state_files_in
@@ -93,7 +94,7 @@ def result_of(state: StateFolder, run: str, prepared: Prepared) -> dict[str, Any
         "seconds": round(math.fsum(figures["seconds"] or 0.0 for figures in rounds), 3),
         "rounds": rounds,
         "last": {"rounds_done": record.round, "acc": _accuracies_at_end(agents, division)},
-        "local_models": local_models(agents["trained"]),
+        "local_models": local_models(AgentLine.from_json(agent) for agent in agents["trained"]),
         "failed": summary.get("faults", {}),
         "warnings": summary.get("warnings", []),
         "next_steps": summary.get("next_steps", []),

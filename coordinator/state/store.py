@@ -32,6 +32,7 @@ from ..journal.sqlite import SqliteJournal
 from ..journal.store import Journal
 from ..views.releases import release_blobs
 from ..views.runs import RunRecord, replay
+from .run_lines import ReleaseLine, RoundLine
 
 log = logging.getLogger(__name__)
 
@@ -152,7 +153,10 @@ class RunFolder:
             sync(file.fileno())
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Return all records in order, without an incomplete last line of a crash; empty before the first.
+        """Return all records in order as JSON, without an incomplete last line of a crash; empty before the first.
+
+        `round_lines` and `release_lines` are for those who want to know a field; this is for readers of the file that
+        take nothing in it for granted.
 
         Raises:
             StateError: a line is not a JSON object.
@@ -173,6 +177,22 @@ class RunFolder:
                 raise StateError(f"{self.metrics_path}: line {number} is not a JSON object; remove the line")
             records.append(record)
         return records
+
+    def round_lines(self) -> list[RoundLine]:
+        """Return the closed rounds among `metrics`, in the order in which they were written.
+
+        Raises:
+            StateError: a line is not a JSON object.
+        """
+        return [RoundLine.from_json(record) for record in self.metrics() if record.get("kind") == "round"]
+
+    def release_lines(self) -> list[ReleaseLine]:
+        """Return the releases among `metrics`, in the order in which they were written.
+
+        Raises:
+            StateError: a line is not a JSON object.
+        """
+        return [ReleaseLine.from_json(record) for record in self.metrics() if record.get("kind") == "release"]
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Replace the run's ``summary.json``."""

@@ -20,6 +20,7 @@ from coordinator.cli.run import next_steps, result_parts
 from coordinator.config import load_config
 from coordinator.journal.entries import fact_of
 from coordinator.journal.store import utc_now
+from coordinator.runs.run_summary import RunSummary
 from coordinator.state.release_keys import ReleaseKeys, new_key, read_public, write_key
 from coordinator.state.status_file import Status
 from coordinator.state.store import StateFolder
@@ -350,7 +351,9 @@ def test_a_run_that_is_interrupted_says_how_to_go_on_with_it_and_how_to_drop_it(
 def test_a_run_ends_with_the_bundle_id_that_status_shows():
     bundle = {"bundle_id": "0123456789ab" + "f" * 52, "path": "state/runs/run-0001/run-0001.hwb"}
     summary = {"seconds": 1.0, "encoder_sha256": "e" * 64, "agents": [], "faults": {}, "bundle": bundle}
-    assert [*result_parts(summary)][-1] == "1.0 s, bundle 0123456789ab in state/runs/run-0001/run-0001.hwb"
+    assert [*result_parts(RunSummary.from_json(summary))][
+        -1
+    ] == "1.0 s, bundle 0123456789ab in state/runs/run-0001/run-0001.hwb"
 
 
 def test_a_run_ends_with_the_commands_that_bring_its_bundle_to_devices(tmp_path):
@@ -358,18 +361,20 @@ def test_a_run_ends_with_the_commands_that_bring_its_bundle_to_devices(tmp_path)
     summary = {"run_id": "run-0001"}
     invocation = Invocation(Path("c.toml"), None)
     with StateFolder(state).look(create=True) as folder:
-        assert [*next_steps(state, summary, invocation)] == []
+        assert [*next_steps(state, RunSummary.from_json(summary), invocation)] == []
         summary["bundle"] = {"bundle_id": "a" * 64, "path": "b.hwb"}
         create = "'headwater release create run-0001 --config c.toml'"
-        assert [*next_steps(state, summary, invocation)] == [f"next: {create} releases it to devices"]
+        assert [*next_steps(state, RunSummary.from_json(summary), invocation)] == [
+            f"next: {create} releases it to devices"
+        ]
         for name in ("alice", "bob", "carol"):
             write_key(tmp_path / name, new_key(), name=name)
         people = [read_public(tmp_path / f"{name}.pub") for name in ("alice", "bob", "carol")]
         ReleaseKeys(state).create("home", utc_now(), people, 2)
-        (line,) = next_steps(state, summary, invocation)
+        (line,) = next_steps(state, RunSummary.from_json(summary), invocation)
         assert line.startswith("next: 2 of 3 people sign it ('headwater keys sign b.hwb --key FILE'), then 'headwater ")
         folder.journal.append(fact_of("release_made", {"bundle_id": "a" * 64}), run="run-0001", digest="b" * 64)
-        assert [*next_steps(state, summary, invocation)] == []
+        assert [*next_steps(state, RunSummary.from_json(summary), invocation)] == []
 
 
 def test_time_left_leaves_the_first_round_out_which_starts_the_agents(monkeypatch):

@@ -16,6 +16,7 @@ from scipy import stats
 
 from coordinator.cli.run import footnotes
 from coordinator.config import CoordinatorConfig, DifferentialPrivacyConfig
+from coordinator.runs.run_summary import RunSummary
 from coordinator.service.preflight import checked_method
 from coordinator.state.privacy_spent import PrivacySpent
 from edge_agent.core.config import PrivacyConfig, parse
@@ -83,8 +84,11 @@ def test_budget_ends_the_run_before_it_is_exceeded_and_over_all_runs(tmp_path):
         affordable = max(n for n in range(1, 50) if epsilon_of(n / 16, 1e-5) <= 3.0)
         assert [line["round"] for line in fed.metrics()] == list(range(1, affordable + 1))
         assert "the privacy budget is spent" in summary["stopped"]
-        (note,) = [line for line in footnotes(summary) if line.startswith("differential privacy")]
-        assert any(line.startswith("ended early: the privacy budget is spent") for line in footnotes(summary))
+        (note,) = [line for line in footnotes(RunSummary.from_json(summary)) if line.startswith("differential privacy")]
+        assert any(
+            line.startswith("ended early: the privacy budget is spent")
+            for line in footnotes(RunSummary.from_json(summary))
+        )
         assert note == (
             f"differential privacy: epsilon {summary['privacy']['epsilon']:g} spent, "
             f"{summary['privacy']['epsilon_left']:g} left (delta 1e-05)"
