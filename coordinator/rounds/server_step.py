@@ -166,14 +166,15 @@ class ServerStep:
                 # In buffered rounds updates come meanwhile: their agents offer them again.
                 run.context.collector.pause()
                 own_step = functools.partial(self.active.own.aggregate, run.checkpoint, updates, rule)
-                digest, decided = yield from self.active.compute("aggregate", own_step)
-                state = decode(blobs.read(digest))
+                aggregated = yield from self.active.compute("aggregate", own_step)
+                decided = aggregated.decisions
+                state = decode(blobs.read(aggregated.digest))
             else:
                 state, decisions = updates.aggregate(blobs, run.method, run.state, rule)
-                decided = decisions.body()
+                decided = decisions.to_fact()
         except TrainingFailed as error:
             raise RunFailed(f"round {number}: {error}") from error
-        aggregation = Aggregation(settings=AggregationSettings(**rule.model_dump()), **decided)
+        aggregation = decided.changed(settings=AggregationSettings(**rule.model_dump()))
         self._repeats = count_after_round(self._repeats, aggregation.repeats, updates.accepted)
         # Agents have trained on the state that this round began with: now it is known whether that one was good.
         is_watched = rule.max_loss is not None and collected.has_losses_of_this_round

@@ -12,10 +12,10 @@ import re
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from edge_agent.bundle.manifest import Lineage
 from edge_agent.bundle.trust import Purpose
 from edge_agent.core.errors import ExportRejected, HeadwaterError, RunFailed, UsageError
 from edge_agent.core.storage import read_regular
@@ -28,6 +28,7 @@ from edge_agent.wire.tensors import Spec, decode, encode, pieces
 from ..fleet.collection import Collection, updates_of
 from ..journal.entries import BundleExported, NormPooled, RangesCollected
 from ..journal.store import utc_now
+from ..rounds.compute_requests import Exported, ExportRequest, StepCount
 from ..rounds.context import Run, Steps, Waiting
 from ..state.release_keys import ReleaseKeys, signature_of
 from ..state.run_lines import ReleaseLine
@@ -78,19 +79,19 @@ def export_bundle(run: Run, name: str, purpose: Purpose = "release") -> Generato
     path = folder / f"{name}.hwb"
     # A bundle of one round is removed after it: nobody asks where it came from.
     lineage = _lineage(run) if purpose == "release" else None
-    arguments = {
-        **run.model_for_compute(),
-        "export": config.export.model_dump(mode="json"),
-        "hosted": [client.model_dump(mode="json") for client in config.hosted],
-        "path": str(path),
-        "purpose": purpose,
-        "lineage": lineage,
-    }
+    request = ExportRequest(
+        **vars(run.model_for_compute()),
+        export=config.export,
+        hosted=config.hosted,
+        path=path,
+        purpose=purpose,
+        lineage=lineage,
+    )
     # Step 1: export and check in the compute process. Whatever it raises there costs the bundle, not the run, but for
     # errors of files, after which the run is tried again.
     activity = "the encoder is being exported and checked"
     try:
-        exported = yield from run.context.ask("export_bundle", arguments, activity, EXPORT_LIMIT_S)
+        answer = yield from run.context.ask("export_bundle", request, activity, EXPORT_LIMIT_S)
     except RunFailed as error:  # no process could do it
         raise ExportRejected(f"export failed: {error}") from error
     except (HeadwaterError, OSError):
@@ -100,12 +101,13 @@ def export_bundle(run: Run, name: str, purpose: Purpose = "release") -> Generato
     # Step 2: sign first, as that changes the file; then put it where devices get it from, by its hash.
     is_signed = sign(path, run.context.state.path, purpose) is not None
     digest = run.context.state.blobs.put(read_regular(path))
-    fact = BundleExported(path=str(path), bytes=path.stat().st_size, **exported)
+    exported = Exported.from_json(answer)
+    fact = BundleExported(path=str(path), bytes=path.stat().st_size, **exported.model_dump(exclude_unset=True))
     if is_signed:
         fact = fact.changed(signed=signature_of(path))
     if lineage is not None:
         params = run.method.all_params()
-        fact = fact.changed(lineage={"method": run.request.method, "params": params, **lineage})
+        fact = fact.changed(lineage={"method": run.request.method, "params": params, **lineage.model_dump(mode="json")})
     return Released(path, fact.bundle_id, digest, fact)
 
 
@@ -134,16 +136,15 @@ def sign(path: Path, state: Path, purpose: Purpose = "release") -> int | None:
     return release.version
 
 
-def _lineage(run: Run) -> dict[str, Any]:
-    """Return where the encoder of a run comes from, as JSON for the bundle's manifest."""
+def _lineage(run: Run) -> Lineage:
+    """Return where the encoder of a run comes from, for the bundle's manifest."""
     accuracies: dict[str, tuple[float, int]] = {}
     for agent, report in run.reports.reports.items():
         # A report about a bundle says how its release does, not what came of the training.
         is_of_training = report.samples and not report.about
         if is_of_training and report.acc_personal is not None:
             accuracies[agent] = (report.acc_personal, report.support)
-    lineage = lineage_of(run.context.state, run.id, run.request, encoder_sha256(run), accuracies)
-    return lineage.model_dump(mode="json")
+    return lineage_of(run.context.state, run.id, run.request, encoder_sha256(run), accuracies)
 
 
 def freeze(run: Run) -> Generator[Waiting, None, Outgoing]:
@@ -294,10 +295,10 @@ def with_client_ranges(
         return replace(run, client_ranges=collected)
     activity = "the steps of the encoder are being counted"
     try:
-        counted = yield from run.context.ask("count_steps", run.model_for_compute(), activity, EXPORT_LIMIT_S)
+        answer = yield from run.context.ask("count_steps", run.model_for_compute(), activity, EXPORT_LIMIT_S)
     except ExportRejected:  # which the export itself reports
         return run
-    specs = {"ranges": Spec(np.dtype(np.float32), (counted["steps"], 2))}
+    specs = {"ranges": Spec(np.dtype(np.float32), (StepCount.from_json(answer).steps, 2))}
     collection = Collection(run.id, number, agents, specs, objection=ranges_objection, purpose="activation_ranges")
     yield from collect(collection)
     log.info("ranges_collected run=%s agents=%d of=%d", run.id, len(collection.accepted), len(agents))

@@ -28,12 +28,13 @@ from ..rounds.active_run import ActiveRun, UpdateForms
 from ..rounds.aggregation import refusal
 from ..rounds.assignment import Assignment, JobSpec
 from ..rounds.buffered import BufferedRounds
+from ..rounds.compute_requests import BeginRequest, Begun
 from ..rounds.context import MOST_LISTED, Run, RunHooks, Steps, Waiting
 from ..rounds.figures import Stats
 from ..rounds.pace import Pace
 from ..rounds.round import Rounds
 from ..rounds.selection import Exclusions, LeftOutAgent, Selection, drop_left_out
-from ..rounds.server_side import method_of, specs_from_json
+from ..rounds.server_side import method_of, specs_from_forms
 from ..rounds.server_step import ServerStep
 from ..rounds.synchronous import SynchronousRounds
 from ..state.privacy_spent import PrivacySpent
@@ -242,18 +243,19 @@ class RunLoop:
         """
         run = self.run
         context = run.context
-        request = {**run.for_compute(), "is_new": checkpoint is None}
-        begun = yield from context.ask("begin", request, "the model is being built", BEGIN_LIMIT_S)
+        request = BeginRequest(**vars(run.for_compute()), is_new=checkpoint is None)
+        answer = yield from context.ask("begin", request, "the model is being built", BEGIN_LIMIT_S)
+        begun = Begun.from_json(answer)
         folder = context.state.run(run.id).folder
-        method, self._active.own = method_of(begun["method"], request, context.compute, folder)
+        method, self._active.own = method_of(begun.method, request, context.compute, folder)
         why_not = refusal(method, context.config)
         if why_not:
             raise RunFailed(why_not)
-        extras = specs_from_json(begun["extras"])
-        update = {**specs_from_json(begun["shared"]), **extras}
-        self._active.forms = UpdateForms(update, extras, specs_from_json(begun["norm"]))
+        extras = specs_from_forms(begun.extras)
+        update = {**specs_from_forms(begun.shared), **extras}
+        self._active.forms = UpdateForms(update, extras, specs_from_forms(begun.norm))
         if checkpoint is None:
-            checkpoint = str(begun["digest"])
+            checkpoint = str(begun.digest)
             state = decode(context.state.blobs.read(checkpoint))
             retain_checkpoint(self._journal, run.id, run.request.keep_every, 0, checkpoint)
             self._journal.append(RunStarted(), run=run.id, digest=checkpoint)

@@ -6,8 +6,7 @@ files beside it. Nothing here decides what a run or a release does next. A new c
 ``AgentRow`` of `fleet_rows`.
 
 Read in this order: `store` (the state folder), `status_file` (what the coordinator last wrote about its work) and
-`privacy_spent`, `starts` (federation id and epochs), `run_lines` (the lines
-of ``metrics.jsonl``), `retention` and `backup`, `release_keys` and `command_keys`,
-`fleet_columns`, `fleet_rows`, `release_rows` and `history` (fleet and releases as they are shown), `noise`, `log_file`
-and `fault_log`.
+`privacy_spent`, `run_lines` (the lines of ``metrics.jsonl``), `starts` (federation id and epochs), `retention` and
+`backup`, `release_keys` and `command_keys`, `fleet_columns`, `fleet_rows`, `release_rows` and `history` (fleet and
+releases as they are shown), `noise`, `log_file` and `fault_log`.
 """
