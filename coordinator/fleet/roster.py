@@ -15,6 +15,7 @@ from edge_agent.wire.messages import fields, up
 
 from ..journal.store import utc_now
 from ..state.fault_log import Fault
+from ..state.status_file import FleetAccuracy
 from ..views.candidate import Candidate
 from .leases import Leases
 from .members import Figures, Member, as_time
@@ -54,7 +55,7 @@ class Roster:
         self._candidates = dict[str, Candidate]()
         """What agents had tried before this start, by their ids."""
 
-        self._accuracies: dict[str, dict[str, float]] | None = None
+        self._accuracies: dict[str, FleetAccuracy] | None = None
 
     def remember(self, figures: Mapping[str, Figures], candidates: Mapping[str, Candidate]) -> None:
         """Take what agents said before this start, of what they run and of what they tried, by their ids."""
@@ -98,19 +99,15 @@ class Roster:
             member.figures = member.figures.with_update(metrics)
             self._accuracies = None
 
-    def accuracies(self) -> dict[str, dict[str, float]]:
-        """Scope -> mean and worst tenth of the newest accuracies, and of how many agents; kept until one changes."""
+    def accuracies(self) -> Mapping[str, FleetAccuracy]:
+        """Return scope -> the newest accuracies of all agents; the same object until one changes."""
         if self._accuracies is None:
             self._accuracies = {}
             for scope in ("local", "global", "personal"):
                 values = [m.figures.acc[scope] for m in self._members.values() if scope in m.figures.acc]
                 if not values:
                     continue
-                self._accuracies[scope] = {
-                    "mean": fmean(sorted(values)),
-                    "worst_tenth": mean_of_worst_tenth(values),
-                    "agents": len(values),
-                }
+                self._accuracies[scope] = FleetAccuracy(fmean(sorted(values)), mean_of_worst_tenth(values), len(values))
         return self._accuracies
 
     def reported(self, agent: str, message: up.Report) -> bool:

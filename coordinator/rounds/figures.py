@@ -4,15 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from ..fleet.collection import Collection
-from ..journal.entries import RoundClosed
+from ..journal.entries import LateUpdate, RoundClosed
 from ..journal.store import facts_of
 from ..state.run_lines import Excluded, RoundLine
 from ..views.runs import OpenRound
 from .aggregation import notes
 from .context import RunContext
+
+
+@dataclass(frozen=True)
+class RoundCosts:
+    """What a round has cost, as `RoundClosed` has it under the same names."""
+
+    seconds: float
+    """From sending the tasks to the new state."""
+
+    waiting_s: float
+    """Waiting for agents before that."""
+
+    bytes_up: int
+    bytes_down: int
+    traffic: Mapping[str, tuple[int, int]]
+    """Agent -> bytes from it and to it."""
+
+    late: tuple[LateUpdate, ...]
+    """Updates of earlier rounds that came during this one."""
 
 
 @dataclass
@@ -49,25 +67,21 @@ class Stats:
         down = context.distributor.bytes_to.get(agent, 0) - self.bytes_down.get(agent, 0)
         return up, down
 
-    def figures(self, context: RunContext, collection: Collection) -> dict[str, Any]:
-        """Return what only the process that executed the round knows, as fields of `RoundClosed` in the journal.
-
-        ``seconds`` are from sending the tasks to the end, ``waiting_s`` before that; ``traffic`` are the bytes of each
-        agent.
-        """
-        traffic: dict[str, list[int]] = {}
+    def costs(self, context: RunContext, collection: Collection) -> RoundCosts:
+        """Return what only the process that executed the round knows, for its entry in the journal."""
+        traffic: dict[str, tuple[int, int]] = {}
         for agent in sorted({*context.collector.bytes_from, *context.distributor.bytes_to}):
             up, down = self.traffic(context, agent)
             if up or down:
-                traffic[agent] = [up, down]
-        return {
-            "seconds": round(self.seconds(context), 4),
-            "waiting_s": round(self.waiting_s, 4),
-            "bytes_up": sum(up for up, _ in traffic.values()),
-            "bytes_down": sum(down for _, down in traffic.values()),
-            "traffic": traffic,
-            "late": [{"agent": agent, "round": number} for agent, number in collection.late],
-        }
+                traffic[agent] = (up, down)
+        return RoundCosts(
+            seconds=round(self.seconds(context), 4),
+            waiting_s=round(self.waiting_s, 4),
+            bytes_up=sum(up for up, _ in traffic.values()),
+            bytes_down=sum(down for _, down in traffic.values()),
+            traffic=traffic,
+            late=tuple(LateUpdate(agent=agent, round=number) for agent, number in collection.late),
+        )
 
 
 def round_line(closed: OpenRound, fact: RoundClosed) -> RoundLine:

@@ -193,7 +193,7 @@ class ServerStep:
         run = self.active.run
         selection = self.active.selection
         clients = len(collected.collection.accepted)
-        figures = stats.figures(run.context, collected.collection)
+        costs = stats.costs(run.context, collected.collection)
         times = selection.times(collected.collection, collected.round.fact.work)
         slow = selection.find_slowed(times, can_shorten=run.method.one_pass())
         fact = RoundClosed(
@@ -205,7 +205,7 @@ class ServerStep:
             busy=dict(collected.busy),
             bases=dict(collected.bases),
             aggregation=aggregation,
-            **figures,
+            **vars(costs),
             **run.privacy_budget.of_round(clients),
         )
         if self._repeats:

@@ -166,7 +166,7 @@ def test_the_worst_tenth_is_the_same_agents_in_status_metrics_and_pages(tmp_path
             said = up.Hello(software="x", tier="train", samples=1, boot="b1", connection=1)
             fed.coordinator.handle(f"m{number}", "up", codec.encode(said))
             fed.coordinator.roster.trained(f"m{number}", {"acc.personal": number / 100})
-        in_status = fed.coordinator.roster.accuracies()["personal"]["worst_tenth"]
+        in_status = fed.coordinator.roster.accuracies()["personal"].worst_tenth
     scraped = figures(accuracies={"personal": [number / 100 for number in range(15)]})
     in_metrics = scraped["headwater_accuracy_ratio", ("scope", "personal"), ("statistic", "worst_tenth")]
     on_page = Spread.of(np.arange(15) / 100).worst
