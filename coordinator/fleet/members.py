@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from edge_agent.wire.messages import fields, up
 
@@ -37,18 +36,6 @@ class Figures:
     rss_mb: float | None = None
     support: int | None = None
     """Held-out samples behind the accuracies."""
-
-    @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> Figures:
-        """Return the figures of an agent at the end of a run; ``record``: JSON of `coordinator.runs.results`."""
-        accuracies = record.get("acc") or {}
-        return cls(
-            acc={scope: float(value) for scope, value in accuracies.items() if value is not None},
-            head=str(record.get("head") or ""),
-            better_alone=bool(record.get("better_alone")),
-            rss_mb=record.get("rss_mb") or None,
-            support=record.get("support") or None,
-        )
 
     def with_update(self, metrics: Mapping[str, float | None]) -> Figures:
         """Return the figures with the accuracies that came with an update."""

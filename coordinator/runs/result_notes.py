@@ -12,7 +12,7 @@ from typing import Any
 
 from edge_agent.core.worst_tenth import worst_tenth
 
-from ..journal.entries import ProxyEvaluated, ProxyFailed, RunRequested, WarmStarted, WeightsFile
+from ..journal.entries import ProxyEvaluated, ProxyFailed, RunFinished, RunRequested, WarmStarted, WeightsFile
 from ..journal.store import Journal, facts_of
 from ..rounds.good_state import reason_of_restoration
 from ..state.noise import STANDARD_ERRORS, adjusted, standard_error
@@ -192,15 +192,16 @@ class LastUpdates:
             left_out=tuple(LeftOut(tuple(agents), reason) for reason, agents in agents_by_reason.items()),
         )
 
-    def summary(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """Return what the summary of a run says of its last round, as JSON: ``updates``, and ``incomplete``: `note`."""
         left_out = [{"agents": [*group.agents], "reason": group.reason} for group in self.left_out]
         updates = {"round": self.round, "accepted": self.accepted, "expected": self.expected, "left_out": left_out}
         return {"updates": updates, "incomplete": self.note or None}
 
-    def reason(self) -> dict[str, Any]:
-        """Return what the journal says of the last round when a run ends: the `note`, which status and pages show."""
-        return {"reason": self.note} if self.left_out else {}
+    def to_fact(self, encoder_sha256: str) -> RunFinished:
+        """Return the entry of the end of the run, with the `note`, which status and pages show."""
+        finished = RunFinished(encoder_sha256=encoder_sha256)
+        return finished.changed(reason=self.note) if self.left_out else finished
 
     def log(self, run: str) -> None:
         """Log the `note`, where there is one."""

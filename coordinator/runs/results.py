@@ -11,7 +11,7 @@ from edge_agent.core.errors import ExportRejected, HeadwaterError, StateError
 from edge_agent.wire.messages.up import Report
 
 from ..journal import entries as facts
-from ..journal.entries import CancelRequested, ReleaseReported, RoundClosed, RunCancelled, RunFinished
+from ..journal.entries import CancelRequested, ReleaseReported, RoundClosed, RunCancelled
 from ..journal.kinds import FINAL
 from ..journal.store import Entry, utc_now
 from ..rounds.context import Run, Steps, Waiting
@@ -133,7 +133,7 @@ def finish_run(run: Run, stats: Stats, exclusions: Exclusions, stopped: str) -> 
             "rounds": request.rounds,
             "seed": request.seed,
             "status": "finished",
-            **updates.summary(),
+            **updates.to_json(),
             "at": utc_now().isoformat(timespec="seconds"),
             "seconds": round(stats.seconds(context), 3),
             "encoder_sha256": sha256,
@@ -151,7 +151,7 @@ def finish_run(run: Run, stats: Stats, exclusions: Exclusions, stopped: str) -> 
         },
     )
     write_report(folder)
-    state.journal.append(RunFinished(encoder_sha256=sha256, **updates.reason()), run=run.id)
+    state.journal.append(updates.to_fact(sha256), run=run.id)
     log.info("run_finished run=%s encoder_sha256=%s", run.id, sha256[:12] or "none")
     updates.log(run.id)
 

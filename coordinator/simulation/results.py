@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
@@ -209,11 +210,11 @@ def describe(state: StateFolder, run: str, prepared: Prepared) -> None:
     plan = prepared.plan
     division = prepared.division
     folder = state.run(run)
-    shown = class_counts(division, prepared.pools, prepared.task.class_names)
-    if len(shown["clients"]) > MOST_COUNTED:
-        shown["clients"] = []
+    counts = class_counts(division, prepared.pools, prepared.task.class_names)
+    if len(counts.clients) > MOST_COUNTED:
+        counts = replace(counts, clients=())
     settings = plan.model_dump(mode="json", exclude_defaults=True, exclude={"folder", *HOW_NOT_WHAT})
-    described = {"data": list(plan.data), "partition": shown, "plan": settings}
+    described = {"data": list(plan.data), "partition": counts.to_json(), "plan": settings}
     folder.write_summary({**(folder.summary() or {}), "simulation": described})
     write_report(folder)
 

@@ -227,19 +227,19 @@ def test_log_file_is_bounded_and_read_across_its_rotation(tmp_path, monkeypatch)
             for _ in range(MOST_BYTES // 3 // 4000):
                 log.info("filled number=%d with=%s", number, "x" * 3800)
             log.info("counted number=%d", number)
-            seen += [line["number"] for line in reader.new() if line["event"] == "counted"]
+            seen += [line.values["number"] for line in reader.new() if line.event == "counted"]
         for number in range(3, 6):
             for _ in range(MOST_BYTES // 3 // 4000):
                 log.info("filled number=%d with=%s", number, "x" * 3800)
             log.info("counted number=%d", number)
-            seen += [line["number"] for line in reader.new() if line["event"] == "counted"]
+            seen += [line.values["number"] for line in reader.new() if line.event == "counted"]
     assert seen == list(range(6))
     sizes = [path.stat().st_size for path in tmp_path.glob(f"{NAME}*")]
     assert (len(sizes), max(sizes) <= MOST_BYTES) == (2, True)
     assert {path.stat().st_mode & 0o077 for path in tmp_path.glob(f"{NAME}*")} == {0}
     (tmp_path / NAME).write_bytes(b'[]\nnone\n{"time": 3}\n{"time": "now"}\n{"time"')
     (tmp_path / f"{NAME}.1").unlink()
-    assert LogReader(tmp_path).new() == [{"time": "now"}]
+    assert [line.time for line in LogReader(tmp_path).new()] == ["now"]
 
 
 def log_line(name, size=300):
@@ -262,7 +262,7 @@ class GrowingLog:
         self.path.replace(self.older)
 
     def new(self):
-        return [line["event"] for line in self.reader.new()]
+        return [line.event for line in self.reader.new()]
 
 
 @pytest.fixture
