@@ -441,8 +441,7 @@ def _trouble_lines(written: Status) -> Iterator[str]:
 
 def _rejection_lines(written: Status) -> Iterator[str]:
     """Yield what was rejected since the coordinator's start, with the most frequent causes."""
-    for kind, singular in (("messages", "message"), ("updates", "update")):
-        rejected = written.rejected(kind)
+    for singular, rejected in (("message", written.rejected("messages")), ("update", written.rejected("updates"))):
         if rejected.total:
             causes = "; ".join(f"{cause} ({times} ×)" for cause, times in rejected.causes.items())
             yield f"rejected: {counted(rejected.total, singular)}" + (f", most of all {causes}" if causes else "")

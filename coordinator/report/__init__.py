@@ -11,15 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from edge_agent.core.errors import StateError
 from edge_agent.core.storage import write_atomic
 
-from ..state.release_rows import ReleaseRow
 from ..state.store import RunFolder
 from ..views.runs import RunRecord
 from .figures import read_run
 from .page import render
+
+if TYPE_CHECKING:
+    from ..state.release_rows import ReleaseRow
 
 __all__ = ["write_report"]
 

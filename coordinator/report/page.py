@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from edge_agent.core.errors import StateError
 
 from ..state.noise import Gain
-from ..state.release_rows import ReleaseRow
 from ..state.store import RunFolder
 from ..text import counted, sentence
 from ..views.values import as_number
@@ -25,6 +24,8 @@ from .pictures import picture
 
 if TYPE_CHECKING:
     import jinja2
+
+    from ..state.release_rows import ReleaseRow  # a coordinator that writes the page of a run shows no release
 
 MOST_AGENTS = 1000
 """Rows of the table of agents; ``metrics.jsonl`` has all of them."""

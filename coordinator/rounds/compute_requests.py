@@ -27,9 +27,12 @@ if TYPE_CHECKING:
 
 
 class Travelling(BaseModel):
-    """A request to the compute process, or its answer; both processes are of the same version."""
+    """A request to the compute process, or its answer; both processes are of the same version.
 
-    model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
+    The validators are built when they are first used: a coordinator at rest needs none of them, and many it never does.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=(), defer_build=True)
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON that the pipe carries."""

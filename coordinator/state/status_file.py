@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from edge_agent.core.storage import read_regular
 
@@ -23,8 +23,10 @@ from .privacy_spent import PrivacySpent
 
 STATUS = "status.json"
 EVERYONE = "agents.json"
+"""The file with all agents of a fleet that has more than `MOST_LISTED`."""
+
 MOST_LISTED = 200
-"""Where all agents are if the fleet has more than so many is `EVERYONE`; ``status.json`` lists only so many."""
+"""The most agents that ``status.json`` lists."""
 
 
 # --- what it says ----------------------------------------------------------------------------------------------------
@@ -277,8 +279,8 @@ class Status:
         """The devices that were kept out in the last minutes."""
         return [RefusedDevice.from_body(body) for body in _objects(self.content.get("refused_agents"))]
 
-    def rejected(self, kind: str) -> RejectedSoFar:
-        """Return what was rejected since the coordinator's start; ``kind``: ``messages`` or ``updates``."""
+    def rejected(self, kind: Literal["messages", "updates"]) -> RejectedSoFar:
+        """Return what was rejected since the coordinator's start."""
         causes = _object(_object(self.content.get("rejected_most")).get(kind))
         return RejectedSoFar(
             total=_whole(self.content.get(f"rejected_{kind}")) or 0,
