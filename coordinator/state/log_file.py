@@ -146,7 +146,7 @@ def _read_on(file: BinaryIO, position: _Position | None) -> tuple[_Position, lis
 
 
 def _parse(line: bytes) -> LogLine | None:
-    """Return a line of the log; None where it is no JSON object with a time."""
+    """Return a line of the log; None for what is not a JSON object with a time."""
     try:
         body = json.loads(line)
     except (ValueError, RecursionError):
