@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,14 +21,16 @@ from edge_agent.identity.certificates import show_utc
 
 from ..identity.ledger import AgentRecord, Ledger
 from ..journal.entries import DeviceRetired
-from ..state.fleet_rows import describe_inputs
-from ..state.history import history_of
+from ..state.fleet_columns import to_json
+from ..state.fleet_rows import AgentRow, describe_inputs
+from ..state.history import AgentHistory, history_of
 from ..state.store import StateFolder
 from ..text import counted, listed
-from ..views.candidate import SCOPES
+from ..views.candidate import SCOPES, Candidate
+from ..views.history import AccuracyLine, BundleLine, PinLine
 from ..views.releases import book_of
 from .enroll import Expires, Name, duration, enrolment, print_token
-from .fleet import NO_AGENTS, Row, SortKey, ago, has_problem, notes_of, rows_of, sort_key, table_of
+from .fleet import NO_AGENTS, SortKey, ago, notes_of, rows_of, sort_key, table_of
 from .options import Config, Json, State, state_path
 from .output import present, table
 
@@ -84,19 +87,50 @@ def show_agents(
     with StateFolder(path).look() as folder:
         rows = rows_of(folder)
         if name is not None:
-            agent = {**_find_agent(rows, name, path), "history": history_of(folder, name)}
-            present(agent, _show_agent(agent), as_json=as_json)
+            row = _find_agent(rows, name, path)
+            history = history_of(folder, name)
+            present({**to_json(row), "history": history.to_json()}, _show_agent(row, history), as_json=as_json)
             return
-    selected = [row for row in rows if find in row["id"] and (has_problem(row) or not faults)]
+    selected = [row for row in rows if find in row.id and (row.has_problem or not faults)]
     selected.sort(key=sort_key(sort), reverse=reverse)
     shown = selected[:limit] if limit else selected
-    states = dict(sorted(Counter(row["state"] for row in rows).items()))
-    result = {"agents": shown, "selected": len(selected), "known": len(rows), "states": states}
-    result["inputs"] = describe_inputs(row["inputs_since"] for row in rows)
-    present(result, _show_fleet(result), as_json=as_json)
+    fleet = _Fleet(
+        shown=shown,
+        selected=len(selected),
+        known=len(rows),
+        states=dict(sorted(Counter(row.presence.value for row in rows).items())),
+        inputs=describe_inputs(row.inputs_since for row in rows),
+    )
+    present(fleet.to_json(), _show_fleet(fleet), as_json=as_json)
 
 
-def _find_agent(rows: list[Row], name: str, state: Path) -> Row:
+@dataclass(frozen=True)
+class _Fleet:
+    """The agents that were asked for, and counts of all agents."""
+
+    shown: list[AgentRow]
+    selected: int
+    """Agents that were asked for; the page may have fewer."""
+
+    known: int
+    states: dict[str, int]
+    """Presence, as a word -> agents."""
+
+    inputs: str
+    """On how many agents the inputs have changed; empty where none tells it."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the agents as ``--json`` prints them."""
+        return {
+            "agents": [to_json(row) for row in self.shown],
+            "selected": self.selected,
+            "known": self.known,
+            "states": self.states,
+            "inputs": self.inputs,
+        }
+
+
+def _find_agent(rows: list[AgentRow], name: str, state: Path) -> AgentRow:
     """Return the row of an agent.
 
     Raises:
@@ -104,7 +138,7 @@ def _find_agent(rows: list[Row], name: str, state: Path) -> Row:
             agent has a similar name.
     """
     for row in rows:
-        if row["id"] == name:
+        if row.id == name:
             return row
     record = Ledger(state / IDENTITY / "agents").get(name)
     if record is not None:
@@ -112,127 +146,116 @@ def _find_agent(rows: list[Row], name: str, state: Path) -> Row:
             f"agent '{name}' ({_enrolment_state(record, time.time())}) was not heard yet; on the device "
             "'edge-agent run' starts it and 'edge-agent doctor' says what keeps it away"
         )
-    close = nearest(name, [row["id"] for row in rows])
+    close = nearest(name, [row.id for row in rows])
     hint = f"did you mean '{close}'? " if close else ""
     raise UsageError(f"unknown agent '{name}': {hint}'headwater agents' shows those that are known")
 
 
-def _show_fleet(result: dict[str, Any]) -> Iterator[Table | str]:
+def _show_fleet(fleet: _Fleet) -> Iterator[Table | str]:
     """Yield the table of the selected agents, with what is to be said about single ones below."""
-    shown: list[Row] = result["agents"]
-    if not result["known"]:
+    shown = fleet.shown
+    if not fleet.known:
         yield NO_AGENTS
         return
-    states = ", ".join(f"{count} {state}" for state, count in result["states"].items())
-    yield f"{counted(result['known'], 'agent')}: {states}"
-    if result["inputs"]:
-        yield f"inputs: {result['inputs']}"
+    states = ", ".join(f"{count} {state}" for state, count in fleet.states.items())
+    yield f"{counted(fleet.known, 'agent')}: {states}"
+    if fleet.inputs:
+        yield f"inputs: {fleet.inputs}"
     if not shown:
         yield "none of them is selected (--faults, --find)"
         return
-    is_cut = len(shown) < result["selected"]
-    yield table_of(shown, f"{len(shown)} of {result['selected']} selected" if is_cut else "agents")
+    is_cut = len(shown) < fleet.selected
+    yield table_of(shown, f"{len(shown)} of {fleet.selected} selected" if is_cut else "agents")
     for row in shown:
         for note in notes_of(row):
-            yield f"{row['id']} *: {note}"
-    alone = [row["id"] for row in shown if row["better_alone"]]
+            yield f"{row.id} *: {note}"
+    alone = [row.id for row in shown if row.better_alone]
     if alone:
         yield f"better off alone, acc.local above acc.personal by more than noise: {listed(alone)}"
 
 
-def _show_agent(agent: dict[str, Any]) -> Iterator[Table | str]:
+def _show_agent(row: AgentRow, history: AgentHistory) -> Iterator[Table | str]:
     """Yield what is known of one agent: what it is now, then its history, a table or line for each kind of event."""
-    yield from pairs(_facts_of(agent).items())
-    if fault := agent["fault"]:
-        yield from pairs([("fault", f"{fault['error']}: {fault['message']}"), ("remedy", fault["remedy"])])
-    for note in agent["notes"]:
+    yield from pairs(_facts_of(row).items())
+    if row.fault is not None:
+        yield from pairs([("fault", f"{row.fault.error}: {row.fault.message}"), ("remedy", row.fault.remedy)])
+    for note in row.notes:
         yield f"note: {note}"
-    history = agent["history"]
-    if history["accuracy"]:
+    if history.accuracy:
         yield ""
-        yield _table_of_accuracy(history["accuracy"])
-    if history["bundles"]:
+        yield _table_of_accuracy(history.accuracy)
+    if history.bundles:
         yield ""
-        yield _table_of_bundles(history["bundles"])
-    for pin in history["pins"]:
+        yield _table_of_bundles(history.bundles)
+    for pin in history.pins:
         yield _describe_pin(pin)
-    for fault in history["faults"]:
-        yield f"{show_time(fault['at'])} fault: {fault['error']}: {fault['message']}; {fault['remedy']}"
-    for update in history["rejected"]:
-        yield (
-            f"{show_time(update['at'])} update of {update['run']}, round {update['round']}, rejected: "
-            f"{update['reason']}"
-        )
+    for fault in history.faults:
+        yield f"{show_time(fault.at)} fault: {fault.error}: {fault.message}; {fault.remedy}"
+    for update in history.rejected:
+        yield f"{show_time(update.at)} update of {update.run}, round {update.round}, rejected: {update.reason}"
 
 
-def _facts_of(agent: dict[str, Any]) -> dict[str, object]:
+def _facts_of(row: AgentRow) -> dict[str, object]:
     """Name -> value of what an agent is now; None where it is not known."""
-    seen = ago(agent["last_seen_s"])
+    seen = ago(row.silent_s)
     facts: dict[str, object] = {
-        "agent": agent["id"],
-        "state": agent["state"],
-        "tier": agent["tier"],
+        "agent": row.id,
+        "state": row.presence.value,
+        "tier": row.tier or None,
         "last seen": f"{seen} ago" if seen else None,
-        "version": agent["software"],
-        "bundle": agent["bundle_id"],
-        "head": agent["head"],
-        "samples": agent["samples"],
+        "version": row.software or None,
+        "bundle": row.bundle_id or None,
+        "head": row.head or None,
+        "samples": row.samples,
+        "acc.local": row.local,
+        "acc.global": row.shared,
+        "acc.personal": row.personal,
     }
-    for scope, value in agent["acc"].items():
-        facts[f"acc.{scope}"] = value
-    facts["better off alone"] = _describe_better_alone(agent)
-    facts["memory"] = None if agent["rss_mb"] is None else f"{agent['rss_mb']:.1f} MB"
-    if candidate := agent["candidate"]:
-        facts["tried, not in use"] = _describe_candidate(candidate)
+    facts["better off alone"] = _describe_better_alone(row)
+    facts["memory"] = None if row.rss_mb is None else f"{row.rss_mb:.1f} MB"
+    if row.candidate is not None:
+        facts["tried, not in use"] = _describe_candidate(row.candidate)
     return facts
 
 
-def _describe_better_alone(agent: dict[str, Any]) -> str | None:
+def _describe_better_alone(row: AgentRow) -> str | None:
     """Say whether local training serves an agent better; None where no accuracy of it is known."""
-    if all(value is None for value in agent["acc"].values()):
+    if row.local is None and row.shared is None and row.personal is None:
         return None
-    if agent["better_alone"]:
+    if row.better_alone:
         return "yes: acc.local is above acc.personal by more than noise"
     return "no"
 
 
-def _table_of_accuracy(events: Sequence[dict[str, Any]]) -> Table:
+def _table_of_accuracy(lines: Sequence[AccuracyLine]) -> Table:
     rows = [
-        (show_time(event["at"]), event["run"], event["round"] or "end", *(event["acc"][scope] for scope in SCOPES))
-        for event in events
+        (show_time(line.at), line.run, line.round or "end", *(line.acc[scope] for scope in SCOPES)) for line in lines
     ]
     return table("accuracy", ("at", "run", "round", *(f"acc.\n{scope}" for scope in SCOPES)), rows, left=2)
 
 
-def _table_of_bundles(events: Sequence[dict[str, Any]]) -> Table:
+def _table_of_bundles(lines: Sequence[BundleLine]) -> Table:
     rows = [
-        (
-            show_time(event["at"]),
-            (event["bundle_id"] or "")[:12],
-            event["release"],
-            event["outcome"],
-            event["acc"],
-            event["reason"],
-        )
-        for event in events
+        (show_time(line.at), (line.bundle_id or "")[:12], line.release, line.outcome, line.acc, line.reason)
+        for line in lines
     ]
     return table("bundles", ("at", "bundle", "release", "outcome", "acc.personal", "reason"), rows, left=6)
 
 
-def _describe_pin(pin: dict[str, Any]) -> str:
+def _describe_pin(pin: PinLine) -> str:
     """Say when and by whom an agent was pinned to a release or unpinned."""
-    until = f" until {show_time(pin['until'])}" if pin["until"] else ""
-    decision = f"pinned to release {pin['release']}{until}: {pin['reason']}"
-    if pin["release"] is None:
+    until = f" until {show_time(pin.until)}" if pin.until else ""
+    decision = f"pinned to release {pin.release}{until}: {pin.reason}"
+    if pin.release is None:
         decision = "unpinned"
-    return f"{show_time(pin['at'])} {decision} ({pin['by']})"
+    return f"{show_time(pin.at)} {decision} ({pin.by})"
 
 
-def _describe_candidate(candidate: dict[str, Any]) -> str:
+def _describe_candidate(candidate: Candidate) -> str:
     """Say which bundle an agent went back from, and what it reached there."""
-    source = f"release {candidate['release']}" if candidate["release"] else candidate["run"]
-    text = f"bundle {candidate['bundle_id'][:12] or 'unknown'} of {source}"
-    acc = ", ".join(f"acc.{scope} {value_text(value)}" for scope, value in candidate["acc"].items())
+    source = f"release {candidate.release}" if candidate.release else candidate.run
+    text = f"bundle {candidate.bundle_id[:12] or 'unknown'} of {source}"
+    acc = ", ".join(f"acc.{scope} {value_text(value)}" for scope, value in candidate.acc.items())
     return f"{text}: {acc}" if acc else text
 
 
@@ -308,7 +331,10 @@ def rename(
 
 
 def _describe_enrolment(record: AgentRecord, now: float) -> dict[str, Any]:
-    """Return what ``--json`` says of an agent's certificates and tokens; ``now`` in seconds since 1970."""
+    """Return what ``--json`` prints of an agent's certificates and tokens; ``now`` in seconds since 1970.
+
+    The table of this module shows the same values, under the same names.
+    """
     certificate = record.current()
     token = record.token
     if token is not None and token.used_at is not None:

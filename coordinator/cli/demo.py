@@ -12,7 +12,7 @@ import math
 import re
 import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from ..processes.supervisor import ChildProcess
+    from ..runs.run_summary import RunSummary
+    from ..state.run_lines import AgentLine
     from ..state.store import RunFolder
     from ..web.server import Settings
 
@@ -217,6 +219,7 @@ def _present(results: RunFolder, folder: Path, seconds: float, *, as_json: bool)
     Raises:
         HeadwaterError: it left no summary.
     """
+    from ..runs.run_summary import RunSummary
     from .run import footnotes
 
     summary = results.summary()
@@ -230,30 +233,29 @@ def _present(results: RunFolder, folder: Path, seconds: float, *, as_json: bool)
         "folder": str(folder),
     }
     took = f"All of it took {seconds:.0f} s. Plots: {results.report_path}"
-    present(result, [gains_table(summary), *footnotes(summary), *_reading(summary, took)], as_json=as_json)
+    shown = RunSummary.from_json(summary)
+    present(result, [gains_table(shown), *footnotes(shown), *_reading(shown, took)], as_json=as_json)
 
 
-def gains_table(summary: Mapping[str, Any]) -> Table:
+def gains_table(summary: RunSummary) -> Table:
     """Return what each device gains, new devices first and the largest gain first; what is within noise is grey."""
-    from ..report.figures import notes_of
-
-    agents = sorted(summary["agents"], key=_order_of_gain)
+    agents = sorted(summary.agents, key=_order_of_gain)
     gains = [_classify_gain(agent) for agent in agents]
     rows = []
     for agent, gain in zip(agents, gains, strict=True):
         points = _gain_points(agent)
         rows.append(
             (
-                f"{agent['id']} *" if notes_of(agent) else agent["id"],
-                "new" if agent["tier"] == "head" else "trains",
+                f"{agent.id} *" if agent.notes else agent.id,
+                "new" if agent.tier == "head" else "trains",
                 GAIN_WORDS[gain],
                 "" if points is None else f"{points:+.1f}",
-                *(agent["acc"][scope] for scope in ("local", "global", "personal")),
-                agent["samples"],
+                *(agent.acc[scope] for scope in ("local", "global", "personal")),
+                agent.samples,
             )
         )
     columns = ("device", "is", "with the federation", "gain,\npoints", "acc.local\nalone", "acc.global\nshared")
-    title = f"{summary['run_id']}: {summary['method']}, {counted(summary['rounds'], 'round')}"
+    title = f"{summary.run_id}: {summary.method}, {counted(summary.rounds, 'round')}"
     result = table(title, (*columns, "acc.personal\npersonal", "samples"), rows, left=3)
     for row, gain in zip(result.rows, gains, strict=True):
         if gain is Gain.WITHIN:
@@ -261,55 +263,56 @@ def gains_table(summary: Mapping[str, Any]) -> Table:
     return result
 
 
-def _order_of_gain(agent: Mapping[str, Any]) -> tuple[bool, float]:
+def _order_of_gain(agent: AgentLine) -> tuple[bool, float]:
     """Return what sorts new devices before those that train, and larger gains before smaller and unknown ones."""
     gain = _gain_points(agent)
-    return agent["tier"] != "head", math.inf if gain is None else -gain
+    return agent.tier != "head", math.inf if gain is None else -gain
 
 
-def _classify_gain(agent: Mapping[str, Any]) -> Gain:
+def _classify_gain(agent: AgentLine) -> Gain:
     """Return whether a device's personal model is better than its best model alone by more than noise."""
-    acc = agent["acc"]
-    return classify_gain(acc["local"], acc["personal"], agent["support"], better_alone=agent["better_alone"])
+    local = agent.acc["local"]
+    return classify_gain(local, agent.acc["personal"], agent.support, better_alone=agent.better_alone)
 
 
-def _gain_points(agent: Mapping[str, Any]) -> float | None:
+def _gain_points(agent: AgentLine) -> float | None:
     """Return how many points ``acc.personal`` is above ``acc.local``; None where one of them is not known."""
-    personal = agent["acc"]["personal"]
-    local = agent["acc"]["local"]
+    personal = agent.acc["personal"]
+    local = agent.acc["local"]
     return None if personal is None or local is None else 100 * (personal - local)
 
 
-def _reading(summary: Mapping[str, Any], took: str) -> Iterator[str]:
+def _reading(summary: RunSummary, took: str) -> Iterator[str]:
     """Yield what the table means, and what to try next."""
     from edge_agent.core.installation import program_command
 
     from ..runs.result_notes import describe_warnings
 
-    heads = [agent["acc"] for agent in summary["agents"] if agent["tier"] == "head"]
-    personal, local = ([acc[scope] for acc in heads if acc[scope] is not None] for scope in ("personal", "local"))
+    heads = [agent.acc for agent in summary.agents if agent.tier == "head"]
+    personal = [acc["personal"] for acc in heads if acc["personal"] is not None]
+    local = [acc["local"] for acc in heads if acc["local"] is not None]
     if personal and local:
         yield (
             f"The {len(heads)} new devices, without torch and with few samples, get {fmean(personal):.3f} with a "
             f"personal head on the shared encoder, {fmean(local):.3f} with the best model that each can fit alone."
         )
-    unchanged = [agent for agent in summary["agents"] if _classify_gain(agent) is Gain.WITHIN]
+    unchanged = [agent for agent in summary.agents if _classify_gain(agent) is Gain.WITHIN]
     if unchanged:
         yield (
             f"As good as alone: the difference of {counted(len(unchanged), 'device')} is within the noise of "
-            f"{min(agent['support'] for agent in unchanged)} held-out samples or more. Devices with few samples gain "
+            f"{min(agent.support or 0 for agent in unchanged)} held-out samples or more. Devices with few samples gain "
             "from the federation; devices with many samples of one style do as well alone."
         )
-    yield from (f"warning: {line}" for line in describe_warnings(summary["warnings"]))
-    if settings := SETTINGS.get(summary["method"]):
+    yield from (f"warning: {line}" for line in describe_warnings(summary.warnings))
+    if settings := SETTINGS.get(summary.method or ""):
         options = " ".join(f"--set {name}={json.dumps(value)}" for name, value in settings.items())
-        yield f"Parameters that differ from the defaults of {summary['method']}: {options}"
+        yield f"Parameters that differ from the defaults of {summary.method}: {options}"
     yield took
-    if bundle := summary.get("bundle"):
+    if summary.bundle is not None:
         yield "Next, on this machine or any other, without torch and without a network:"
         source = f"digits:{HEAD_STYLES[0]}?client={len(TRAIN_STYLES)}&clients={len(STYLES)}"
         program = program_command("edge-agent")
-        path = shlex.quote(str(bundle["path"]))
+        path = shlex.quote(summary.bundle.path)
         yield f"  {program} fit --bundle {path} --data '{source}' --out my-head"
         yield f"  {program} evaluate --bundle {path} --data '{source}' --head my-head"
         yield f"  {program} serve --bundle {path} --head my-head"

@@ -27,7 +27,7 @@ from edge_agent.wire.transport import Message, Subscribed
 from ..broker import find_mosquitto
 from ..config import CoordinatorConfig, load_config
 from ..service.preflight import check_defaults, without_lost_weights
-from ..state.store import read_status
+from ..state.status_file import read_status
 from .options import Json
 from .output import present, table
 
@@ -85,7 +85,7 @@ def _serving_version(state: Path) -> str:
         is_held = lock_holder(state) is not None
     except OSError:
         return ""
-    serving = read_status(state).get("version") if is_held else None
+    serving = read_status(state).version if is_held else None
     return other_version(serving, __version__, "'headwater serve'")
 
 

@@ -12,17 +12,15 @@ from edge_agent.core.time_and_text import show_time
 
 from ..identity.revoked import revoked_agents
 from ..journal.store import utc_now
-from ..state.fleet_columns import COLUMNS, Column, Shape, terminal_columns, to_json, value_in
-from ..state.fleet_rows import FleetFacts, HeardAgent
+from ..state.fleet_columns import COLUMNS, Column, Shape, terminal_columns
+from ..state.fleet_rows import AgentRow, FleetFacts, HeardAgent
 from ..state.fleet_rows import rows_of as fleet_rows
-from ..state.store import StateFolder, read_agents, read_status
+from ..state.status_file import Status, read_agents, read_status
+from ..state.store import StateFolder
 from ..views.fleet import REPORTS, reported_by
 from ..views.releases import book_of
 from .follow import is_serving
 from .output import table
-
-Row = dict[str, Any]
-FAULT = ("error", "message", "remedy", "at")
 
 NO_AGENTS = (
     "no agents have been heard; 'edge-agent run' starts one, 'edge-agent doctor --config FILE' says what keeps it away"
@@ -37,17 +35,16 @@ else:  # a type of these names, of which the help lists the values
     SortKey = Literal.__getitem__(SORT_KEYS)
 
 
-def rows_of(folder: StateFolder) -> list[Row]:
-    """Return all known agents as JSON: heard since the coordinator's start, kept out lately, or with results."""
+def rows_of(folder: StateFolder) -> list[AgentRow]:
+    """Return all known agents: heard since the coordinator's start, kept out lately, or with results."""
     status = read_status(folder.path)
     now = utc_now()
-    refused = [one for one in status.get("refused_agents", ()) if one["id"]]
     book = book_of(folder.journal)
     facts = FleetFacts(
-        {agent["id"]: HeardAgent.from_body(agent) for agent in read_agents(folder.path)},
+        {row.agent.id: row.agent for row in read_agents(folder.path)},
         reported_by(folder.journal.newest_of(*REPORTS), book),
         book,
-        refused={one["id"]: {name: str(one[name]) for name in FAULT} for one in refused},
+        refused={refused.id: refused.why for refused in status.refused if refused.id},
         revoked=revoked_agents(folder.path),
         is_serving=is_serving(folder.path),
         now=now,
@@ -56,35 +53,30 @@ def rows_of(folder: StateFolder) -> list[Row]:
     rows = fleet_rows(facts)
     for row in rows:
         row.silent_s = None if row.silent_s is None else row.silent_s + age_s
-    return [to_json(row) for row in rows]
+    return rows
 
 
-def status_age_s(status: dict[str, Any], now: datetime) -> float:
+def status_age_s(status: Status, now: datetime) -> float:
     """Return how many seconds ago the coordinator wrote its status; 0 where it says no time."""
-    return max(0.0, (now - datetime.fromisoformat(status["at"])).total_seconds()) if "at" in status else 0.0
+    return max(0.0, status.age_s(now) or 0.0)
 
 
-def has_problem(row: Row) -> bool:
-    """Return whether somebody should look at an agent."""
-    return row["fault"] is not None or bool(row["notes"])
-
-
-def sort_key(by: SortKey | None) -> Callable[[Row], tuple[Any, ...]]:
+def sort_key(by: SortKey | None) -> Callable[[AgentRow], tuple[Any, ...]]:
     """Return a key for `sorted`: by default problems first; accuracies from the worst, unknown ones last."""
     if by is None:
-        return lambda row: (not has_problem(row), row["id"])
+        return lambda row: (not row.has_problem, row.id)
     column = next(column for column in COLUMNS if column.option == by)
 
-    def key(row: Row) -> tuple[Any, ...]:
-        value = value_in(row, column)
+    def key(row: AgentRow) -> tuple[Any, ...]:
+        value = column.value(row)
         if column.shape is Shape.MEMORY and value is not None:
             value = -value  # the most first
-        return (value is None, "" if value is None else value, row["id"])
+        return (value is None, "" if value is None else value, row.id)
 
     return key
 
 
-def table_of(rows: list[Row], title: str) -> Table:
+def table_of(rows: list[AgentRow], title: str) -> Table:
     """Return the table of these agents, one line for each."""
     columns = terminal_columns()
     cells = [[_cell(row, column) for column in columns] for row in rows]
@@ -92,11 +84,11 @@ def table_of(rows: list[Row], title: str) -> Table:
     return table(title, [column.terminal for column in columns], cells, left=texts)
 
 
-def _cell(row: Row, column: Column) -> object:
+def _cell(row: AgentRow, column: Column) -> object:
     """Return what the table shows of an agent in a column."""
-    value = value_in(row, column)
+    value = column.value(row)
     if column.shape is Shape.AGENT:
-        return f"{value} *" if has_problem(row) else value
+        return f"{value} *" if row.has_problem else value
     if column.shape is Shape.SEEN:
         return ago(value)
     if column.shape is Shape.BUNDLE:
@@ -104,7 +96,7 @@ def _cell(row: Row, column: Column) -> object:
     if column.shape is Shape.MEMORY:
         return None if value is None else f"{value:.0f}"
     if column.shape is Shape.FAULT:
-        return value["error"] if value else None
+        return value.error if value else None
     return value
 
 
@@ -118,8 +110,9 @@ def ago(seconds: float | None) -> str | None:
     return f"{seconds:.0f} s"
 
 
-def notes_of(agent: Row) -> Iterator[str]:
+def notes_of(agent: AgentRow | HeardAgent) -> Iterator[str]:
     """Yield why an agent failed and what to do about it, then its other notes."""
-    if fault := agent.get("fault"):
-        yield f"{fault['error']}: {fault['message']}; {fault['remedy']} (at {show_time(fault['at'])})"
-    yield from agent.get("notes", ())
+    fault = agent.fault
+    if fault is not None:
+        yield f"{fault.error}: {fault.message}; {fault.remedy} (at {show_time(fault.at)})"
+    yield from agent.notes

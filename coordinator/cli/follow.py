@@ -6,9 +6,8 @@ import contextlib
 import shlex
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,9 @@ from edge_agent.core.time_and_text import show_time
 
 from ..journal.store import Journal, utc_now
 from ..runs.result_notes import describe_progress
-from ..state.store import StateFolder, read_status
+from ..state.fleet_rows import HeardAgent, Presence
+from ..state.status_file import Awaited, RunUnderWay, Status, read_status
+from ..state.store import StateFolder
 from ..text import SaidBefore, about_time, counted, listed
 from ..views.candidate import SCOPES
 from ..views.runs import RunRecord, replay
@@ -160,7 +161,7 @@ MOST_ROWS = 20
 
 
 @contextlib.contextmanager
-def _progress(run: str) -> Iterator[Callable[[RunRecord, str, dict[str, Any]], None]]:
+def _progress(run: str) -> Iterator[Callable[[RunRecord, str, Status], None]]:
     """Yield a function of the run's state, what it waits for, and the status; a terminal shows these drawn again."""
     if not is_live(console):
         lines = _Lines(run)
@@ -175,20 +176,21 @@ def _progress(run: str) -> Iterator[Callable[[RunRecord, str, dict[str, Any]], N
     columns = ("{task.description}", BarColumn(), *counts, "left", TimeRemainingColumn())
     progress = Progress(*columns, console=console, auto_refresh=False)
     bar = progress.add_task(run, total=None)
-    newest: tuple[str, dict[str, Any]] = "", {}
+    newest: tuple[str, Status] = "", Status({})
 
     def drawn() -> RenderableType:
         waiting, status = newest
         parts: list[RenderableType] = [progress, *([Text(f"waits: {waiting}")] if waiting else [])]
-        agents = status.get("agents", ())
-        if (status.get("run") or {}).get("id") == run and 0 < len(agents) <= MOST_ROWS:
-            parts.append(fitted(agents_now(status), console.width))
+        under_way = status.run
+        if under_way is not None and under_way.id == run and 0 < len(status.agents) <= MOST_ROWS:
+            agents = [row.agent for row in status.agents]
+            parts.append(fitted(agents_now(under_way, agents), console.width))
         return Group(*parts)
 
     # Drawn a few times a second, whatever happens in between: one round of a fleet is a thousand messages.
     with Live(get_renderable=drawn, console=console, refresh_per_second=4, transient=True, vertical_overflow="crop"):
 
-        def update(record: RunRecord, waiting: str, status: dict[str, Any]) -> None:
+        def update(record: RunRecord, waiting: str, status: Status) -> None:
             nonlocal newest
             newest = waiting, status
             progress.update(bar, total=record.request.rounds, completed=record.round)
@@ -196,31 +198,29 @@ def _progress(run: str) -> Iterator[Callable[[RunRecord, str, dict[str, Any]], N
         yield update
 
 
-def agents_now(status: dict[str, Any]) -> Table:
+def agents_now(run: RunUnderWay, agents: Sequence[HeardAgent]) -> Table:
     """Return what each agent does in the run under way, and its newest accuracies."""
-    rows = [
-        (agent["id"], _does(agent, status["run"]), *((agent.get("acc") or {}).get(scope) for scope in SCOPES))
-        for agent in status["agents"]
-    ]
+    rows = []
+    for agent in agents:
+        accuracies = agent.acc or {}
+        rows.append((agent.id, _does(agent, run), *(accuracies.get(scope) for scope in SCOPES)))
     return table("", ("agent", "is", *(f"acc.\n{scope}" for scope in SCOPES)), rows, left=2)
 
 
-def _does(agent: dict[str, Any], run: dict[str, Any]) -> str:
+def _does(agent: HeardAgent, run: RunUnderWay) -> str:
     """Say in few words what an agent does in the run under way."""
-    name = agent["id"]
-    if not agent["present"]:
-        return "offline"
-    condition = agent.get("condition", "ok")
-    if condition != "ok":
-        fault = agent.get("fault") or {}
-        return str(fault.get("error") or condition)
-    for part, word in (("rejected", "rejected"), ("accepted", "sent"), ("cohort", "at work")):
-        if name in run.get(part, ()):
-            return f"{word}, {run['round']}"
-    return f"bundle {agent['bundle_id'][:8]}" if agent["bundle_id"] else "ready"
+    if not agent.is_present:
+        return Presence.OFFLINE.value
+    if agent.condition != "ok":
+        error = "" if agent.fault is None else agent.fault.error
+        return error or agent.condition
+    for members, word in ((run.rejected, "rejected"), (run.accepted, "sent"), (run.cohort, "at work")):
+        if agent.id in members:
+            return f"{word}, {run.round}"
+    return f"bundle {agent.bundle_id[:8]}" if agent.bundle_id else "ready"
 
 
-def _waiting(status: dict[str, Any], run: str) -> str:
+def _waiting(status: Status, run: str) -> str:
     """Say what a run waits for and from whom, and what to try where nothing is heard.
 
     Args:
@@ -232,23 +232,22 @@ def _waiting(status: dict[str, Any], run: str) -> str:
     silent_since = _silent_since(status)
     if silent_since is not None:
         return f"nothing heard from the coordinator since {silent_since}; does 'headwater serve' still run?{tries}"
-    under_way = status.get("run") or {}
-    if under_way.get("id") == run or status.get("broker_away"):
-        waiting = status.get("waiting") or {}
-        whom = listed(waiting.get("whom", ()), "")
-        awaited = str(waiting.get("for", ""))
-        return f"{awaited}, not yet from {whom}{tries}" if whom else f"{awaited}{tries}"
-    if under_way.get("id"):
-        progress = f"round {under_way.get('round')} of {under_way.get('rounds')}"
-        return f"queued behind {under_way['id']}, which is in {progress}"
+    under_way = status.run
+    is_under_way = under_way is not None and under_way.id == run
+    if is_under_way or status.is_broker_away:
+        awaited = status.awaited or Awaited()
+        whom = listed(awaited.whom, "")
+        return f"{awaited.what}, not yet from {whom}{tries}" if whom else f"{awaited.what}{tries}"
+    if under_way is not None and under_way.id:
+        return f"queued behind {under_way.id}, which is in round {under_way.round} of {under_way.rounds}"
     return "the coordinator has not begun with it"
 
 
-def advice(status: dict[str, Any]) -> str:
+def advice(status: Status) -> str:
     """Return what to try where coordinator, broker, or every agent of a run is not heard; empty where they are."""
-    if _silent_since(status) is not None or status.get("broker_away"):
+    if _silent_since(status) is not None or status.is_broker_away:
         return "'headwater doctor --config FILE' tries the coordinator's way to the broker"
-    if status.get("run") and "fleet" in status and not status["fleet"]["online"]:
+    if status.run is not None and status.fleet is not None and not status.fleet.online:
         return (
             "no agent is heard: 'edge-agent doctor --config FILE' on a device says what keeps it away, "
             "'headwater doctor --config FILE' tries the broker from here"
@@ -256,14 +255,12 @@ def advice(status: dict[str, Any]) -> str:
     return ""
 
 
-def _silent_since(status: dict[str, Any]) -> str | None:
+def _silent_since(status: Status) -> str | None:
     """Return when the coordinator was heard last, if that is too long ago."""
-    try:
-        at = datetime.fromisoformat(str(status.get("at")))
-        silent_s = (utc_now() - at).total_seconds()
-    except (TypeError, ValueError):
+    silent_s = status.age_s(utc_now())
+    if status.at is None or silent_s is None or silent_s <= SILENT_S:
         return None
-    return show_time(at) if silent_s > SILENT_S else None
+    return show_time(status.at)
 
 
 def is_serving(state: Path) -> bool:

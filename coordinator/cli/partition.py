@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
@@ -20,6 +20,8 @@ from .simulate import sources
 
 if TYPE_CHECKING:
     from edge_agent.data.partition import Division
+
+    from ..simulation.datasets import ClassCounts
 
 Rule = Annotated[
     str,
@@ -70,15 +72,19 @@ def partition(
     for path in filter(None, (file, plot)):
         ready_for(path)
     pools, division, task = prepare(plan)
-    shown = class_counts(division, pools, task.class_names)
-    shown |= {"file": None if file is None else str(file), "plot": None if plot is None else str(plot)}
-    shown["data"] = ", ".join(source_name(source) for source in plan.data)
+    counts = class_counts(division, pools, task.class_names)
+    result = {
+        **counts.to_json(),
+        "file": None if file is None else str(file),
+        "plot": None if plot is None else str(plot),
+        "data": ", ".join(source_name(source) for source in plan.data),
+    }
     if file is not None:
         _check_replaceable(file, division)
         division.write(file)
     if plot is not None:
-        write_atomic(plot, picture([chart_of(shown, MOST_PLOTTED)], kind))
-    present(shown, _parts(shown), as_json=as_json)
+        write_atomic(plot, picture([chart_of(result, MOST_PLOTTED)], kind))
+    present(result, _parts(counts, file, plot), as_json=as_json)
 
 
 def _check_replaceable(path: Path, division: Division) -> None:
@@ -98,25 +104,26 @@ def _check_replaceable(path: Path, division: Division) -> None:
         )
 
 
-def _parts(shown: dict[str, Any]) -> Iterator[Table | str]:
-    clients = shown["clients"]
-    samples = shown["samples"]
-    more = ["…"] if len(shown["classes"]) > SHOWN_CLASSES else []
+def _parts(counts: ClassCounts, file: Path | None, plot: Path | None) -> Iterator[Table | str]:
+    """Yield the table of the first clients, and what the partition is as a whole."""
+    clients = counts.clients
+    more = ["…"] if len(counts.classes) > SHOWN_CLASSES else []
     rows = []
-    for one in clients[:SHOWN_CLIENTS]:
-        counts = [count or "·" for count in one["train"][:SHOWN_CLASSES]]
-        rows.append((one["id"], sum(one["train"]), sum(one["test"]), sum(map(bool, one["train"])), *counts, *more))
-    columns = ("client", "train", "test", "classes", *shown["classes"][:SHOWN_CLASSES], *more)
-    yield table(f"partition {shown['rule']}: training samples of each class", columns, rows)
+    for client in clients[:SHOWN_CLIENTS]:
+        cells = [count or "·" for count in client.train[:SHOWN_CLASSES]]
+        classes = sum(1 for count in client.train if count)
+        rows.append((client.id, sum(client.train), sum(client.test), classes, *cells, *more))
+    columns = ("client", "train", "test", "classes", *counts.classes[:SHOWN_CLASSES], *more)
+    yield table(f"partition {counts.division.rule}: training samples of each class", columns, rows)
     if len(clients) > SHOWN_CLIENTS:
         yield f"… and {len(clients) - SHOWN_CLIENTS} clients more; --json has them all"
-    sizes = sorted(sum(one["train"]) for one in clients)
-    repeated = sum(sizes) - samples["used"]
+    sizes = sorted(sum(client.train) for client in clients)
+    repeated = sum(sizes) - counts.used_samples
     draws = f", {repeated} of them draws of a sample that another client has, too" if repeated else ""
     yield (
         f"{len(clients)} clients with {sizes[0]} to {sizes[-1]} training samples (median {sizes[len(sizes) // 2]}); "
-        f"{samples['used']} of {samples['train']} samples of the pool are trained on{draws}"
+        f"{counts.used_samples} of {counts.pool_samples} samples of the pool are trained on{draws}"
     )
-    yield f"hash {shown['hash'][:16]}; partition: {shown['file'] or 'as it was'}"
-    if shown["plot"]:
-        yield f"picture: {shown['plot']}"
+    yield f"hash {counts.division.sha256[:16]}; partition: {file or 'as it was'}"
+    if plot is not None:
+        yield f"picture: {plot}"

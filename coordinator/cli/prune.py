@@ -56,7 +56,7 @@ def prune(
         left = usage(folder)
         kept = on_offer(folder)
     what = "removed" if removed else "would be removed" if dry_run else "will be removed by the coordinator soon"
-    line = f"{size / 1e6:.1f} MB of {counted(len(runs), 'run')} {what}; {left['free_bytes'] / 1e6:.0f} MB are free"
+    line = f"{size / 1e6:.1f} MB of {counted(len(runs), 'run')} {what}; {left.free_bytes / 1e6:.0f} MB are free"
     line += "".join(f"; {run} stays, because its release is in use" for run in kept)
     rows = [(one.run, one.status, len(one.files), f"{one.size_bytes / 1e6:.1f}") for one in listed]
     tables = [table("runs", ("run", "status", "files", "MB"), rows, left=2)] if rows else []
@@ -66,7 +66,7 @@ def prune(
         "removed": removed,
         "bytes": size,
         "runs": [one.as_json() for one in listed],
-        "left": left,
+        "left": left.to_json(),
     }
     present(result, [*tables, line], as_json=as_json)
 

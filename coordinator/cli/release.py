@@ -11,8 +11,9 @@ import typer
 from edge_agent.core.errors import UsageError
 
 from ..fleet import release_commands as commands
-from ..fleet.release_commands import describe_release, device_rows, find_release, tiers_without_releases
+from ..fleet.release_commands import find_release, tiers_without_releases
 from ..journal.store import utc_now
+from ..state.release_rows import ReleaseRow, device_rows
 from ..state.store import StateFolder
 from ..text import listed
 from ..views.releases import Book, Plan, Release, book_of
@@ -212,10 +213,10 @@ def status(
         now = utc_now()
     if number is not None:
         find_release(book, number)
-    releases = [describe_release(book, release, now) for release in book.releases]
+    releases = [ReleaseRow.from_release(book, release, now) for release in book.releases]
     rows = device_rows(book, now)
-    asked_for = [release for release in releases if number in {None, release["release"]}]
-    result = {"releases": asked_for, "devices": rows}
+    asked_for = [release.to_json() for release in releases if number in {None, release.number}]
+    result = {"releases": asked_for, "devices": [row.to_json() for row in rows]}
     shown = rows[:devices] if devices else rows
     others = tiers_without_releases(path)
     lines = [*release_lines(releases, number), *(device_lines(shown, len(rows), others) if releases else ())]
@@ -228,9 +229,9 @@ def _show(folder: StateFolder, number: int, *, as_json: bool) -> None:
     release = book.get(number)
     if release is None:
         raise UsageError(f"release {number} was not made; 'headwater release status' shows all")
-    result = describe_release(book, release, now)
-    result["notes"] = [*_obstacles(book, release, folder.path)]
-    present(result, [release_line(result), *result["steps"], *result["notes"]], as_json=as_json)
+    row = ReleaseRow.from_release(book, release, now)
+    notes = [*_obstacles(book, release, folder.path)]
+    present({**row.to_json(), "notes": notes}, [release_line(row), *row.steps, *notes], as_json=as_json)
 
 
 def _obstacles(book: Book, release: Release, path: Path) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -14,6 +14,7 @@ from ..fleet.release_commands import releases_of_run
 from ..report import write_report
 from ..report.page import accuracy_svg
 from ..runs.result_notes import describe_progress
+from ..state.release_rows import ReleaseRow
 from ..state.store import StateFolder
 from ..views.runs import RunRecord, replay
 from .options import Config, Json, RunOption, State, one_of, state_path
@@ -44,7 +45,7 @@ def report(
     run = one_of(run, run_option, "RUN")
     folder = StateFolder(state_path(config, state))
     record = None
-    releases = list[dict[str, Any]]()
+    releases = list[ReleaseRow]()
     if folder.journal.exists:
         with folder.look():
             record = replay(folder.journal, run) if run else _latest(folder)

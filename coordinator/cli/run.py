@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,6 +24,8 @@ from .output import console, present, set_up_logging, table
 
 if TYPE_CHECKING:
     from ..rounds.request import Request
+    from ..runs.result_notes import ResultWarning
+    from ..runs.run_summary import RunSummary
     from ..service.coordinator import Coordinator
     from ..views.runs import RunRecord
     from .follow import Invocation
@@ -109,29 +112,33 @@ def run(
             raise UsageError(f"{resume} is {record.status} already; ask for another run without --resume")
     record = _follow(settings, target, invocation)
     summary = result_of(StateFolder(settings.state), record)
-    parts = [*result_parts(summary), *next_steps(settings.state, summary, invocation)]
+    from ..runs.run_summary import RunSummary
+
+    shown = RunSummary.from_json(summary)
+    parts = [*result_parts(shown), *next_steps(settings.state, shown, invocation)]
     present(summary, parts, as_json=as_json)
 
 
-def next_steps(state: Path, summary: dict[str, Any], invocation: Invocation) -> Iterator[str]:
+def next_steps(state: Path, summary: RunSummary, invocation: Invocation) -> Iterator[str]:
     """Yield the commands that bring a run's bundle to devices, where it does not go to them by itself."""
     from ..fleet.release_commands import releases_of_run
     from ..state.store import StateFolder
 
-    if not (bundle := summary.get("bundle")):
+    bundle = summary.bundle
+    if bundle is None or summary.run_id is None:
         return
     with StateFolder(state).look() as folder:
-        if any(one["bundle_id"] == bundle["bundle_id"] for one in releases_of_run(folder, summary["run_id"])):
+        if any(row.release.bundle_id == bundle.bundle_id for row in releases_of_run(folder, summary.run_id)):
             return
     from ..state.release_keys import ReleaseKeys
 
-    create = invocation.command(f"release create {summary['run_id']}")
+    create = invocation.command(f"release create {summary.run_id}")
     keys = ReleaseKeys(state)
     if keys.sign_alone:
         yield f"next: {create} releases it to devices"
         return
     who = keys.newest().roles["targets"]
-    sign = f"'headwater keys sign {bundle['path']} --key FILE'"
+    sign = f"'headwater keys sign {bundle.path} --key FILE'"
     yield f"next: {who.threshold} of {len(who.keyids)} people sign it ({sign}), then {create} releases it to devices"
 
 
@@ -155,11 +162,11 @@ def _put_into_queue(settings: CoordinatorConfig, request: Request, invocation: I
 
 def _note_other_settings(settings: CoordinatorConfig) -> None:
     """Say where this command's configuration is not the one that the coordinator at work has read at its start."""
-    from ..state.store import read_status
+    from ..state.status_file import read_status
 
-    known = read_status(settings.state).get("settings")
+    known = read_status(settings.state).settings
     own = settings.digests()
-    changed = [f"[{name}]" for name, digest in own.items() if isinstance(known, dict) and known.get(name) != digest]
+    changed = [f"[{name}]" for name, digest in own.items() if known is not None and known.get(name) != digest]
     if changed:
         console.print(
             f"note: the coordinator at work began with other values of {listed(changed)}, and the run goes by those; "
@@ -264,96 +271,95 @@ def request_for(
     )
 
 
-def result_parts(summary: dict[str, Any]) -> Iterator[Table | str]:
+def result_parts(summary: RunSummary) -> Iterator[Table | str]:
     """Yield a run's result for people: a table of the devices, then what else has to be known."""
-    from ..runs.result_notes import describe_warnings, metric_lines
+    from ..runs.result_notes import describe_warnings
 
-    bundle = summary.get("bundle")
-    exported = f"no bundle ({summary.get('bundle_why_not', 'not exported')})"
-    if bundle:
-        exported = f"bundle {bundle['bundle_id'][:12]} in {bundle['path']}"
+    exported = f"no bundle ({summary.bundle_why_not})"
+    if summary.bundle is not None:
+        exported = f"bundle {summary.bundle.bundle_id[:12]} in {summary.bundle.path}"
     yield agents_table(summary)
     yield from footnotes(summary)
     # Clients of one class have a footnote each; why an agent was left out of the last round is said there, too.
-    explained = _left_out_of_last_round(summary)
-    warnings = [
-        warning
-        for warning in summary.get("warnings", [])
-        if warning["kind"] != "one_class"
-        and not (warning["kind"] == "left_out" and explained.issuperset(warning["clients"]))
-    ]
+    explained = summary.without_update
+    warnings = []
+    for warning in summary.warnings:
+        is_explained = warning.kind == "left_out" and explained.issuperset(warning.clients)
+        if warning.kind != "one_class" and not is_explained:
+            warnings.append(warning)
     yield from (f"warning: {line}" for line in describe_warnings(_without_known_reasons(warnings, summary)))
-    yield from (f"to try next: {step}" for step in summary.get("next_steps", ()))
-    yield from metric_lines(summary)
-    yield f"{summary['seconds']:.1f} s, {exported}"
+    yield from (f"to try next: {step}" for step in summary.next_steps)
+    yield from summary.metrics.lines()
+    yield f"{summary.seconds:.1f} s, {exported}"
 
 
-def _without_known_reasons(warnings: Sequence[dict[str, Any]], summary: dict[str, Any]) -> list[dict[str, Any]]:
+def _without_known_reasons(warnings: Sequence[ResultWarning], summary: RunSummary) -> list[ResultWarning]:
     """Return the warnings; those on agents whose failure is a footnote of the table do not repeat its reason."""
-    explained = {*summary.get("faults", {}), *summary.get("left_out", {})}
+    explained = {*summary.faults, *summary.left_out}
     result = []
     for warning in warnings:
-        short = warning.get("without_reason")
-        if short and explained.issuperset(warning["clients"]):
-            result.append({**warning, "message": f"{short} (the reason is above)"})
+        short = warning.without_reason
+        if short and explained.issuperset(warning.clients):
+            result.append(replace(warning, message=f"{short} (the reason is above)"))
         else:
             result.append(warning)
     return result
 
 
-def agents_table(summary: dict[str, Any]) -> Table:
+def agents_table(summary: RunSummary) -> Table:
     """Return the figures of each device; narrow enough for 80 columns."""
-    from ..report.figures import notes_of
-
     scopes = ("local", "global", "personal")
     columns = ("agent", "tier", "head", "samples", *(f"acc.\n{scope}" for scope in scopes))
     rows = [
         (
-            f"{a['id']} *" if notes_of(a) else a["id"],
-            *(a[key] for key in ("tier", "head", "samples")),
-            *(a["acc"][scope] for scope in scopes),
-            f"{a['rss_mb']:.0f}",
-            *(f"{a[key] / 1e6:.1f}" for key in ("bytes_up", "bytes_down")),
+            f"{agent.id} *" if agent.notes else agent.id,
+            agent.tier,
+            agent.head,
+            agent.samples,
+            *(agent.acc[scope] for scope in scopes),
+            None if agent.rss_mb is None else f"{agent.rss_mb:.0f}",
+            f"{agent.bytes_up / 1e6:.1f}",
+            f"{agent.bytes_down / 1e6:.1f}",
         )
-        for a in summary.get("agents", [])
+        for agent in summary.agents
     ]
-    title = f"{summary.get('run_id')}: {summary.get('method')}, {counted(summary.get('rounds', 0), 'round')}"
+    title = f"{summary.run_id}: {summary.method}, {counted(summary.rounds, 'round')}"
     return table(title, (*columns, "RSS\nMB", "up\nMB", "down\nMB"), rows, left=3)
 
 
-def footnotes(summary: dict[str, Any]) -> Iterator[str]:
+def footnotes(summary: RunSummary) -> Iterator[str]:
     """Yield which models ``acc.local`` is of, then notes on devices and their failures, one line each."""
-    from ..report.figures import notes_of
-    from ..runs.result_notes import describe_spent, local_models
+    from ..runs.result_notes import local_models
 
-    if models := local_models(summary.get("agents", [])):
+    models = local_models(summary.agents)
+    if models:
         yield f"acc.local, alone and without the federation: {models}"
-    yield from (f"{a['id']} *: {note}" for a in summary.get("agents", []) for note in notes_of(a))
-    left_out = summary.get("left_out", {})
-    explained = _left_out_of_last_round(summary)
-    for agent, reason in summary.get("faults", {}).items():
+    for agent in summary.agents:
+        yield from (f"{agent.id} *: {note}" for note in agent.notes)
+    explained = summary.without_update
+    for name, reason in summary.faults.items():
         # The line about the last round's updates, or the one about the rounds below, gives the same reason.
-        is_said_elsewhere = agent in explained or reason == left_out.get(agent, {}).get("reason")
-        if not is_said_elsewhere:
-            yield f"{agent} failed: {reason}"
-    if incomplete := summary.get("incomplete"):
-        yield f"incomplete: {incomplete}"
-    if stopped := summary.get("stopped"):
-        yield f"ended early: {stopped}"
-    if privacy := summary.get("privacy"):
-        yield describe_spent(privacy)
-    for agent, one in left_out.items():
-        if agent in explained:
+        left_out = summary.left_out.get(name)
+        is_said_below = left_out is not None and reason == left_out.reason
+        if name not in explained and not is_said_below:
+            yield f"{name} failed: {reason}"
+    if summary.incomplete:
+        yield f"incomplete: {summary.incomplete}"
+    if summary.stopped:
+        yield f"ended early: {summary.stopped}"
+    if summary.privacy is not None:
+        yield summary.privacy.text
+    yield from _notes_on_rounds(summary)
+
+
+def _notes_on_rounds(summary: RunSummary) -> Iterator[str]:
+    """Yield which rounds left an agent out, but for the last round, and in which ones its update was bounded."""
+    for name, left_out in summary.left_out.items():
+        if name in summary.without_update:
             continue
-        rounds = [str(number) for number in one["rounds"]]
-        yield f"{agent} was left out of {counted(len(rounds), 'round')} ({listed(rounds)}): {one['reason']}"
-    for agent, one in summary.get("bounded", {}).items():
-        rounds = [str(number) for number in one["rounds"]]
+        rounds = [str(number) for number in left_out.rounds]
+        yield f"{name} was left out of {counted(len(rounds), 'round')} ({listed(rounds)}): {left_out.reason}"
+    for name, bounded in summary.bounded.items():
+        rounds = [str(number) for number in bounded.rounds]
         number = counted(len(rounds), "round")
-        yield f"{agent}: its updates were bounded in {number} ({listed(rounds)}); last: {one['last']}"
-
-
-def _left_out_of_last_round(summary: dict[str, Any]) -> set[str]:
-    """Return the agents whose reason the line about the last round's updates gives."""
-    updates = summary.get("updates") or {}
-    return {agent for one in updates.get("left_out", ()) for agent in one["agents"]}
+        yield f"{name}: its updates were bounded in {number} ({listed(rounds)}); last: {bounded.last}"

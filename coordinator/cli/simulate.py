@@ -313,7 +313,7 @@ def rounds_table(result: dict[str, Any]) -> Table:
 
 def reading(result: dict[str, Any]) -> Iterator[str]:
     """Yield lines about what the numbers are, and where the rest is."""
-    from ..runs.result_notes import describe_warnings
+    from ..runs.result_notes import ResultWarning, describe_warnings
 
     yield "acc: mean over clients of what they received in that round; end: after the last round and personalizing"
     for scope, last in result["last"]["acc"].items():
@@ -327,7 +327,8 @@ def reading(result: dict[str, Any]) -> Iterator[str]:
         after = counted(int(best["rounds_done"]), "round")
         chosen_on = f"chosen on the {result['scored_on']} samples"
         yield f"best {_NAMES[scope]}: {best['clients_mean']:.4f} after {after}, {chosen_on}"
-    yield from (f"warning: {line}" for line in describe_warnings(result["warnings"], 0))
+    warnings = [ResultWarning.from_json(warning) for warning in result["warnings"]]
+    yield from (f"warning: {line}" for line in describe_warnings(warnings, 0))
     yield from (f"to try next: {step}" for step in result.get("next_steps", ()))
     yield from (f"missing at the end: client '{client}': {reason}" for client, reason in result["failed"].items())
     workers = f" with {counted(result['workers'], 'worker')}" if result["workers"] > 1 else ""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,14 +18,18 @@ from edge_agent.core.errors import StateError
 from edge_agent.core.formats import other_version, value_text
 from edge_agent.core.time_and_text import show_time
 
-from ..fleet.release_commands import describe_open_release, open_releases
 from ..identity.revoked import revoked_agents
 from ..journal.store import utc_now
-from ..runs.result_notes import SHOWN_CLIENTS, coordinator_metrics, describe_spent, metric_lines
-from ..state.fleet_rows import Presence, presence_of
-from ..state.retention import usage
-from ..state.store import RunFolder, StateFolder, read_agents, read_status
+from ..runs.result_notes import BELOW_LOCAL, SHOWN_CLIENTS, CoordinatorMetrics
+from ..runs.run_summary import RunSummary
+from ..state.fleet_rows import HeardAgent, Presence
+from ..state.privacy_spent import PrivacySpent
+from ..state.release_rows import OpenRelease, open_releases
+from ..state.retention import DiskUsage, usage
+from ..state.status_file import Awaited, FleetCounts, ListedAgent, RefusedDevice, Status, read_agents, read_status
+from ..state.store import RunFolder, StateFolder
 from ..text import counted, listed
+from ..views.releases import book_of
 from ..views.runs import replay
 from .fleet import NO_AGENTS, notes_of, status_age_s
 from .follow import advice, is_serving
@@ -33,7 +37,6 @@ from .options import Config, Json, State, state_path
 from .output import fitted, is_live, present, print_line, stdout_console, table
 
 SHOWN_AGENTS = 20
-CONDITIONS = ("online", "fault", "stalled")
 
 Condition = Literal["all", "online", "offline", "fault", "stalled", "notes"]
 Shown = Annotated[int, typer.Option("--agents", min=0, help="Most agents on a page; 0: all.")]
@@ -67,8 +70,8 @@ def status(
     selection = Selection(agents, page, only, find)
     with StateFolder(path).look() as folder:
         if not watch:
-            result = gather_status(folder, selection)
-            present(result, _lines(result), as_json=as_json)
+            gathered = gather_status(folder, selection)
+            present(gathered.to_json(), _lines(gathered), as_json=as_json)
             return
         from edge_agent.core.children import stop_on_signals
 
@@ -91,25 +94,30 @@ class Selection:
     find: str = ""
     """Text that their ids contain."""
 
-    def takes(self, agent: Mapping[str, Any]) -> bool:
+    def takes(self, listed_agent: ListedAgent) -> bool:
         """Return whether an agent of the status is in the wanted condition, and has the text in its id."""
-        return self.find in agent["id"] and self._is_in_condition(agent)
+        agent = listed_agent.agent
+        return self.find in agent.id and self._is_in_condition(agent)
 
-    def _is_in_condition(self, agent: Mapping[str, Any]) -> bool:
+    def _is_in_condition(self, agent: HeardAgent) -> bool:
         if self.only == "online":
-            return bool(agent["present"])
+            return agent.is_present
         if self.only == "offline":
-            return not agent["present"]
+            return not agent.is_present
         if self.only == "notes":
-            return any(notes_of(dict(agent)))
-        return self.only == "all" or agent.get("condition") == self.only
+            return any(notes_of(agent))
+        return self.only in {"all", agent.condition}
 
-    def cut(self, agents: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def cut(self, agents: list[ListedAgent]) -> list[ListedAgent]:
         """Return the page of these agents; of more than one page those with a note come first, then those offline."""
         if not self.most:
             return agents
         if len(agents) > self.most:
-            agents = sorted(agents, key=lambda agent: (not any(notes_of(agent)), agent["present"], agent["id"]))
+
+            def order(row: ListedAgent) -> tuple[bool, bool, str]:
+                return not any(notes_of(row.agent)), row.agent.is_present, row.agent.id
+
+            agents = sorted(agents, key=order)
         return agents[(self.page - 1) * self.most :][: self.most]
 
     def pages(self, count: int) -> int:
@@ -117,8 +125,103 @@ class Selection:
         return max(1, math.ceil(count / self.most)) if self.most else 1
 
 
-def gather_status(folder: StateFolder, selection: Selection, *, is_watched: bool = False) -> dict[str, Any]:
-    """Return the whole status as JSON, as ``--json`` prints it.
+# --- what is gathered ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _RunRow:
+    """A run, and the unfinished one that it is queued behind."""
+
+    id: str
+    method: str
+    status: str
+    round: int
+    rounds: int
+    reason: str | None
+    """Why it has ended or is stalled; None or empty: there is nothing to say."""
+
+    queued_behind: str | None
+    metrics: CoordinatorMetrics
+
+    @property
+    def note(self) -> str:
+        """What it is queued behind, or why it has ended or is stalled; empty where there is nothing to say."""
+        if self.queued_behind:
+            return f"queued behind {self.queued_behind}"
+        return self.reason or ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the run as ``--json`` prints it."""
+        return {
+            "id": self.id,
+            "method": self.method,
+            "status": self.status,
+            "round": self.round,
+            "rounds": self.rounds,
+            "reason": self.reason,
+            "queued_behind": self.queued_behind,
+            **self.metrics.to_json(),
+        }
+
+
+@dataclass(frozen=True)
+class _AgentsPage:
+    """The chosen page of agents, and how many were chosen on how many pages."""
+
+    agents: list[ListedAgent]
+    revoked: frozenset[str]
+    """Those whose certificate is revoked."""
+
+    selected: int
+    page: int
+    pages: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the page as ``--json`` prints it: agents as the coordinator wrote them."""
+        agents = [{**row.content, "revoked": row.agent.id in self.revoked} for row in self.agents]
+        return {"agents": agents, "agents_selected": self.selected, "page": self.page, "pages": self.pages}
+
+
+@dataclass(frozen=True)
+class GatheredStatus:
+    """What a state folder says of its coordinator, its runs, its releases and its agents."""
+
+    written: Status
+    """What the coordinator wrote last."""
+
+    is_serving: bool
+    state: Path
+    better_alone: list[str]
+    """The warnings about clients of the newest run that are better off alone."""
+
+    privacy: PrivacySpent | None
+    """What is spent of the privacy budget; None: no noise is added."""
+
+    disk: DiskUsage
+    runs: list[_RunRow]
+    releases: list[OpenRelease]
+    page: _AgentsPage | None
+    """None: no coordinator has written about agents yet."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the status as ``--json`` prints it, with all that the coordinator wrote."""
+        result = {
+            "better_alone": self.better_alone,
+            "privacy": None if self.privacy is None else self.privacy.to_json(),
+            "serving": self.is_serving,
+            "state": str(self.state),
+            "disk": self.disk.to_json(),
+            "runs": [run.to_json() for run in self.runs],
+            "releases": [release.to_json() for release in self.releases],
+            **self.written.content,
+        }
+        if self.page is not None:
+            result |= self.page.to_json()
+        return result
+
+
+def gather_status(folder: StateFolder, selection: Selection, *, is_watched: bool = False) -> GatheredStatus:
+    """Return the whole status of a state folder.
 
     Args:
         folder: The state folder, opened.
@@ -127,81 +230,83 @@ def gather_status(folder: StateFolder, selection: Selection, *, is_watched: bool
     """
     path = folder.path
     written = read_status(path)
-    now = written.get("run") or {}
     serving = is_serving(path)
     runs = _describe_runs(folder)
     disk = usage(folder)
-    releases = open_releases(folder)
-    if serving and now.get("stalled"):
-        for run in runs:
-            if run["id"] == now["id"]:
-                run |= {"status": "stalled", "reason": now["stalled"].get("reason")}
+    releases = open_releases(book_of(folder.journal), utc_now())
+    if serving and written.run is not None and written.run.stall is not None:
+        stalled = written.run
+        runs = [replace(run, status="stalled", reason=stalled.stall) if run.id == stalled.id else run for run in runs]
     # What is known of the newest run beside the journal: warnings and the privacy that it has spent.
     summary = _newest_summary(path, runs)
-    privacy = now.get("privacy")
+    privacy = None if written.run is None else written.run.privacy
     if summary is not None:
-        privacy = privacy or summary.get("privacy")
-        runs[-1]["reason"] = runs[-1]["reason"] or summary.get("stopped")
-    warnings = (summary or {}).get("warnings", [])
-    alone = [warning["message"] for warning in warnings if warning["kind"] == "below_local"]
-    result = {"better_alone": alone, "privacy": privacy, "serving": serving, "state": str(path), "disk": disk}
-    result |= {"runs": runs, "releases": releases, **written}
-    if "agents" in written:
-        result |= _select_agents(path, written, selection, is_watched=is_watched)
-    return result
+        privacy = privacy or summary.privacy
+        runs[-1] = replace(runs[-1], reason=runs[-1].reason or summary.stopped)
+    warnings = () if summary is None else summary.warnings
+    return GatheredStatus(
+        written=written,
+        is_serving=serving,
+        state=path,
+        better_alone=[warning.message for warning in warnings if warning.kind == BELOW_LOCAL],
+        privacy=privacy,
+        disk=disk,
+        runs=runs,
+        releases=releases,
+        page=_select_agents(path, written, selection, is_watched=is_watched) if written.has_agents else None,
+    )
 
 
-def _describe_runs(folder: StateFolder) -> list[dict[str, Any]]:
-    """Return all runs as JSON, each with the unfinished one that it is queued behind."""
-    runs = list[dict[str, Any]]()
+def _describe_runs(folder: StateFolder) -> list[_RunRow]:
+    """Return all runs, each with the unfinished one that it is queued behind."""
+    runs = list[_RunRow]()
     ahead: str | None = None
     for name in folder.journal.runs():
         record = replay(folder.journal, name)
         runs.append(
-            {
-                "id": record.run,
-                "method": record.request.method,
-                "status": record.status,
-                "round": record.round,
-                "rounds": record.request.rounds,
-                "reason": record.reason,
-                "queued_behind": None if record.is_over else ahead,
-                **coordinator_metrics(folder.journal, name),
-            }
+            _RunRow(
+                id=record.run,
+                method=record.request.method,
+                status=record.status,
+                round=record.round,
+                rounds=record.request.rounds,
+                reason=record.reason,
+                queued_behind=None if record.is_over else ahead,
+                metrics=CoordinatorMetrics.from_journal(folder.journal, name),
+            )
         )
         if not record.is_over:
             ahead = name
     return runs
 
 
-def _newest_summary(path: Path, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+def _newest_summary(path: Path, runs: Sequence[_RunRow]) -> RunSummary | None:
     """Return the summary of the newest run; None where it has none, or a damaged one, which costs only its notes."""
     if not runs:
         return None
     with contextlib.suppress(StateError):
-        return RunFolder(path / "runs" / runs[-1]["id"]).summary()
+        summary = RunFolder(path / "runs" / runs[-1].id).summary()
+        return None if summary is None else RunSummary.from_json(summary)
     return None
 
 
-def _select_agents(path: Path, written: Mapping[str, Any], selection: Selection, *, is_watched: bool) -> dict[str, Any]:
-    """Return the chosen page of agents as JSON, and how many were chosen on how many pages."""
-    is_large = written.get("fleet", {}).get("agents", 0) > SHOWN_AGENTS
+def _select_agents(path: Path, written: Status, selection: Selection, *, is_watched: bool) -> _AgentsPage:
+    """Return the chosen page of agents."""
+    is_large = written.fleet is not None and written.fleet.agents > SHOWN_AGENTS
     if is_watched and is_large:
-        agents = [agent for agent in written["agents"] if any(notes_of(agent))]
+        agents = [row for row in written.agents if any(notes_of(row.agent))]
     else:
-        agents = read_agents(path)
-    chosen = [agent for agent in agents if selection.takes(agent)]
-    revoked = revoked_agents(path)
-    shown = [{**agent, "revoked": agent["id"] in revoked} for agent in selection.cut(chosen)]
-    pages = selection.pages(len(chosen))
-    return {"agents": shown, "agents_selected": len(chosen), "page": selection.page, "pages": pages}
+        agents = list(read_agents(path))
+    chosen = [row for row in agents if selection.takes(row)]
+    shown = selection.cut(chosen)
+    return _AgentsPage(shown, revoked_agents(path), len(chosen), selection.page, selection.pages(len(chosen)))
 
 
 # --- watching --------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def _status_shown_again(*, as_json: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
+def _status_shown_again(*, as_json: bool) -> Iterator[Callable[[GatheredStatus], None]]:
     """Yield what to call with each status: a terminal shows it in the place of the one before, else changes."""
     out = stdout_console(soft_wrap=False)
     if as_json or not is_live(out):
@@ -212,8 +317,8 @@ def _status_shown_again(*, as_json: bool) -> Iterator[Callable[[dict[str, Any]],
 
     with Live(console=out, auto_refresh=False, vertical_overflow="crop") as live:
 
-        def update(result: dict[str, Any]) -> None:
-            parts = (fitted(part, out.width) if isinstance(part, Table) else Text(part) for part in _lines(result))
+        def update(status: GatheredStatus) -> None:
+            parts = (fitted(part, out.width) if isinstance(part, Table) else Text(part) for part in _lines(status))
             live.update(Group(*parts), refresh=True)
 
         yield update
@@ -226,8 +331,8 @@ class _Changes:
         self._as_json = as_json
         self._before: dict[str, str] = {}
 
-    def __call__(self, result: dict[str, Any]) -> None:
-        now = dict(_facts(result))
+    def __call__(self, status: GatheredStatus) -> None:
+        now = dict(_facts(status))
         at = utc_now().isoformat(timespec="seconds")
         for about, text in now.items():
             if self._before.get(about) != text:
@@ -237,166 +342,156 @@ class _Changes:
         self._before = now
 
 
-def _facts(result: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _facts(status: GatheredStatus) -> Iterator[tuple[str, str]]:
     """Yield what a status says, by subject, without what changes with each look."""
-    serving = result["serving"]
+    serving = status.is_serving
     yield "coordinator", "serving" if serving else "not running"
-    waiting = result.get("waiting")
-    if serving and waiting:
-        whom = f", not yet from {listed(waiting['whom'])}" if waiting["whom"] else ""
-        yield "waits", f"{waiting['for']}{whom}"
-    for run in result["runs"]:
-        note = _run_note(run)
-        text = f"{run['status']}, round {run['round']} of {run['rounds']}"
-        yield run["id"], f"{text}, {note}" if note else text
-    fleet = result.get("fleet")
-    if fleet:
-        yield "fleet", f"{fleet['agents']} known, {_count_conditions(fleet)}"
-    yield from _accuracies(result)
-    for agent in result.get("agents", ()):
-        notes = "; ".join(notes_of(agent))
+    awaited = status.written.awaited
+    if serving and awaited is not None:
+        whom = f", not yet from {listed(awaited.whom)}" if awaited.whom else ""
+        yield "waits", f"{awaited.what}{whom}"
+    for run in status.runs:
+        text = f"{run.status}, round {run.round} of {run.rounds}"
+        yield run.id, f"{text}, {run.note}" if run.note else text
+    fleet = status.written.fleet
+    if fleet is not None:
+        yield "fleet", f"{fleet.agents} known, {_count_conditions(fleet)}"
+    yield from _accuracies(status.written)
+    for row in status.page.agents if status.page is not None else ():
+        notes = "; ".join(notes_of(row.agent))
         if notes:
-            yield agent["id"], notes
+            yield row.agent.id, notes
     if serving:
-        for refused in result.get("refused_agents", ()):
-            about = f"refused {refused['id'] or 'device'} by {refused['by']}"
-            yield about, f"{refused['message']}; {refused['remedy']}"
+        for refused in status.written.refused:
+            about = f"refused {refused.id or 'device'} by {refused.by}"
+            yield about, f"{refused.why.message}; {refused.why.remedy}"
 
 
-def _run_note(run: Mapping[str, Any]) -> str:
-    """Return what a run is queued behind, or why it has ended or is stalled; empty where there is nothing to say."""
-    if run["queued_behind"]:
-        return f"queued behind {run['queued_behind']}"
-    return run["reason"] or ""
+def _count_conditions(fleet: FleetCounts) -> str:
+    return f"{fleet.online} online, {fleet.fault} fault, {fleet.stalled} stalled"
 
 
-def _count_conditions(fleet: Mapping[str, Any]) -> str:
-    return ", ".join(f"{fleet[name]} {name}" for name in CONDITIONS)
-
-
-def _accuracies(result: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _accuracies(written: Status) -> Iterator[tuple[str, str]]:
     """Yield each accuracy that agents have reported, by its name, with its mean and its worst tenth."""
-    for scope, acc in (result.get("acc") or {}).items():
-        agents = counted(acc["agents"], "agent")
-        text = f"{value_text(acc['mean'])}, worst tenth {value_text(acc['worst_tenth'])}, of {agents}"
+    for scope, acc in written.accuracies.items():
+        agents = counted(acc.agents, "agent")
+        text = f"{value_text(acc.mean)}, worst tenth {value_text(acc.worst_tenth)}, of {agents}"
         yield f"acc.{scope}", text
 
 
-def _lines(result: dict[str, Any]) -> Iterator[Table | str]:
+# --- as text ---------------------------------------------------------------------------------------------------------
+
+
+def _lines(status: GatheredStatus) -> Iterator[Table | str]:
     """Yield the status for people: the coordinator, its folder, the runs, the fleet."""
-    yield from _coordinator_lines(result)
-    yield from map(describe_open_release, result["releases"])
-    disk = result["disk"]
+    yield from _coordinator_lines(status)
+    yield from (release.text for release in status.releases)
+    disk = status.disk
     yield (
-        f"disk: {counted(disk['blobs'], 'blob')} of {disk['blob_bytes'] / 1e6:.1f} MB, checkpoints of "
-        f"{counted(disk['ended_runs'], 'ended run')}; {disk['free_bytes'] / 1e6:.0f} MB are free"
+        f"disk: {counted(disk.blobs, 'blob')} of {disk.blob_bytes / 1e6:.1f} MB, checkpoints of "
+        f"{counted(disk.ended_runs, 'ended run')}; {disk.free_bytes / 1e6:.0f} MB are free"
     )
     yield ""
-    yield from _run_lines(result)
+    yield from _run_lines(status)
     yield ""
-    yield from _fleet_lines(result)
+    yield from _fleet_lines(status)
 
 
-def _coordinator_lines(result: dict[str, Any]) -> Iterator[str]:
+def _coordinator_lines(status: GatheredStatus) -> Iterator[str]:
     """Yield whether a coordinator serves, what it waits for, and what is wrong with it."""
-    serving = result["serving"]
-    age = ""
-    if "at" in result:
-        age = f" (heard {status_age_s(result, utc_now()):.0f} s ago)"
-    yield f"coordinator: {'serving' if serving else 'not running'}{age}, state in {result['state']}"
-    yield from _version_note(result)
-    waiting = result.get("waiting")
-    if serving and waiting:
-        yield _waiting_line(waiting)
-    advised = advice(result)
+    written = status.written
+    serving = status.is_serving
+    age_s = written.age_s(utc_now())
+    age = "" if age_s is None else f" (heard {max(0.0, age_s):.0f} s ago)"
+    yield f"coordinator: {'serving' if serving else 'not running'}{age}, state in {status.state}"
+    yield from _version_note(status)
+    if serving and written.awaited is not None:
+        yield _waiting_line(written.awaited)
+    advised = advice(written)
     if not serving:
         yield "advice: 'headwater serve' starts it; 'headwater doctor --config FILE' tries its way to the broker"
     elif advised:
         yield f"advice: {advised}"
-    if result["privacy"]:
-        yield describe_spent(result["privacy"])
+    if status.privacy is not None:
+        yield status.privacy.text
     if serving:
-        yield from _trouble_lines(result)
-    yield from _rejection_lines(result)
+        yield from _trouble_lines(written)
+    yield from _rejection_lines(written)
     if serving:
-        yield from map(refusal_line, result.get("refused_agents", ())[:SHOWN_AGENTS])
+        yield from map(refusal_line, written.refused[:SHOWN_AGENTS])
 
 
-def _waiting_line(waiting: Mapping[str, Any]) -> str:
+def _waiting_line(awaited: Awaited) -> str:
     """Return what the coordinator waits for, for whom, and until when."""
-    title = "idle" if waiting.get("idle") else "waits"
-    whom = f"; not yet from {listed(waiting['whom'])}" if waiting["whom"] else ""
-    left = f", at most {waiting['seconds_left']:.0f} s more" if waiting["seconds_left"] is not None else ""
-    return f"{title}: {waiting['for']}{whom}{left}"
+    title = "idle" if awaited.is_idle else "waits"
+    whom = f"; not yet from {listed(awaited.whom)}" if awaited.whom else ""
+    left = f", at most {awaited.seconds_left:.0f} s more" if awaited.seconds_left is not None else ""
+    return f"{title}: {awaited.what}{whom}{left}"
 
 
-def _trouble_lines(result: Mapping[str, Any]) -> Iterator[str]:
+def _trouble_lines(written: Status) -> Iterator[str]:
     """Yield what disturbs the coordinator: its storage, and other coordinators."""
-    titles = {"storage": "storage", "other_coordinator": "another coordinator", "standby": "standby"}
-    for key, title in titles.items():
-        trouble = result.get(key)
-        if trouble:
-            yield f"{title}: {'; '.join(trouble) if isinstance(trouble, list) else trouble}"
+    if written.storage:
+        yield f"storage: {written.storage}"
+    if written.other_coordinator:
+        yield f"another coordinator: {written.other_coordinator}"
+    if written.standby:
+        yield f"standby: {written.standby}"
 
 
-def _rejection_lines(result: Mapping[str, Any]) -> Iterator[str]:
+def _rejection_lines(written: Status) -> Iterator[str]:
     """Yield what was rejected since the coordinator's start, with the most frequent causes."""
-    for what, singular in (("messages", "message"), ("updates", "update")):
-        number = result.get(f"rejected_{what}", 0)
-        if number:
-            most = (result.get("rejected_most") or {}).get(what, {})
-            causes = "; ".join(f"{cause} ({times} ×)" for cause, times in most.items())
-            yield f"rejected: {counted(number, singular)}" + (f", most of all {causes}" if causes else "")
+    for singular, rejected in (("message", written.rejected("messages")), ("update", written.rejected("updates"))):
+        if rejected.total:
+            causes = "; ".join(f"{cause} ({times} ×)" for cause, times in rejected.causes.items())
+            yield f"rejected: {counted(rejected.total, singular)}" + (f", most of all {causes}" if causes else "")
 
 
-def _run_lines(result: Mapping[str, Any]) -> Iterator[Table | str]:
+def _run_lines(status: GatheredStatus) -> Iterator[Table | str]:
     """Yield the table of runs, and what is to know of the newest one."""
-    runs = result["runs"]
-    if not runs:
+    if not status.runs:
         yield "no runs yet; 'headwater run' starts one"
         return
-    newest = runs[-1]
-    yield _table_of_runs(runs)
-    yield from (f"{newest['id']}: {line}" for line in metric_lines(newest))
-    yield from (f"{newest['id']}: {line}" for line in result["better_alone"][:SHOWN_CLIENTS])
+    newest = status.runs[-1]
+    yield _table_of_runs(status.runs)
+    yield from (f"{newest.id}: {line}" for line in newest.metrics.lines())
+    yield from (f"{newest.id}: {line}" for line in status.better_alone[:SHOWN_CLIENTS])
 
 
-def _fleet_lines(result: dict[str, Any]) -> Iterator[Table | str]:
+def _fleet_lines(status: GatheredStatus) -> Iterator[Table | str]:
     """Yield the counts of a fleet of several pages, its accuracies, and the table of the chosen agents."""
-    agents = result.get("agents", [])
-    fleet = result.get("fleet")
-    if fleet and result["agents_selected"] > len(agents):
-        about = f"page {result['page']} of {result['pages']} of {counted(result['agents_selected'], 'agent')}"
-        counts = f"{counted(fleet['agents'], 'agent')}, {_count_conditions(fleet)}"
+    page = status.page
+    fleet = status.written.fleet
+    if fleet is not None and page is not None and page.selected > len(page.agents):
+        about = f"page {page.page} of {page.pages} of {counted(page.selected, 'agent')}"
+        counts = f"{counted(fleet.agents, 'agent')}, {_count_conditions(fleet)}"
         yield f"fleet: {counts}; {about} (--page, --agents, --only, --find)"
-    yield from (f"{name}: {text}" for name, text in _accuracies(result))
-    yield _agents(result)
-    yield from (f"{agent['id']} *: {note}" for agent in agents for note in notes_of(agent))
+    yield from (f"{name}: {text}" for name, text in _accuracies(status.written))
+    yield _agents(status)
+    for row in page.agents if page is not None else ():
+        yield from (f"{row.agent.id} *: {note}" for note in notes_of(row.agent))
 
 
-def _version_note(result: dict[str, Any]) -> Iterator[str]:
+def _version_note(status: GatheredStatus) -> Iterator[str]:
     """Yield a line where the coordinator at work is of another version than this command."""
-    other = other_version(result.get("version"), __version__, "'headwater serve'")
-    if result["serving"] and other:
+    other = other_version(status.written.version, __version__, "'headwater serve'")
+    if status.is_serving and other:
         yield f"version: {other}"
 
 
-def _agents(result: dict[str, Any]) -> Table | str:
+def _agents(status: GatheredStatus) -> Table | str:
     """Return the table of the chosen agents, or why there is none."""
-    agents = result.get("agents")
-    if agents:
-        age_s = 0.0 if result["serving"] else status_age_s(result, utc_now())
-        return _table_of_agents(agents, is_serving=result["serving"], age_s=age_s)
-    count = (result.get("fleet") or {}).get("agents")
-    if count:
-        return f"none of {counted(count, 'agent')} is chosen (--page, --only, --find)"
+    if status.page is not None and status.page.agents:
+        age_s = 0.0 if status.is_serving else status_age_s(status.written, utc_now())
+        return _table_of_agents(status.page, is_serving=status.is_serving, age_s=age_s)
+    fleet = status.written.fleet
+    if fleet is not None and fleet.agents:
+        return f"none of {counted(fleet.agents, 'agent')} is chosen (--page, --only, --find)"
     return NO_AGENTS
 
 
-def _table_of_runs(runs: list[dict[str, Any]]) -> Table:
-    rows = [
-        (run["id"], run["method"], run["status"], f"{run['round']}/{run['rounds']}", _run_note(run)) for run in runs
-    ]
+def _table_of_runs(runs: Sequence[_RunRow]) -> Table:
+    rows = [(run.id, run.method, run.status, f"{run.round}/{run.rounds}", run.note) for run in runs]
     return table("runs", ("run", "method", "status", "round", "note"), rows, left=5)
 
 
@@ -404,37 +499,30 @@ _PRESENCE_TEXT = {Presence.FAULT: "online, fault", Presence.STALLED: "online, st
 """What the table says of agents that are there and have a problem; of others it says their presence."""
 
 
-def _table_of_agents(agents: list[dict[str, Any]], *, is_serving: bool, age_s: float) -> Table:
+def _table_of_agents(page: _AgentsPage, *, is_serving: bool, age_s: float) -> Table:
     """Return the table of agents; ``age_s``: how old the status is, where no coordinator writes it any more."""
     rows = []
-    for agent in agents:
-        presence = _presence(agent, is_serving=is_serving)
-        silent_s = agent["silent_s"]
+    for row in page.agents:
+        agent = row.agent
+        presence = agent.presence if is_serving else Presence.UNKNOWN
+        if agent.id in page.revoked:
+            presence = Presence.REVOKED
         rows.append(
             (
-                f"{agent['id']} *" if any(notes_of(agent)) else agent["id"],
-                agent["tier"],
-                agent.get("transport", "mqtt"),
+                f"{agent.id} *" if any(notes_of(agent)) else agent.id,
+                agent.tier or None,
+                agent.transport or "mqtt",
                 _PRESENCE_TEXT.get(presence, presence.value),
-                agent["bundle_id"][:12],
-                None if silent_s is None else f"{silent_s + age_s:.0f} s",
+                agent.bundle_id[:12],
+                None if agent.silent_s is None else f"{agent.silent_s + age_s:.0f} s",
             )
         )
     return table("agents", ("agent", "tier", "by", "is", "bundle", "silent"), rows, left=5)
 
 
-def _presence(agent: Mapping[str, Any], *, is_serving: bool) -> Presence:
-    """Return whether an agent of the status is there."""
-    if agent["revoked"]:
-        return Presence.REVOKED
-    if not is_serving:
-        return Presence.UNKNOWN
-    return presence_of(is_present=bool(agent["present"]), condition=agent.get("condition", "ok"))
-
-
-def refusal_line(refused: dict[str, Any]) -> str:
+def refusal_line(refused: RefusedDevice) -> str:
     """Return a line about a device that is kept out, why, and what to do."""
-    who = f"agent '{refused['id']}'" if refused["id"] else "a device"
-    by = {"broker": "the broker", "enrolment": "the enrolment port", "coordinator": "the coordinator"}[refused["by"]]
-    seen = f"{refused['times']} ×, last at {show_time(refused['at'])}"
-    return f"refused: {who} by {by} ({seen}): {refused['message']}; {refused['remedy']}"
+    who = f"agent '{refused.id}'" if refused.id else "a device"
+    by = {"broker": "the broker", "enrolment": "the enrolment port", "coordinator": "the coordinator"}[refused.by]
+    seen = f"{refused.times} ×, last at {show_time(refused.why.at)}"
+    return f"refused: {who} by {by} ({seen}): {refused.why.message}; {refused.why.remedy}"

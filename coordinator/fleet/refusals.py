@@ -15,7 +15,7 @@ from typing import Any, Literal
 from edge_agent.wire.messages.fields import printable
 
 from ..journal.store import utc_now
-from .registry import Rejections
+from .rejections import Rejections
 
 log = logging.getLogger(__name__)
 

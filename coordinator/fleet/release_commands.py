@@ -7,14 +7,10 @@ from __future__ import annotations
 
 import getpass
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 from edge_agent.core.errors import UsageError
-from edge_agent.core.time_and_text import moment_of, show_time
+from edge_agent.core.time_and_text import moment_of
 
 from ..journal.entries import (
     DevicePinned,
@@ -26,8 +22,10 @@ from ..journal.entries import (
 )
 from ..journal.kinds import Kind
 from ..journal.store import Entry, utc_now
-from ..state.store import StateFolder, read_agents
-from ..text import counted, listed
+from ..state.release_rows import ReleaseRow, Running
+from ..state.status_file import read_agents
+from ..state.store import StateFolder
+from ..text import listed
 from ..views.releases import Book, Device, Pin, Plan, Release, book_of, release_of, rollback_of
 from ..views.runs import replay
 
@@ -171,234 +169,16 @@ def current_user() -> str:
         return "unknown"
 
 
-# --- descriptions ----------------------------------------------------------------------------------------------------
-
-
-def describe_release(book: Book, release: Release, now: datetime) -> dict[str, Any]:
-    """Return a release as JSON: its plan, where it stands, where it comes from, and what it scored where."""
-    fact = release.made
-    on_devices = book.scores(release.bundle_id)
-    lineage = {"run": release.run, "round": release.round, **(fact.lineage or {})}
-    scored = {
-        "run": lineage.pop("scores", None),
-        "devices": None if on_devices is None else on_devices.model_dump(),
-        "held_out": fact.held_out,
-        "parity_max_abs": fact.parity_max_abs,
-        "int8_cosine": fact.int8_cosine,
-    }
-    steps = [*list_waits(book, release, now)]
-    return {
-        "release": release.number,
-        "bundle_id": release.bundle_id,
-        **asdict(Standing.from_release(book, release, now)),
-        "waits_for": "; ".join(steps),
-        "steps": steps,
-        "by": release.author or None,
-        "note": release.note,
-        "undone_because": book.undone_because(release),
-        "signed": fact.signed,
-        "at": release.at,
-        "plan": asdict(release.plan),
-        "canary": list(release.canary),
-        "outcomes": {name: count for name, count in sorted(release.count.items()) if count},
-        "lineage": {**lineage, "parent": fact.parent},
-        "scored": scored,
-        "results": {agent: asdict(result) for agent, result in sorted(release.results.items())},
-    }
-
-
-@dataclass(frozen=True)
-class Standing:
-    """Where a release stands, and by number the releases that it undoes, or that undo or replace it."""
-
-    stage: str
-    rolls_back: int | None
-    """The release that it undoes; None: it is no rollback."""
-
-    rolled_back_by: int | None
-    """The release that undoes it; None: there is none."""
-
-    replaced_by: int | None
-    """The newer release that everybody gets in its place; None: there is none."""
-
-    @classmethod
-    def from_release(cls, book: Book, release: Release, now: datetime) -> Standing:
-        """Return where a release stands at a moment."""
-        newer = book.replaced_by(release)
-        return cls(
-            stage=book.stage(release, now),
-            rolls_back=release.rolls_back or None,
-            rolled_back_by=release.rolled_back_by or None,
-            replaced_by=None if newer is None else newer.number,
-        )
-
-    @classmethod
-    def from_body(cls, body: Mapping[str, Any]) -> Standing:
-        """Return the standing in the JSON of a release."""
-        return cls(body["stage"], body["rolls_back"], body["rolled_back_by"], body["replaced_by"])
-
-    @property
-    def text(self) -> str:
-        """The stage for people, with the number of the release that took its place or that it undoes."""
-        if self.rolled_back_by:
-            return f"rolled back by {self.rolled_back_by}"
-        if self.replaced_by:
-            return f"replaced by {self.replaced_by}"
-        if self.rolls_back:
-            return f"rolls back {self.rolls_back}, {self.stage}"
-        return self.stage
-
-
-def list_waits(book: Book, release: Release, now: datetime) -> Iterator[str]:
-    """Yield what a release waits for, for whom and until when, what was done, and the next command, one line each.
-
-    Of a release that is over there is nothing to say.
-    """
-    if release.rolled_back_by or book.replaced_by(release) is not None:
-        return
-    if release.held:
-        yield from _list_waits_of_held(book, release)
-        return
-    # A device that could not try the bundle has answered, and is asked again; others have not answered yet.
-    to_answer = book.pending(release, now)
-    silent = [agent for agent in to_answer if agent not in release.results]
-    unable = [agent for agent in to_answer if agent in release.results]
-    if release.promoted:
-        if silent:
-            yield _wait_for_reports(release, silent, "", now)
-        if unable:
-            yield f"asks {counted(len(unable), 'device')} again that could not try it: {listed(unable)}"
-    elif release.paused:
-        yield f"the canary succeeded; continue with 'headwater release promote {release.number}'"
-    else:
-        missing = book.canary_size(release) - len(release.canary)
-        if missing > 0:
-            heard = counted(book.sizes[release.plan.channel], "device")
-            where = f"of {heard} in channel '{release.plan.channel}' once online"
-            yield f"the canary lacks {counted(missing, 'device')}, chosen {where}"
-        if release.canary:
-            yield _wait_for_reports(release, silent, " of the canary", now)
-
-
-def _list_waits_of_held(book: Book, release: Release) -> Iterator[str]:
-    """Yield why a release is held, and the commands that continue it or return its devices, one line each."""
-    yield from release.held.splitlines()
-    back = ""
-    if book.before(release) is not None:
-        back = f"; 'headwater release rollback {release.number}' returns devices"
-    yield f"next: 'headwater release resume {release.number}' continues it{back}"
-
-
-def _wait_for_reports(release: Release, silent: Sequence[str], group: str, now: datetime) -> str:
-    """Say for whose reports a release waits, and from when on these devices switch to it.
-
-    Args:
-        release: The release.
-        silent: The devices that have not answered.
-        group: What they are part of, with a space before it; empty: all devices.
-        now: The time, from which the wait for a maintenance window counts.
-    """
-    whom = f": {listed(silent)}" if silent else ""
-    wait_s, _ = release.plan.activation(now)
-    when = f", which switch from {show_time(now + timedelta(seconds=wait_s))} on" if wait_s else ""
-    return f"waits for reports of {counted(len(silent), 'device')}{group}{whom}{when}"
-
-
-class Running:
-    """By which number a device runs a release: several releases may be of one bundle."""
-
-    def __init__(self, book: Book) -> None:
-        self._newest = dict[str, int]()
-        self._in_channel = dict[tuple[str, str], int]()
-        for release in book.releases:
-            self._newest[release.bundle_id] = release.number
-            self._in_channel[release.plan.channel, release.bundle_id] = release.number
-
-    def number(self, device: Device, wanted: Release | None) -> int | None:
-        """Return the release that it is to run where it does, else the newest of its bundle, first in its channel."""
-        if not device.runs:
-            return None
-        if wanted is not None and wanted.bundle_id == device.runs:
-            return wanted.number
-        return self._in_channel.get((device.channel, device.runs), self._newest.get(device.runs))
-
-
-def device_rows(book: Book, now: datetime) -> list[dict[str, Any]]:
-    """Return what each device runs and is to run, sorted by id; releases by number, None where no release fits.
-
-    ``held``: it stays with what it runs, because that release is held.
-    """
-    running = Running(book)
-    return [_device_row(book, running, device, now) for _, device in sorted(book.devices.items())]
-
-
-def _device_row(book: Book, running: Running, device: Device, now: datetime) -> dict[str, Any]:
-    """Return the row of one device, see `device_rows`."""
-    to_run = book.wanted(device, now)
-    pin = book.pin(device.id, now)
-    runs = running.number(device, to_run)
-    # The answer is that to the release which it is to run; where there is none, to the one that it runs.
-    release = to_run if to_run is not None else book.get(runs or 0)
-    result = None if release is None else release.results.get(device.id)
-    return {
-        "device": device.id,
-        "channel": device.channel,
-        "bundle_id": device.runs,
-        "runs": runs,
-        "wanted": None if to_run is None else to_run.number,
-        "held": to_run is None and release is not None and bool(release.held),
-        "outcome": None if result is None else result.outcome,
-        "reason": "" if result is None else result.reason,
-        "acc.personal": None if result is None else result.acc,
-        "pinned": None if pin is None else {"release": pin.release, "reason": pin.reason, "until": pin.until},
-        "kept": device.kept,
-    }
-
-
 def tiers_without_releases(path: Path) -> Counter[str]:
     """Return how many agents there are of each tier that takes no releases."""
-    return Counter(agent["tier"] for agent in read_agents(path) if agent["tier"] != "head")
+    return Counter(row.agent.tier for row in read_agents(path) if row.agent.tier != "head")
 
 
-def open_releases(folder: StateFolder) -> list[dict[str, Any]]:
-    """Return the releases that devices may get now, or that are held, in short: what each waits for."""
+def releases_of_run(folder: StateFolder, run: str) -> list[ReleaseRow]:
+    """Return the releases of a run."""
     book = book_of(folder.journal)
     now = utc_now()
-    held = [release for release in book.releases if _is_held_now(book, release)]
-    releases = sorted([*book.current(), *held], key=lambda release: release.number)
-    return [
-        {
-            "release": release.number,
-            "channel": release.plan.channel,
-            **asdict(Standing.from_release(book, release, now)),
-            "bundle_id": release.bundle_id,
-            "waits_for": "; ".join(list_waits(book, release, now)),
-        }
-        for release in releases
-    ]
-
-
-def _is_held_now(book: Book, release: Release) -> bool:
-    """Return whether a release is held, and no other one has taken its place or undone it."""
-    return bool(release.held) and not release.rolled_back_by and book.replaced_by(release) is None
-
-
-def describe_open_release(release: dict[str, Any]) -> str:
-    """Return one of `open_releases` as a line of text."""
-    waits = f": {release['waits_for']}" if release["waits_for"] else ""
-    return f"release {release['release']} ({release['channel']}, {stage_text(release)}){waits}"
-
-
-def stage_text(release: Mapping[str, Any]) -> str:
-    """Return where a release stands, for people; ``release`` is its JSON, see `describe_release`."""
-    return Standing.from_body(release).text
-
-
-def releases_of_run(folder: StateFolder, run: str) -> list[dict[str, Any]]:
-    """Return the releases of a run as JSON, see `describe_release`."""
-    book = book_of(folder.journal)
-    now = utc_now()
-    return [describe_release(book, release, now) for release in book.releases if release.run == run]
+    return [ReleaseRow.from_release(book, release, now) for release in book.releases if release.run == run]
 
 
 # --- inside ----------------------------------------------------------------------------------------------------------
@@ -487,10 +267,11 @@ def _find_device(folder: StateFolder, book: Book, name: str) -> Device:
     device = book.devices.get(name)
     if device is not None:
         return device
-    for agent in read_agents(folder.path):
-        if agent["id"] == name and agent["tier"] is not None:
+    for row in read_agents(folder.path):
+        tier = row.agent.tier
+        if row.agent.id == name and tier:
             raise UsageError(
-                f"{name} is of tier '{agent['tier']}', which takes no releases; tier = \"head\" in its agent.toml does"
+                f"{name} is of tier '{tier}', which takes no releases; tier = \"head\" in its agent.toml does"
             )
     raise UsageError(f"no device '{name[:80]}' was heard; known: {listed(sorted(book.devices))}")
 

@@ -48,7 +48,7 @@ from ..views.releases import (
     rollback_of,
 )
 from .downloads import Distributor
-from .registry import Roster
+from .roster import Roster
 
 log = logging.getLogger(__name__)
 

@@ -35,7 +35,7 @@ from ..journal.store import Journal, facts_of
 from ..state.store import BlobStore
 from ..views.runs import MAX_REASON_CHARS, Accepted, Rejection, replay
 from .collection import Collection, find_negative_variance
-from .registry import Rejections
+from .rejections import Rejections
 
 log = logging.getLogger(__name__)
 

@@ -12,6 +12,7 @@ stays on clients takes its statistics from the samples themselves.
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from torch import nn
 
 from edge_agent import data, heads, methods
 from edge_agent.client import choose_device
-from edge_agent.core.config import parse
 from edge_agent.core.errors import DataError
 from edge_agent.core.storage import read_tensors, write_tensors
 from edge_agent.core.task import Task
@@ -31,30 +31,29 @@ from edge_agent.training.loops import accuracy, cross_entropy, features_of, pred
 from edge_agent.training.loops import train as train_model
 from edge_agent.training.parts import NORM_LAYERS, Parts, feature_dim, load_arrays, norm_names, to_arrays
 
-from ..config import WarmStartConfig
-from ..rounds.request import Weights
+from ..rounds.compute_requests import ProxyRequest, ProxyResult, WarmStartRequest, WarmStartResult
 
 _SALT = 0xAA
 PROBE = "prototype"
 
 
-def train_warm(request: dict[str, Any]) -> dict[str, Any]:
+def train_warm(body: Mapping[str, Any]) -> dict[str, Any]:
     """Train a method's first state on the samples of ``[warm_start]``, and write it to a file.
 
     Args:
-        request: Method, params, task, seed, weights to begin with, the settings of ``[warm_start]``, and the file to
-            write (``into``).
+        body: A `WarmStartRequest`, as the JSON of the pipe.
 
     Returns:
-        The facts of the entry ``warm_started``, with loss and accuracy (0..1; None: no sample was held out).
+        The JSON of a `WarmStartResult`.
 
     Raises:
         HeadwaterError: The data do not fit the task, or training diverged.
     """
     # 1. The samples of the coordinator's own data.
-    settings = parse(WarmStartConfig, request["settings"], where="[warm_start]")
-    method = methods.create(request["method"], request["params"])
-    task = Task.model_validate(request["task"])
+    request = WarmStartRequest.from_json(body)
+    settings = request.settings
+    method = methods.create(request.method, request.params)
+    task = request.task
     if settings.threads:
         torch.set_num_threads(settings.threads)
     samples = data.load(settings.data, task.input, task.class_names, folder=settings.folder)
@@ -64,17 +63,17 @@ def train_warm(request: dict[str, Any]) -> dict[str, Any]:
     # 2. The model, as a client of the method would begin. A method that shares a head trains that one; for the others
     # a linear head is trained and discarded.
     device = choose_device(settings.device)
-    torch.manual_seed(request["seed"])
+    torch.manual_seed(request.seed)
     model = method.build(task)
-    if request.get("weights") is not None:
-        Weights.model_validate(request["weights"]).load_into(model)
+    if request.weights is not None:
+        request.weights.load_into(model)
     model = model.to(device)
     shared = to_arrays(model, method.shared_names(model))
     shares_head = "head" in method.shared and method.global_head(method.start(shared)) is not None
     head = model.head if shares_head else nn.Linear(feature_dim(model.encoder), task.num_classes)
     trained = Parts(encoder=model.encoder, head=head).to(device)
     generator = torch.Generator(device=device)
-    generator.manual_seed(request["seed"])
+    generator.manual_seed(request.seed)
     client = Client(
         id="warm start",
         model=trained,
@@ -82,7 +81,7 @@ def train_warm(request: dict[str, Any]) -> dict[str, Any]:
         train_labels=torch.from_numpy(train.labels).to(device),
         task=task,
         device=device,
-        rng=np.random.default_rng([request["seed"], _SALT]),
+        rng=np.random.default_rng([request.seed, _SALT]),
         generator=generator,
     )
     # 3. Plain training with cross entropy, then the state and its accuracy on what was held out.
@@ -94,42 +93,43 @@ def train_warm(request: dict[str, Any]) -> dict[str, Any]:
         batch_size=settings.batch_size,
     )
     loss = train_model(client, cross_entropy(client.model), params)
-    write_tensors(Path(request["into"]), method.start(to_arrays(model, method.shared_names(model))))
+    write_tensors(request.into, method.start(to_arrays(model, method.shared_names(model))))
     score = None
     if len(test):
         probabilities = predict_probabilities(trained, torch.from_numpy(test.inputs).to(device))
         score = round(accuracy(probabilities, torch.from_numpy(test.labels).to(device)), 6)
-    return {
-        "data": settings.data,
-        "samples": len(train),
-        "tested": len(test),
-        "epochs": settings.epochs,
-        "loss": round(loss, 6),
-        "accuracy": score,
-        "head": "shared" if shares_head else "discarded",
-        "device": str(device),
-    }
+    result = WarmStartResult(
+        data=settings.data,
+        samples=len(train),
+        tested=len(test),
+        epochs=settings.epochs,
+        loss=round(loss, 6),
+        accuracy=score,
+        head="shared" if shares_head else "discarded",
+        device=str(device),
+    )
+    return result.to_json()
 
 
-def evaluate_on_proxy(request: dict[str, Any]) -> dict[str, Any]:
+def evaluate_on_proxy(body: Mapping[str, Any]) -> dict[str, Any]:
     """Evaluate the state of a round on the samples of ``[proxy]``.
 
     Args:
-        request: Method, params, task, the file of the state, and data, folder and device of ``[proxy]``.
+        body: A `ProxyRequest`, as the JSON of the pipe.
 
     Returns:
-        ``acc`` (0..1), the number of ``samples``, ``by`` what they were classified, and whose statistics batch norm had
-        (``norm``).
+        The JSON of a `ProxyResult`.
 
     Raises:
         HeadwaterError: The data do not fit the task, or the state is damaged.
     """
     # 1. The model of the state; names that only devices have stay as they were built.
-    method = methods.create(request["method"], request["params"])
-    task = Task.model_validate(request["task"])
-    state = read_tensors(Path(request["state"]))
-    samples = _samples(request["data"], request["folder"], task.model_dump_json())
-    device = choose_device(request["device"])
+    request = ProxyRequest.from_json(body)
+    method = methods.create(request.method, request.params)
+    task = request.task
+    state = read_tensors(request.state)
+    samples = _samples(request.data, request.folder, task.model_dump_json())
+    device = choose_device(request.device)
     torch.manual_seed(0)
     model = method.build(task)
     names = model.state_dict().keys()
@@ -157,18 +157,19 @@ def evaluate_on_proxy(request: dict[str, Any]) -> dict[str, Any]:
         probe.fit(FitData(train.inputs, train.labels, task.num_classes), np.random.default_rng(0))
         predictions = probe.predict_proba(test.inputs).argmax(axis=1)
         labels = test.labels
-    return {
-        "acc": round(float(np.mean(predictions == labels)), 6),
-        "samples": len(labels),
-        "by": "global head" if head is not None else f"{PROBE} probe",
-        "norm": "proxy" if is_local else "shared",
-    }
+    result = ProxyResult(
+        acc=round(float(np.mean(predictions == labels)), 6),
+        samples=len(labels),
+        by="global head" if head is not None else f"{PROBE} probe",
+        norm="proxy" if is_local else "shared",
+    )
+    return result.to_json()
 
 
 @functools.lru_cache(maxsize=1)
-def _samples(source: str, folder: str, task_json: str) -> data.Samples:
+def _samples(source: str, folder: Path, task_json: str) -> data.Samples:
     task = Task.model_validate_json(task_json)
-    return data.load(source, task.input, task.class_names, folder=Path(folder))
+    return data.load(source, task.input, task.class_names, folder=folder)
 
 
 def _take_statistics(encoder: nn.Module, inputs: torch.Tensor, batch: int = 512) -> None:

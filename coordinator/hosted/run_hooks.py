@@ -25,6 +25,7 @@ from ..config import ProxyConfig, WarmStartConfig
 from ..journal.entries import ProxyEvaluated, ProxyFailed, WarmStarted
 from ..journal.store import facts_of
 from ..processes.compute import Compute
+from ..rounds.compute_requests import ProxyRequest, ProxyResult, WarmStartRequest, WarmStartResult
 from ..rounds.context import Run, RunHooks, Steps, Waiting, computed
 from ..runs.release import encoder_sha256
 from ..state.store import prune_blobs, retain_checkpoint
@@ -53,7 +54,8 @@ class _Evaluation:
     run: Run
     number: int
     path: Path
-    request: dict[str, Any]
+    call: dict[str, Any]
+    """The request as the JSON of the pipe; the same object cancels it."""
 
 
 class OwnDataHooks(RunHooks):
@@ -141,7 +143,7 @@ class OwnDataHooks(RunHooks):
         """Cancel what is pending or running for the run."""
         for evaluation in self._unfinished_of(run):
             if evaluation is self._running:
-                self._process.cancel(evaluation.request)
+                self._process.cancel(evaluation.call)
                 self._running = None
             else:
                 self._next = None
@@ -167,23 +169,20 @@ class OwnDataHooks(RunHooks):
         """
         path = run.context.state.run(run.id).folder / _WARM
         path.parent.mkdir(parents=True, exist_ok=True)
-        request = {
-            "do": "coordinator.hosted.own_data:train_warm",
-            "into": str(path),
-            "settings": settings.model_dump(mode="json"),
-            **run.for_compute(),
-        }
+        request = WarmStartRequest(**vars(run.for_compute()), into=path, settings=settings)
+        call = {"do": "coordinator.hosted.own_data:train_warm", **request.to_json()}
         begin = run.context.stopwatch()
         what = f"a warm start on {settings.data}, {counted(settings.epochs, 'epoch')}, before the first round"
         waiting = Waiting(what, WHOM, None, "warm start")
-        result = None
+        answer = None
         try:
-            result = yield from computed(self._worker, "warm start", lambda: self._process.submit(request), waiting)
+            answer = yield from computed(self._worker, "warm start", lambda: self._process.submit(call), waiting)
         except Exception as error:
             raise RunFailed(f"warm start: {reason_of(error)}") from error
         finally:
-            if result is None:  # perhaps the run was cancelled
-                self._process.cancel(request)
+            if answer is None:  # perhaps the run was cancelled
+                self._process.cancel(call)
+        result = WarmStartResult.from_json(answer)
         # The blob is on disk before the journal names it, and the journal names it before it is used: a kill between
         # any two repeats the warm start.
         journal = run.context.state.journal
@@ -193,31 +192,32 @@ class OwnDataHooks(RunHooks):
         run = replace(run, state=state, checkpoint=digest)
         retain_checkpoint(journal, run.id, run.request.keep_every, 0, digest)
         seconds = round(run.context.stopwatch() - begin, 3)
-        fact = WarmStarted(**result, seconds=seconds, encoder_sha256=encoder_sha256(run))
+        fact = WarmStarted(**vars(result), seconds=seconds, encoder_sha256=encoder_sha256(run))
         journal.append(fact, run=run.id, digest=digest)
         prune_blobs(run.context.state)
         path.unlink(missing_ok=True)
-        accuracy = "unknown" if result["accuracy"] is None else result["accuracy"]
-        log.info("warm_started run=%s samples=%d accuracy=%s", run.id, result["samples"], accuracy)
+        accuracy = "unknown" if result.accuracy is None else result.accuracy
+        log.info("warm_started run=%s samples=%d accuracy=%s", run.id, result.samples, accuracy)
         return run
 
     # --- proxy -----------------------------------------------------------------------------------------------------
 
     def _evaluate(self, run: Run, number: int, path: Path) -> None:
         """Evaluate the state in the file ``path``, unless a newer one replaces it before."""
-        samples = {}
-        if self._proxy is not None:
-            samples = self._proxy.model_dump(mode="json", include={"data", "folder", "device"})
-        request = {
-            "do": "coordinator.hosted.own_data:evaluate_on_proxy",
-            "state": str(path),
-            **run.for_compute(),
-            **samples,
-        }
+        if self._proxy is None:  # no evaluation is due without [proxy]
+            return
+        request = ProxyRequest(
+            **vars(run.for_compute()),
+            state=path,
+            data=self._proxy.data,
+            folder=self._proxy.folder,
+            device=self._proxy.device,
+        )
+        call = {"do": "coordinator.hosted.own_data:evaluate_on_proxy", **request.to_json()}
         if self._next is not None:
             log.info("proxy_skipped run=%s round=%d: rounds are faster", self._next.run.id, self._next.number)
             _remove(self._next.path)
-        self._next = _Evaluation(run, number, path, request)
+        self._next = _Evaluation(run, number, path, call)
         if self._running is None:
             self._start_next()
 
@@ -228,7 +228,7 @@ class OwnDataHooks(RunHooks):
         self._running = started
         if started is not None:
             done = functools.partial(self._record, started)
-            self._worker.submit("proxy", lambda: self._process.submit(started.request), done)
+            self._worker.submit("proxy", lambda: self._process.submit(started.call), done)
 
     def _record(self, evaluation: _Evaluation, answer: dict[str, Any] | None, error: BaseException | None) -> None:
         """Record a result, unless its run has ended."""
@@ -240,10 +240,11 @@ class OwnDataHooks(RunHooks):
         if answer is None:
             _note_failure(run, number, reason_of(error) if error is not None else "no answer")
         else:
+            result = ProxyResult.from_json(answer)
             with _only_logged(run.id, number):
-                run.context.state.journal.append(ProxyEvaluated(**answer), run=run.id, round=number)
-                run.context.state.run(run.id).append_metrics({"kind": "proxy", "round": number, **answer})
-            log.info("proxy_evaluated run=%s round=%d acc=%s by=%s", run.id, number, answer["acc"], answer["by"])
+                run.context.state.journal.append(ProxyEvaluated(**vars(result)), run=run.id, round=number)
+                run.context.state.run(run.id).append_metrics({"kind": "proxy", "round": number, **result.to_json()})
+            log.info("proxy_evaluated run=%s round=%d acc=%s by=%s", run.id, number, result.acc, result.by)
         self._start_next()
 
     def _unfinished_of(self, run: str) -> list[_Evaluation]:

@@ -33,7 +33,10 @@ IDLE_S = 60.0
 """How long a child without a request stays: rounds of a run follow each other faster, runs do not."""
 
 Request = Mapping[str, Any]
-"""JSON; ``do`` names the function (``module:name``), which gets the request and returns JSON."""
+"""JSON, as the pipe to the child process carries it; ``do`` names the function (``module:name``), which returns JSON.
+
+Which fields a request has is a matter of the function: `coordinator.rounds.compute_requests` has their classes.
+"""
 
 
 class Compute(Protocol):

@@ -9,9 +9,9 @@ HTML), `run_charts` (those of a run), `page` (all of it in one page), `pictures`
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from edge_agent.core.errors import StateError
 from edge_agent.core.storage import write_atomic
@@ -21,18 +21,19 @@ from ..views.runs import RunRecord
 from .figures import read_run
 from .page import render
 
+if TYPE_CHECKING:
+    from ..state.release_rows import ReleaseRow
+
 __all__ = ["write_report"]
 
 
-def write_report(
-    folder: RunFolder, record: RunRecord | None = None, releases: Sequence[Mapping[str, Any]] = ()
-) -> Path:
+def write_report(folder: RunFolder, record: RunRecord | None = None, releases: Sequence[ReleaseRow] = ()) -> Path:
     """Write the page and return its path; it may be written again at any time, also during the run.
 
     Args:
         folder: The folder of the run.
         record: The state of the run in the journal, for a run that has no summary yet.
-        releases: The releases of the run's bundle, as 'headwater release status --json' has them.
+        releases: The releases of the run's bundle.
 
     Raises:
         StateError: There are no figures yet, or they are damaged.

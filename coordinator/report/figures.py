@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
+from ..state.run_lines import describe_notes
 from ..views.values import as_number, as_text
 
 Scope = Literal["local", "global", "personal"]
@@ -263,14 +264,10 @@ def _in_order(records: Mapping[Key, Record]) -> list[Record]:
 
 
 def notes_of(record: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return what a reader has to know about the figures of one agent, each in half a sentence."""
-    result = []
-    if record.get("rolled_back"):
-        result.append(f"rolled back, {record['rolled_back']}; figures are of the new encoder")
-    if record.get("one_class") is True:
-        result.append("its data have one class only, so its accuracies are meaningless")
-    if record.get("better_alone") is True:
-        result.append("better off alone")
-    if record.get("samples") == 0:
-        result.append("has no samples")
-    return tuple(result)
+    """Return what a reader has to know about the figures in the record of one agent."""
+    return describe_notes(
+        rolled_back=record.get("rolled_back"),
+        one_class=record.get("one_class") is True,
+        better_alone=record.get("better_alone") is True,
+        has_no_samples=record.get("samples") == 0,
+    )

@@ -25,6 +25,8 @@ from .pictures import picture
 if TYPE_CHECKING:
     import jinja2
 
+    from ..state.release_rows import ReleaseRow  # a coordinator that writes the page of a run shows no release
+
 MOST_AGENTS = 1000
 """The most rows of the table of agents; ``metrics.jsonl`` has all of them."""
 
@@ -50,12 +52,12 @@ _DETAILS = {
 }
 
 
-def render(run: RunFigures, releases: Sequence[Mapping[str, Any]] = ()) -> str:
+def render(run: RunFigures, releases: Sequence[ReleaseRow] = ()) -> str:
     """Return the whole page as HTML. It loads nothing, and runs only scripts of its own.
 
     Args:
         run: The figures of the run.
-        releases: The releases of the run's bundle, as 'headwater release status --json' has them.
+        releases: The releases of the run's bundle.
     """
     summary = run.summary
     is_simulation = bool(run.simulation)
@@ -226,29 +228,27 @@ def _toml(plan: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _release_row(release: Mapping[str, Any]) -> tuple[str, ...]:
+def _release_row(row: ReleaseRow) -> tuple[str, ...]:
     """Return the row of a release in the table of releases, with how many agents had each outcome."""
-    outcomes = release["outcomes"]
-    counts = [outcomes.get(name, 0) for name in ("ok", "failed", "declined", "unable")]
+    counts = [row.outcomes.get(name, 0) for name in ("ok", "failed", "declined", "unable")]
     cells = (
-        release["release"],
-        release["plan"]["channel"],
-        release["stage"],
-        release["by"] or "the run",
-        (release["lineage"]["parent"] or "none")[:12],
+        row.number,
+        row.plan.channel,
+        row.standing.stage,
+        row.release.author or "the run",
+        (row.origin.parent or "none")[:12],
         *counts,
-        release["plan"]["note"],
+        row.plan.note,
     )
     return tuple(map(str, cells))
 
 
-def _score_rows(release: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+def _score_rows(row: ReleaseRow) -> Iterator[tuple[str, ...]]:
     """Yield a row for each agent that a release has results of: its accuracy before and after, and the outcome."""
-    for agent, result in release["results"].items():
-        before = _percent_or_empty(result["before"])
-        after = _percent_or_empty(result["acc"])
-        support = str(result["support"])
-        yield str(release["release"]), agent, result["outcome"], before, after, support, result["reason"]
+    for agent, result in row.results.items():
+        before = _percent_or_empty(result.before)
+        after = _percent_or_empty(result.acc)
+        yield str(row.number), agent, result.outcome, before, after, str(result.support), result.reason
 
 
 def _percent_or_empty(share: float | None) -> str:

@@ -18,9 +18,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
-
-from pydantic import TypeAdapter
 
 from edge_agent.core.errors import TrainingFailed
 from edge_agent.core.limits import allow_open_files
@@ -69,8 +66,8 @@ class Decisions:
     repeats: dict[str, int] = field(default_factory=dict)
     """Agent -> its count of rounds at a bound of size (`repeats`), this round included, of those that have one."""
 
-    def body(self) -> dict[str, Any]:
-        """Return the decisions as JSON, without what is empty: the fields of `journal.entries.Aggregation`."""
+    def to_fact(self) -> Aggregation:
+        """Return the decisions for the entry of the round, which has the settings as well, without what is empty."""
         fields = {
             "clipped": {agent: float(f"{factor:.3g}") for agent, factor in self.clipped.items()},
             "capped": {agent: [declared, counted] for agent, (declared, counted) in self.capped.items()},
@@ -79,7 +76,7 @@ class Decisions:
             "suspects": self.suspects,
             "repeats": self.repeats,
         }
-        return {name: value for name, value in fields.items() if value}
+        return Aggregation.model_validate({name: value for name, value in fields.items() if value})
 
 
 def refusal(method: Method, config: CoordinatorConfig) -> str:
@@ -226,19 +223,6 @@ class StoredUpdates:
         if self.start is not None and self.start in blobs:
             start = decode(mapped(blobs.path(self.start)))
         return aggregate(method, state, updates, settings, start, self.repeats)
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the updates as JSON, for the compute process."""
-        body: dict[str, Any] = _UPDATES.dump_python(self, mode="json")
-        return body
-
-    @classmethod
-    def from_json(cls, body: Mapping[str, Any]) -> StoredUpdates:
-        """Return the updates from the JSON of `as_json`."""
-        return _UPDATES.validate_python(body)
-
-
-_UPDATES = TypeAdapter(StoredUpdates)
 
 
 def _allow_open(updates: int) -> None:

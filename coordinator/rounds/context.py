@@ -16,11 +16,12 @@ from edge_agent.wire.tensors import pieces
 
 from ..config import CoordinatorConfig
 from ..fleet.downloads import Distributor
-from ..fleet.registry import Roster
 from ..fleet.rollout import Rollout
+from ..fleet.roster import Roster
 from ..fleet.uploads import Collector
 from ..processes.compute import Compute, InlineCompute
 from ..state.store import StateFolder
+from .compute_requests import OfModel, OfRun, Travelling
 from .privacy import PrivacyBudget
 from .request import Request
 
@@ -112,19 +113,21 @@ class RunContext:
     is_behind: Callable[[], bool] = lambda: False
     """Whether messages arrive faster than they are handled: then no further agents are asked for anything."""
 
-    def ask(self, function: str, request: dict[str, Any], what: str, limit_s: float) -> Generator[Waiting, None, Any]:
-        """Return the result of a function of `computations`; messages are handled meanwhile.
+    def ask(
+        self, function: str, request: Travelling, what: str, limit_s: float
+    ) -> Generator[Waiting, None, dict[str, Any]]:
+        """Return the answer of a function of `computations` as the JSON of the pipe; messages are handled meanwhile.
 
         Args:
             function: The function's name.
-            request: Its arguments, as JSON.
+            request: Its arguments.
             what: What is waited for, for the status.
             limit_s: How long it may take.
 
         Raises:
             HeadwaterError, OSError: See `Compute.submit`.
         """
-        call = {**request, "do": f"coordinator.runs.computations:{function}"}
+        call = {**request.to_json(), "do": f"coordinator.runs.computations:{function}"}
         result = None
         waiting = Waiting(what, (), self.clock() + limit_s)
         try:
@@ -253,27 +256,26 @@ class Run:
         """What rounds cost under the configuration, and what those in the journal have cost."""
         return PrivacyBudget(self.context.config, self.context.state.journal, self.method.server_step_is_mean())
 
-    def for_compute(self) -> dict[str, Any]:
-        """Return what a function in the compute process needs to make the method and its model, as JSON."""
-        request = self.request.body()
-        return {
-            "params": request["params"],
-            "task": request["task"],
-            "seed": request["seed"],
-            "weights": request["weights"],
-            "method": self.request.method_reference,
-            "run": self.id,
-            "blobs": str(self.context.state.blobs.folder),
-        }
+    def for_compute(self) -> OfRun:
+        """Return what a function in the compute process needs to make the method and its model."""
+        return OfRun(
+            method=self.request.method_reference,
+            params=self.request.params,
+            blobs=self.context.state.blobs.folder,
+            run=self.id,
+            task=self.request.task,
+            seed=self.request.seed,
+            weights=self.request.weights,
+        )
 
-    def model_for_compute(self) -> dict[str, Any]:
+    def model_for_compute(self) -> OfModel:
         """Return `for_compute` with the digests of the tensors that the run has reached; empty where it has none."""
-        return {
-            **self.for_compute(),
-            "state": self.checkpoint,
-            "pooled": self._put(self.pooled),
-            "client_ranges": self._put(self.client_ranges),
-        }
+        return OfModel(
+            **vars(self.for_compute()),
+            state=self.checkpoint,
+            pooled=self._put(self.pooled),
+            client_ranges=self._put(self.client_ranges),
+        )
 
     def _put(self, tensors: Tensors) -> str:
         """Put tensors into the blob store and return their digest; empty where there are none."""

@@ -4,14 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from ..fleet.collection import Collection
-from ..journal.entries import RoundClosed
+from ..journal.entries import LateUpdate, RoundClosed
 from ..journal.store import facts_of
+from ..state.run_lines import Excluded, RoundLine
 from ..views.runs import OpenRound
 from .aggregation import notes
 from .context import RunContext
+
+
+@dataclass(frozen=True)
+class RoundCosts:
+    """What a round has cost, as `RoundClosed` has it under the same names."""
+
+    seconds: float
+    """From sending the tasks to the new state."""
+
+    waiting_s: float
+    """Waiting for agents before that."""
+
+    bytes_up: int
+    bytes_down: int
+    traffic: Mapping[str, tuple[int, int]]
+    """Agent -> bytes from it and to it."""
+
+    late: tuple[LateUpdate, ...]
+    """Updates of earlier rounds that came during this one."""
 
 
 @dataclass
@@ -49,33 +68,29 @@ class Stats:
         down = context.distributor.bytes_to.get(agent, 0) - self.bytes_down.get(agent, 0)
         return up, down
 
-    def figures(self, context: RunContext, collection: Collection) -> dict[str, Any]:
-        """Return what only the process that executed the round knows, as fields of `RoundClosed` in the journal.
-
-        ``seconds`` are from sending the tasks to the end, ``waiting_s`` before that; ``traffic`` are the bytes of each
-        agent.
-        """
-        traffic: dict[str, list[int]] = {}
+    def costs(self, context: RunContext, collection: Collection) -> RoundCosts:
+        """Return what only the process that executed the round knows, for its entry in the journal."""
+        traffic: dict[str, tuple[int, int]] = {}
         bytes_up = 0
         bytes_down = 0
         for agent in sorted({*context.collector.bytes_from, *context.distributor.bytes_to}):
             up, down = self.traffic(context, agent)
             if up or down:
-                traffic[agent] = [up, down]
+                traffic[agent] = (up, down)
                 bytes_up += up
                 bytes_down += down
-        return {
-            "seconds": round(self.seconds(context), 4),
-            "waiting_s": round(self.waiting_s, 4),
-            "bytes_up": bytes_up,
-            "bytes_down": bytes_down,
-            "traffic": traffic,
-            "late": [{"agent": agent, "round": number} for agent, number in collection.late],
-        }
+        return RoundCosts(
+            seconds=round(self.seconds(context), 4),
+            waiting_s=round(self.waiting_s, 4),
+            bytes_up=bytes_up,
+            bytes_down=bytes_down,
+            traffic=traffic,
+            late=tuple(LateUpdate(agent=agent, round=number) for agent, number in collection.late),
+        )
 
 
-def round_record(closed: OpenRound, fact: RoundClosed) -> dict[str, Any]:
-    """Return the line of a closed round in ``metrics.jsonl``, as JSON.
+def round_line(closed: OpenRound, fact: RoundClosed) -> RoundLine:
+    """Return the line of a closed round in ``metrics.jsonl``.
 
     Args:
         closed: The round with its updates and rejections.
@@ -95,34 +110,32 @@ def round_record(closed: OpenRound, fact: RoundClosed) -> dict[str, Any]:
             missing.append(agent)
     # 2. What only some rounds have: updates of earlier rounds, late ones, and accuracies after training.
     stale = sorted(closed.fact.asked.keys() & closed.updates.keys())
-    late = None if fact.late is None else [update.model_dump() for update in fact.late]
-    acc: dict[str, Any] = {scope: _metric_by_agent(closed, f"acc.{scope}") for scope in ("global", "personal")}
+    acc = {scope: _metric_by_agent(closed, f"acc.{scope}") for scope in ("global", "personal")}
     acc_after = _metric_by_agent(closed, "acc.after.personal")
     if acc_after:
         acc["after"] = acc_after
-    return {
-        "kind": "round",
-        "round": closed.round,
-        "seconds": fact.seconds,
-        "waiting_s": fact.waiting_s,
-        "bytes_up": fact.bytes_up,
-        "bytes_down": fact.bytes_down,
-        "late": late,
-        "agents": sorted(closed.updates),
-        "missing": missing,
-        "working": sorted(fact.busy),
-        "rejected": _list_reasons(rejected),
-        "left_out": _list_reasons({**closed.fact.left_out, **refused}),
-        "work": _metric_by_agent(closed, "work"),
-        "staleness": {agent: closed.round - closed.asked_in(agent) for agent in stale},
-        "added": sorted(closed.fact.added),
-        "bounded": notes(fact.aggregation),
-        "restored": None if fact.restored is None else fact.restored.model_dump(),
-        "acc": acc,
-        "loss": _metric_by_agent(closed, "loss"),
-        "epsilon": _metric_by_agent(closed, "epsilon"),
-        "noise_multiplier": fact.noise_multiplier,
-    }
+    return RoundLine(
+        round=closed.round,
+        agents=tuple(sorted(closed.updates)),
+        missing=tuple(missing),
+        rejected=_list_reasons(rejected),
+        left_out=_list_reasons({**closed.fact.left_out, **refused}),
+        seconds=fact.seconds,
+        waiting_s=fact.waiting_s,
+        bytes_up=fact.bytes_up,
+        bytes_down=fact.bytes_down,
+        late=fact.late,
+        working=tuple(sorted(fact.busy)),
+        work=_metric_by_agent(closed, "work"),
+        staleness={agent: closed.round - closed.asked_in(agent) for agent in stale},
+        added=tuple(sorted(closed.fact.added)),
+        bounded=notes(fact.aggregation),
+        restored=fact.restored,
+        acc=acc,
+        loss=_metric_by_agent(closed, "loss"),
+        epsilon=_metric_by_agent(closed, "epsilon"),
+        noise_multiplier=fact.noise_multiplier,
+    )
 
 
 def _metric_by_agent(closed: OpenRound, name: str) -> dict[str, float]:
@@ -131,6 +144,6 @@ def _metric_by_agent(closed: OpenRound, name: str) -> dict[str, float]:
     return {agent: update.metrics[name] for agent, update in updates if name in update.metrics}
 
 
-def _list_reasons(reasons: Mapping[str, str]) -> list[dict[str, str]]:
-    """Return agents with reasons as JSON, sorted by agent."""
-    return [{"agent": agent, "reason": reason} for agent, reason in sorted(reasons.items())]
+def _list_reasons(reasons: Mapping[str, str]) -> tuple[Excluded, ...]:
+    """Return agents with reasons, sorted by agent."""
+    return tuple(Excluded(agent, reason) for agent, reason in sorted(reasons.items()))

@@ -7,13 +7,12 @@ a round is known to be good one round later, and a bad one has been trained on o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import median_low
-from typing import Any
 
 from ..journal import entries as facts
-from ..journal.entries import RoundClosed
+from ..journal.entries import Restored, RoundClosed
 
 
 @dataclass(frozen=True)
@@ -91,12 +90,12 @@ def after(good: GoodState | None, losses: Iterable[float | None], number: int, d
     return GoodState(number, digest, lowest)
 
 
-def reason_of_restoration(restored: Mapping[str, Any]) -> str:
+def reason_of_restoration(restored: Restored) -> str:
     """Return why a round has restored an earlier state, as text, from what it has journaled."""
-    state = f"the state of round {restored['round']}"
-    if restored["round"] == 0:
+    state = f"the state of round {restored.round}"
+    if restored.round == 0:
         state = "the initial state"
     return (
-        f"{state} was restored: the median training loss rose to {restored['loss']:.4g}, the bound is "
-        f"{restored['bound']:.4g} (aggregation.max_loss); the updates of the round are not in the model"
+        f"{state} was restored: the median training loss rose to {restored.loss:.4g}, the bound is "
+        f"{restored.bound:.4g} (aggregation.max_loss); the updates of the round are not in the model"
     )

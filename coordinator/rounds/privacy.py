@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from edge_agent.core.errors import RunFailed
 from edge_agent.privacy.accountant import cost, epsilon_of
@@ -18,6 +17,7 @@ from edge_agent.wire.messages.down import Noise
 from ..config import CoordinatorConfig
 from ..journal.entries import PrivacyTerms, RoundClosed, RoundOpened
 from ..journal.store import Journal, facts_of
+from ..state.privacy_spent import PrivacySpent
 
 
 @dataclass(frozen=True)
@@ -103,12 +103,8 @@ class PrivacyBudget:
                 costs.append(cost(fact.noise_multiplier))
         return sum(costs), len(closed) - len(costs)
 
-    def figures(self) -> dict[str, Any] | None:
-        """Return what was spent of the budget, as JSON for status and summary; None without noise.
-
-        ``epsilon`` does not cover the closed ``rounds_without_noise``, and is None where it is infinite;
-        ``epsilon_left`` is None without a limit.
-        """
+    def figures(self) -> PrivacySpent | None:
+        """Return what was spent of the budget, for status and summary; None without noise."""
         if not self.is_on:
             return None
         privacy = self.config.privacy
@@ -117,14 +113,14 @@ class PrivacyBudget:
         epsilon_left = None
         if privacy.epsilon is not None:
             epsilon_left = round(max(0.0, privacy.epsilon - epsilon), 4)
-        return {
-            "epsilon": round(epsilon, 4) if math.isfinite(epsilon) else None,
-            "epsilon_left": epsilon_left,
-            "delta": privacy.delta,
-            "rounds_without_noise": uncovered,
-            "clip": privacy.clip,
-            "noise": privacy.noise,
-        }
+        return PrivacySpent(
+            epsilon=round(epsilon, 4) if math.isfinite(epsilon) else None,
+            epsilon_left=epsilon_left,
+            delta=privacy.delta,
+            rounds_without_noise=uncovered,
+            clip=privacy.clip,
+            noise=privacy.noise,
+        )
 
     def objection(self, rounds: int = 1) -> str:
         """Return why so many more rounds would exceed the budget; empty where they would not."""

@@ -9,7 +9,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from types import MappingProxyType
 from typing import Any
@@ -20,7 +20,7 @@ from edge_agent.core.errors import RunFailed
 
 from ..config import CohortConfig, CoordinatorConfig
 from ..fleet.collection import Collection, share_of
-from ..fleet.registry import RETURN_S
+from ..fleet.roster import RETURN_S
 from ..journal.entries import RoundClosed, RoundOpened
 from ..journal.store import Journal, facts_of
 from ..text import counted, listed
@@ -313,6 +313,20 @@ class Addition:
 
     again: tuple[str, ...] = ()
     """Members that have failed and are asked once more."""
+
+
+@dataclass(frozen=True)
+class LeftOutAgent:
+    """An agent that a run does not ask."""
+
+    until_round: int | None
+    """The round that asks it again; None: its own policy does not allow the run's jobs, until it is restarted."""
+
+    reason: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as ``status.json`` has it."""
+        return asdict(self)
 
 
 @dataclass
@@ -716,19 +730,16 @@ class Selection:
         present_others = self.context.roster.ready - set(cohort)
         return {agent: reason for agent, reason in self.left_out(number).items() if agent in present_others}
 
-    def status(self, number: int) -> dict[str, dict[str, object]]:
-        """Return the agents that round ``number`` leaves out, when they are asked again, and why, as JSON.
-
-        ``until_round`` is None where an agent's own policy does not allow the run's jobs.
-        """
+    def describe_left_out(self, number: int) -> dict[str, LeftOutAgent]:
+        """Return the agents that round ``number`` leaves out, when they are asked again, and why."""
         refusing = self.exclusions.refusing(self.boot)
-        status: dict[str, dict[str, object]] = {}
+        described = dict[str, LeftOutAgent]()
         for agent, reason in self.left_out(number).items():
             until_round = None
             if agent not in refusing:
                 until_round = self.exclusions.asked_again_in(agent)
-            status[agent] = {"until_round": until_round, "reason": reason}
-        return status
+            described[agent] = LeftOutAgent(until_round, reason)
+        return described
 
     def at_work(self, agent: str, *, is_at_work: bool) -> None:
         """Take a heartbeat of a member of the open round; ``is_at_work``: whether it works on the task of the round."""

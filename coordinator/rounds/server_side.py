@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import TypeAdapter
 
 from edge_agent import methods
 from edge_agent.core.errors import RunFailed
@@ -23,14 +22,22 @@ from edge_agent.core.own_folders import FolderKind, holds_only, make_folder, rem
 from edge_agent.core.storage import read_tensors
 from edge_agent.core.task import Tensors
 from edge_agent.methods import Method
-from edge_agent.methods.values import ClassStatistics
 from edge_agent.wire.tensors import Spec
 
 from ..config import AggregationConfig
 from ..processes.compute import Compute, InlineCompute, Request
 from .aggregation import StoredUpdates
-
-CLASS_STATISTICS = TypeAdapter[ClassStatistics | None](ClassStatistics | None)
+from .compute_requests import (
+    Aggregated,
+    AggregateRequest,
+    AnswersRequest,
+    Forms,
+    MethodValues,
+    Objection,
+    ObjectionRequest,
+    OfMethod,
+    Travelling,
+)
 
 STEP_LIMIT_S = 600.0
 """How long one request may take."""
@@ -47,53 +54,53 @@ _FUNCTIONS = {
 class Described(Method):
     """A method whose class another process knows: what subclasses of `Method` decide are values here."""
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
+    def __init__(self, values: MethodValues) -> None:
         """Make the method of the values that `describe` returns."""
         self._values = values
-        self.shared = tuple(values["shared"])
-        self.norm = values["norm"]
-        self.weighting = values["weighting"]
-        self.bounded_extras = dict(values["bounded_extras"])
-        self.class_statistics = CLASS_STATISTICS.validate_python(values["class_statistics"])
+        self.shared = values.shared
+        self.norm = values.norm
+        self.weighting = values.weighting
+        self.bounded_extras = values.bounded_extras
+        self.class_statistics = values.class_statistics
 
     @property
     def name(self) -> str:
         """The method's name, see `Method.name`."""
-        return str(self._values["name"])
+        return self._values.name
 
     @property
     def needs_last_round(self) -> bool:
         """Whether only all rounds together give a result, see `Method.needs_last_round`."""
-        return bool(self._values["needs_last_round"])
+        return self._values.needs_last_round
 
     def all_params(self) -> dict[str, Any]:
         """Return the parameters with their defaults, see `Method.all_params`."""
-        return dict(self._values["params"])
+        return dict(self._values.params)
 
     def server_step_is_mean(self) -> bool:
         """Return whether the server's step is a mean of the updates, see `Method.server_step_is_mean`."""
-        return bool(self._values["server_step_is_mean"])
+        return self._values.server_step_is_mean
 
     def one_pass(self) -> bool:
         """Return whether local training can be shortened, see `Method.one_pass`."""
-        return bool(self._values["one_pass"])
+        return self._values.one_pass
 
 
-def describe(method: Method) -> dict[str, Any]:
-    """Return the values of a method for `Described`, as JSON; ``own`` names what it computes by its own functions."""
-    return {
-        "name": method.name,
-        "params": method.all_params(),
-        "shared": list(method.shared),
-        "norm": method.norm,
-        "weighting": method.weighting,
-        "bounded_extras": dict(method.bounded_extras),
-        "class_statistics": CLASS_STATISTICS.dump_python(method.class_statistics, mode="json"),
-        "needs_last_round": method.needs_last_round,
-        "server_step_is_mean": method.server_step_is_mean(),
-        "one_pass": method.one_pass(),
-        "own": [request for request, functions in _FUNCTIONS.items() if _defines_any(type(method), functions)],
-    }
+def describe(method: Method) -> MethodValues:
+    """Return the values of a method for `Described`; ``own`` names what it computes by its own functions."""
+    return MethodValues(
+        name=method.name,
+        params=method.all_params(),
+        shared=method.shared,
+        norm=method.norm,
+        weighting=method.weighting,
+        bounded_extras=dict(method.bounded_extras),
+        class_statistics=method.class_statistics,
+        needs_last_round=method.needs_last_round,
+        server_step_is_mean=method.server_step_is_mean(),
+        one_pass=method.one_pass(),
+        own=tuple(request for request, functions in _FUNCTIONS.items() if _defines_any(type(method), functions)),
+    )
 
 
 def _defines_any(kind: type[Method], functions: Iterable[str]) -> bool:
@@ -119,7 +126,7 @@ class OwnFunctions:
     names: frozenset[str] = frozenset()
     """What the method computes by functions of its own (keys of `_FUNCTIONS`); the contract's are called here."""
 
-    request: Mapping[str, Any] = field(default_factory=dict)
+    about: OfMethod = field(default_factory=lambda: OfMethod(method=""))
     """Method, parameters and blob store, for the compute process."""
 
     compute: Compute = field(default_factory=InlineCompute)
@@ -131,25 +138,25 @@ class OwnFunctions:
 
     def objection(self, path: Path) -> str:
         """Return the method's objection to the update in this file, see `Method.objection`."""
-        return str(self._ask("objection", path=str(path))["objection"])
+        request = ObjectionRequest(**vars(self.about), path=path)
+        return Objection.from_json(self._ask("objection", request)).objection
 
     def broadcast(self, state: str) -> Tensors:
         """Return what all clients receive, see `Method.broadcast`."""
-        return self._answers("broadcast", ("broadcast",), state=state)["broadcast"]
+        return self._answers("broadcast", ("broadcast",), state)["broadcast"]
 
     def downlinks(self, state: str, clients: tuple[str, ...]) -> dict[str, Tensors]:
         """Return what each of these clients alone receives (`Method.downlink`), by one request."""
-        return self._answers("downlink", clients, state=state)
+        return self._answers("downlink", clients, state)
 
-    def aggregate(self, state: str, updates: StoredUpdates, settings: AggregationConfig) -> tuple[str, dict[str, Any]]:
-        """Return the digest of the next state, and the decisions about single updates as JSON.
+    def aggregate(self, state: str, updates: StoredUpdates, settings: AggregationConfig) -> Aggregated:
+        """Return the digest of the next state, and the decisions about single updates.
 
         Raises:
             TrainingFailed: No update has a positive weight.
         """
-        of_round = {"updates": updates.as_json(), "settings": settings.model_dump(mode="json")}
-        result = self._ask("aggregate", state=state, **of_round)
-        return result["digest"], result["decisions"]
+        request = AggregateRequest(**vars(self.about), state=state, updates=updates, settings=settings)
+        return Aggregated.from_json(self._ask("aggregate", request))
 
     def cancel(self) -> None:
         """End what is being computed, and compute nothing more: the run is over."""
@@ -157,60 +164,57 @@ class OwnFunctions:
         if self._asked is not None:
             self.compute.cancel(self._asked)
 
-    def _ask(self, function: str, **fields: Any) -> dict[str, Any]:
-        """Return the result of a function of `coordinator.runs.computations`, as JSON.
+    def _ask(self, function: str, request: Travelling) -> dict[str, Any]:
+        """Return the result of a function of `coordinator.runs.computations`, as the JSON of the pipe.
 
         Raises:
             RunFailed: The run is over.
             HeadwaterError, OSError: See `Compute.submit`.
         """
-        request = {**self.request, "do": f"coordinator.runs.computations:{function}", **fields}
-        self._asked = request
+        self._asked = {"do": f"coordinator.runs.computations:{function}", **request.to_json()}
         try:
             if self._is_cancelled:
                 raise RunFailed("request cancelled")
-            return self.compute.submit(request, STEP_LIMIT_S)
+            return self.compute.submit(self._asked, STEP_LIMIT_S)
         finally:
             self._asked = None
 
-    def _answers(self, function: str, names: tuple[str, ...], **fields: Any) -> dict[str, Tensors]:
+    def _answers(self, function: str, names: tuple[str, ...], state: str) -> dict[str, Tensors]:
         """Return name -> tensors of a function that writes one file of tensors for each of the names.
 
         The files lie in a folder that is removed after they were read. They have numbers for names, because a name may
         come from a peer.
         """
         folder = self.folder / function
-        paths = {name: folder / str(number) for number, name in enumerate(names)}
+        into = {name: folder / str(number) for number, name in enumerate(names)}
         make_folder(folder, ANSWERS_FOLDER)
         try:
-            self._ask(function, into={name: str(path) for name, path in paths.items()}, **fields)
-            return {name: read_tensors(path) for name, path in paths.items()}
+            self._ask(function, AnswersRequest(**vars(self.about), state=state, into=into))
+            return {name: read_tensors(path) for name, path in into.items()}
         finally:
             remove_folder(folder, ANSWERS_FOLDER)
 
 
-def method_of(
-    values: Mapping[str, Any], request: Mapping[str, Any], compute: Compute, folder: Path
-) -> tuple[Method, OwnFunctions]:
+def method_of(values: MethodValues, about: OfMethod, compute: Compute, folder: Path) -> tuple[Method, OwnFunctions]:
     """Return a method and its own functions, which the compute process calls; the method itself where that is here.
 
     Args:
         values: What `describe` has returned in the compute process.
-        request: Names method, parameters and blob store.
+        about: Method, parameters and blob store.
         compute: Calls functions in the compute process.
         folder: For the files of answers.
     """
     if compute.is_here:
-        return methods.create(request["method"], request["params"]), OwnFunctions()
-    about = {"method": request["method"], "params": request["params"], "blobs": request["blobs"]}
-    return Described(values), OwnFunctions(frozenset(values["own"]), about, compute, folder)
+        return methods.create(about.method, about.params), OwnFunctions()
+    about = OfMethod(method=about.method, params=about.params, blobs=about.blobs)
+    return Described(values), OwnFunctions(frozenset(values.own), about, compute, folder)
 
 
-def specs_as_json(specs: Mapping[str, Spec]) -> dict[str, list[Any]]:
-    """Return shapes and dtypes as JSON."""
-    return {name: [spec.dtype.str, list(spec.shape)] for name, spec in specs.items()}
+def forms_of(specs: Mapping[str, Spec]) -> Forms:
+    """Return shapes and dtypes for an answer of the compute process."""
+    return {name: (spec.dtype.str, spec.shape) for name, spec in specs.items()}
 
 
-def specs_from_json(body: Mapping[str, Any]) -> dict[str, Spec]:
-    """Return shapes and dtypes from the JSON of `specs_as_json`."""
-    return {name: Spec(np.dtype(dtype), tuple(shape)) for name, (dtype, shape) in body.items()}
+def specs_from_forms(forms: Forms) -> dict[str, Spec]:
+    """Return shapes and dtypes from an answer of the compute process."""
+    return {name: Spec(np.dtype(dtype), shape) for name, (dtype, shape) in forms.items()}

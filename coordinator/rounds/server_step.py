@@ -11,7 +11,6 @@ import logging
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any
 
 from edge_agent.core.errors import RunFailed, TrainingFailed
 from edge_agent.core.task import State
@@ -20,12 +19,13 @@ from edge_agent.wire.tensors import decode, pieces
 from ..config import AggregationConfig
 from ..fleet.collection import Collection
 from ..journal.entries import Aggregation, AggregationSettings, Restored, RoundClosed
+from ..state.privacy_spent import PrivacySpent
 from ..state.store import prune_blobs, retain_checkpoint
 from ..views.runs import OpenRound, replay
 from .active_run import ActiveRun
 from .aggregation import StoredUpdates, notes
 from .context import MOST_LISTED, Waiting
-from .figures import Stats, round_record
+from .figures import Stats, round_line
 from .good_state import Explosion, GoodState, after, explosion, reason_of_restoration
 from .repeats import count_after_round
 
@@ -64,7 +64,7 @@ class ServerStep:
     bounded: dict[str, str] = field(default_factory=dict)
     """Agent -> what was done to its update in the round that was closed last."""
 
-    spent: dict[str, Any] | None = None
+    spent: PrivacySpent | None = None
     """What the closed rounds have cost of the privacy budget (`PrivacyBudget.figures`)."""
 
     _repeats: dict[str, int] = field(default_factory=dict)
@@ -115,7 +115,7 @@ class ServerStep:
         prune_blobs(self.active.run.context.state)
         self.active.selection.note_closed(closed, fact, self.active.run.id)
         self._note_bounded(closed.round, fact.aggregation)
-        self.active.run.context.state.run(self.active.run.id).append_metrics(round_record(closed, fact))
+        self.active.run.context.state.run(self.active.run.id).append_metrics(round_line(closed, fact).to_json())
         log.info(
             "round_closed run=%s round=%d seconds=%.3f waiting_s=%.3f clients=%d",
             *(self.active.run.id, closed.round, fact.seconds, fact.waiting_s, fact.clients),
@@ -166,14 +166,15 @@ class ServerStep:
                 # In buffered rounds updates come meanwhile: their agents offer them again.
                 run.context.collector.pause()
                 own_step = functools.partial(self.active.own.aggregate, run.checkpoint, updates, rule)
-                digest, decided = yield from self.active.compute("aggregate", own_step)
-                state = decode(blobs.read(digest))
+                aggregated = yield from self.active.compute("aggregate", own_step)
+                decided = aggregated.decisions
+                state = decode(blobs.read(aggregated.digest))
             else:
                 state, decisions = updates.aggregate(blobs, run.method, run.state, rule)
-                decided = decisions.body()
+                decided = decisions.to_fact()
         except TrainingFailed as error:
             raise RunFailed(f"round {number}: {error}") from error
-        aggregation = Aggregation(settings=AggregationSettings(**rule.model_dump()), **decided)
+        aggregation = decided.changed(settings=AggregationSettings(**rule.model_dump()))
         self._repeats = count_after_round(self._repeats, aggregation.repeats, updates.accepted)
         # Agents have trained on the state that this round began with: now it is known whether that one was good.
         is_watched = rule.max_loss is not None and collected.has_losses_of_this_round
@@ -195,7 +196,7 @@ class ServerStep:
         run = self.active.run
         selection = self.active.selection
         clients = len(collected.collection.accepted)
-        figures = stats.figures(run.context, collected.collection)
+        costs = stats.costs(run.context, collected.collection)
         times = selection.times(collected.collection, collected.round.fact.work)
         slow = selection.find_slowed(times, can_shorten=run.method.one_pass())
         fact = RoundClosed(
@@ -207,7 +208,7 @@ class ServerStep:
             busy=dict(collected.busy),
             bases=dict(collected.bases),
             aggregation=aggregation,
-            **figures,
+            **vars(costs),
             **run.privacy_budget.of_round(clients),
         )
         if self._repeats:
@@ -218,7 +219,7 @@ class ServerStep:
         if exploded is not None and self._good is not None:
             restored = Restored(round=self._good.round, loss=exploded.loss, bound=exploded.bound)
             fact = fact.changed(restored=restored)
-            reason = reason_of_restoration(restored.model_dump())
+            reason = reason_of_restoration(restored)
             log.error("state_restored run=%s round=%d %s", run.id, collected.round.round, reason)
         return fact
 

@@ -12,10 +12,10 @@ import re
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from edge_agent.bundle.manifest import Lineage
 from edge_agent.bundle.trust import Purpose
 from edge_agent.core.errors import ExportRejected, HeadwaterError, RunFailed, UsageError
 from edge_agent.core.storage import read_regular
@@ -28,8 +28,10 @@ from edge_agent.wire.tensors import Spec, decode, encode, pieces
 from ..fleet.collection import Collection, updates_of
 from ..journal.entries import BundleExported, NormPooled, RangesCollected
 from ..journal.store import utc_now
+from ..rounds.compute_requests import Exported, ExportRequest, StepCount
 from ..rounds.context import Run, Steps, Waiting
 from ..state.release_keys import ReleaseKeys, signature_of
+from ..state.run_lines import ReleaseLine
 from ..state.store import StateFolder, prune_blobs
 from ..text import reason_of
 from .lineage import lineage_of
@@ -77,19 +79,19 @@ def export_bundle(run: Run, name: str, purpose: Purpose = "release") -> Generato
     path = folder / f"{name}.hwb"
     # A bundle of one round is removed after it: nobody asks where it came from.
     lineage = _lineage(run) if purpose == "release" else None
-    arguments = {
-        **run.model_for_compute(),
-        "export": config.export.model_dump(mode="json"),
-        "hosted": [client.model_dump(mode="json") for client in config.hosted],
-        "path": str(path),
-        "purpose": purpose,
-        "lineage": lineage,
-    }
+    request = ExportRequest(
+        **vars(run.model_for_compute()),
+        export=config.export,
+        hosted=config.hosted,
+        path=path,
+        purpose=purpose,
+        lineage=lineage,
+    )
     # Step 1: export and check in the compute process. Whatever it raises there costs the bundle, not the run, but for
     # errors of files, after which the run is tried again.
     activity = "the encoder is being exported and checked"
     try:
-        exported = yield from run.context.ask("export_bundle", arguments, activity, EXPORT_LIMIT_S)
+        answer = yield from run.context.ask("export_bundle", request, activity, EXPORT_LIMIT_S)
     except RunFailed as error:  # no process could do it
         raise ExportRejected(f"export failed: {error}") from error
     except (HeadwaterError, OSError):
@@ -99,12 +101,13 @@ def export_bundle(run: Run, name: str, purpose: Purpose = "release") -> Generato
     # Step 2: sign first, as that changes the file; then put it where devices get it from, by its hash.
     is_signed = sign(path, run.context.state.path, purpose) is not None
     digest = run.context.state.blobs.put(read_regular(path))
-    fact = BundleExported(path=str(path), bytes=path.stat().st_size, **exported)
+    exported = Exported.from_json(answer)
+    fact = BundleExported(path=str(path), bytes=path.stat().st_size, **exported.model_dump(exclude_unset=True))
     if is_signed:
         fact = fact.changed(signed=signature_of(path))
     if lineage is not None:
         params = run.method.all_params()
-        fact = fact.changed(lineage={"method": run.request.method, "params": params, **lineage})
+        fact = fact.changed(lineage={"method": run.request.method, "params": params, **lineage.model_dump(mode="json")})
     return Released(path, fact.bundle_id, digest, fact)
 
 
@@ -133,16 +136,15 @@ def sign(path: Path, state: Path, purpose: Purpose = "release") -> int | None:
     return release.version
 
 
-def _lineage(run: Run) -> dict[str, Any]:
-    """Return where the encoder of a run comes from, as JSON for the bundle's manifest."""
+def _lineage(run: Run) -> Lineage:
+    """Return where the encoder of a run comes from, for the bundle's manifest."""
     accuracies: dict[str, tuple[float, int]] = {}
     for agent, report in run.reports.reports.items():
         # A report about a bundle says how its release does, not what came of the training.
         is_of_training = report.samples and not report.about
         if is_of_training and report.acc_personal is not None:
             accuracies[agent] = (report.acc_personal, report.support)
-    lineage = lineage_of(run.context.state, run.id, run.request, encoder_sha256(run), accuracies)
-    return lineage.model_dump(mode="json")
+    return lineage_of(run.context.state, run.id, run.request, encoder_sha256(run), accuracies)
 
 
 def freeze(run: Run) -> Generator[Waiting, None, Outgoing]:
@@ -178,41 +180,40 @@ def release_during_run(run: Run, number: int) -> Steps:
         return
     yield from release(run, released, number)
     reports = run.reports.pop(run.context.roster.present("head"))
-    record = release_record(number, released, reports)
-    folder.append_metrics(record)
-    log.info("released run=%s round=%d agents=%d acc.personal=%s", run.id, number, len(reports), record["mean"])
+    line = release_line(number, released, reports)
+    folder.append_metrics(line.to_json())
+    log.info("released run=%s round=%d agents=%d acc.personal=%s", run.id, number, len(reports), line.mean)
 
 
-def release_record(number: int, released: Released, reports: dict[str, Report]) -> dict[str, Any]:
-    """Return a release's line in ``metrics.jsonl``; ``mean``: that of acc.personal over the devices that report it."""
+def release_line(number: int, released: Released, reports: dict[str, Report]) -> ReleaseLine:
+    """Return a release's line in ``metrics.jsonl``."""
     acc = {agent: report.acc_personal for agent, report in sorted(reports.items()) if report.samples}
     values = [value for value in acc.values() if value is not None]
-    return {
-        "kind": "release",
-        "round": number,
-        "bundle_id": released.bundle_id,
-        "bytes": released.fact.bytes,
-        "acc": {"personal": acc},
-        "rolled_back": sorted(agent for agent, report in reports.items() if report.rolled_back),
-        "mean": round(sum(values) / len(values), 6) if values else None,
-    }
+    return ReleaseLine(
+        round=number,
+        bundle_id=released.bundle_id,
+        bytes=released.fact.bytes,
+        acc=acc,
+        rolled_back=tuple(sorted(agent for agent, report in reports.items() if report.rolled_back)),
+        mean=round(sum(values) / len(values), 6) if values else None,
+    )
 
 
-def stop_reason(records: Iterable[Mapping[str, Any]], patience: int) -> str:
-    """Say why a run should stop, given its metrics so far; empty while it should continue.
+def stop_reason(releases: Iterable[ReleaseLine], patience: int) -> str:
+    """Say why a run should stop, given its releases so far; empty while it should continue.
 
     It stops when the last ``patience`` releases (0: never) brought no better mean acc.personal on head-tier devices
     than the best release before them.
     """
-    releases = [line for line in records if line["kind"] == "release" and line["mean"] is not None]
-    if not patience or len(releases) <= patience:
+    means = [(release.mean, release.round) for release in releases if release.mean is not None]
+    if not patience or len(means) <= patience:
         return ""
-    best = max(releases[:-patience], key=lambda line: float(line["mean"]))
-    latest_mean = max(line["mean"] for line in releases[-patience:])
-    if latest_mean > best["mean"]:
+    best_mean, best_round = max(means[:-patience], key=lambda mean_and_round: mean_and_round[0])
+    latest_mean = max(mean for mean, _ in means[-patience:])
+    if latest_mean > best_mean:
         return ""
     return (
-        f"head-tier devices got acc.personal {best['mean']:.3f} from round {best['round']} and at most "
+        f"head-tier devices got acc.personal {best_mean:.3f} from round {best_round} and at most "
         f"{latest_mean:.3f} from {patience} releases since"
     )
 
@@ -294,10 +295,10 @@ def with_client_ranges(
         return replace(run, client_ranges=collected)
     activity = "the steps of the encoder are being counted"
     try:
-        counted = yield from run.context.ask("count_steps", run.model_for_compute(), activity, EXPORT_LIMIT_S)
+        answer = yield from run.context.ask("count_steps", run.model_for_compute(), activity, EXPORT_LIMIT_S)
     except ExportRejected:  # which the export itself reports
         return run
-    specs = {"ranges": Spec(np.dtype(np.float32), (counted["steps"], 2))}
+    specs = {"ranges": Spec(np.dtype(np.float32), (StepCount.from_json(answer).steps, 2))}
     collection = Collection(run.id, number, agents, specs, objection=ranges_objection, purpose="activation_ranges")
     yield from collect(collection)
     log.info("ranges_collected run=%s agents=%d of=%d", run.id, len(collection.accepted), len(agents))

@@ -8,14 +8,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, TypedDict
+from typing import Any
 
 from edge_agent.core.worst_tenth import worst_tenth
 
-from ..journal.entries import ProxyEvaluated, ProxyFailed, RunRequested, WarmStarted
+from ..journal.entries import ProxyEvaluated, ProxyFailed, RunFinished, RunRequested, WarmStarted, WeightsFile
 from ..journal.store import Journal, facts_of
 from ..rounds.good_state import reason_of_restoration
 from ..state.noise import STANDARD_ERRORS, adjusted, standard_error
+from ..state.run_lines import AgentLine, RoundLine
 from ..text import counted, listed
 from ..views.runs import RunRecord
 
@@ -46,36 +47,44 @@ BELOW_LOCAL = "below_local"
 """The ``kind`` of a warning about a client that is better off alone."""
 
 
-class Warned(TypedDict):
-    """One warning about a run's result, as the summary has it."""
+@dataclass(frozen=True)
+class ResultWarning:
+    """One warning about a run's result."""
 
     kind: str
-    clients: list[str]
+    clients: tuple[str, ...]
     """The clients that it is about; empty where it is about the run."""
 
     message: str
     """For people."""
 
+    without_reason: str | None = None
+    """The message without the reason, which other lines may have; None where the warning is of another kind."""
 
-class WarnedOfLeftOut(Warned):
-    """The warning about an agent that failed and was left out."""
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> ResultWarning:
+        """Return a warning of the summary of a run."""
+        return cls(body["kind"], tuple(body.get("clients", ())), str(body["message"]), body.get("without_reason"))
 
-    without_reason: str
-    """The message without the reason, which other lines may have."""
+    def to_json(self) -> dict[str, Any]:
+        """Return the warning as the summary has it."""
+        body: dict[str, Any] = {"kind": self.kind, "clients": [*self.clients], "message": self.message}
+        if self.without_reason is not None:
+            body["without_reason"] = self.without_reason
+        return body
 
 
 def find_warnings(
-    agents: Sequence[Mapping[str, Any]], losses: Sequence[Mapping[str, float]], num_classes: int
-) -> list[Warned]:
+    agents: Sequence[AgentLine], losses: Sequence[Mapping[str, float]], num_classes: int
+) -> list[ResultWarning]:
     """Return all warnings that the figures of a finished run give.
 
     Args:
-        agents: A record for each client with ``id``, ``acc`` by scope, ``local_model`` and ``better_alone``,
-            ``support`` (held-out samples behind them) and ``one_class``.
+        agents: What each client reports at the end.
         losses: Client -> training loss, for each round in order.
         num_classes: Classes of the task.
     """
-    scored = [agent for agent in agents if agent["acc"].get("personal") is not None and agent["support"]]
+    scored = list(_find_scored(agents))
     return [
         *_warn_of_collapse(scored),
         *_warn_below_local(scored),
@@ -85,12 +94,12 @@ def find_warnings(
 
 
 def find_absent(
-    records: Sequence[Mapping[str, Any]], rounds: int, offline: Callable[[str], bool], failing: Mapping[str, str]
-) -> Iterator[Warned]:
+    lines: Sequence[RoundLine], rounds: int, offline: Callable[[str], bool], failing: Mapping[str, str]
+) -> Iterator[ResultWarning]:
     """Yield a warning for each agent that took part in a run and was offline at its end, or failed and was left out.
 
     Args:
-        records: The figures of the closed rounds in order.
+        lines: The figures of the closed rounds in order.
         rounds: How many rounds the run has.
         offline: Whether an agent is offline.
         failing: Agent -> why it delivers no more.
@@ -98,12 +107,12 @@ def find_absent(
     # Step 1: the last round that each agent was asked in, and the last one that has its update.
     heard = dict[str, int]()
     delivered = dict[str, int]()
-    for record in records:
-        rejected = [rejection["agent"] for rejection in record["rejected"]]
-        for agent in (*record["agents"], *record["missing"], *rejected):
-            heard[agent] = record["round"]
-        for agent in record["agents"]:
-            delivered[agent] = record["round"]
+    for line in lines:
+        rejected = [rejection.agent for rejection in line.rejected]
+        for agent in (*line.agents, *line.missing, *rejected):
+            heard[agent] = line.round
+        for agent in line.agents:
+            delivered[agent] = line.round
     # Step 2: a warning for those that are away now.
     for agent, number in sorted(heard.items()):
         last = "it delivered no update"
@@ -111,27 +120,33 @@ def find_absent(
             last = f"its last update is of round {delivered[agent]}"
         if offline(agent):
             message = f"agent '{agent}' went offline during the run, last heard in round {number} of {rounds}; {last}"
-            yield {"kind": "offline", "clients": [agent], "message": f"{message}, and its figures are missing here"}
+            yield ResultWarning("offline", (agent,), f"{message}, and its figures are missing here")
         elif agent in failing:
             message = f"agent '{agent}' failed and was left out at the end, last asked in round {number} of {rounds}"
             without_reason = f"{message}; {last}"
-            left_out: WarnedOfLeftOut = {
-                "kind": "left_out",
-                "clients": [agent],
-                "message": f"{without_reason}: {failing[agent]}",
-                "without_reason": without_reason,
-            }
-            yield left_out
+            yield ResultWarning("left_out", (agent,), f"{without_reason}: {failing[agent]}", without_reason)
 
 
-def find_bounded(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Agent -> the rounds whose aggregate has its update only in part or not at all, and what was done in the last."""
-    bounded: dict[str, dict[str, Any]] = {}
-    for record in records:
-        for agent, note in record.get("bounded", {}).items():
-            of_agent = bounded.setdefault(agent, {"rounds": [], "last": ""})
-            of_agent["rounds"].append(record["round"])
-            of_agent["last"] = note
+@dataclass(frozen=True)
+class Bounded:
+    """The rounds whose aggregate has an agent's update only in part or not at all."""
+
+    rounds: tuple[int, ...]
+    last: str
+    """What was done to its update in the last of them."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as the summary has it."""
+        return {"rounds": [*self.rounds], "last": self.last}
+
+
+def find_bounded(lines: Sequence[RoundLine]) -> dict[str, Bounded]:
+    """Return agent -> the rounds in which its update was bounded, sorted by agent."""
+    bounded: dict[str, Bounded] = {}
+    for line in lines:
+        for agent, note in line.bounded.items():
+            before = bounded[agent].rounds if agent in bounded else ()
+            bounded[agent] = Bounded((*before, line.round), note)
     return dict(sorted(bounded.items()))
 
 
@@ -160,34 +175,33 @@ class LastUpdates:
     left_out: tuple[LeftOut, ...]
 
     @classmethod
-    def from_records(cls, records: Sequence[Mapping[str, Any]]) -> LastUpdates:
-        """Count the updates of the last one of these records of closed rounds."""
-        if not records:
+    def from_lines(cls, lines: Sequence[RoundLine]) -> LastUpdates:
+        """Count the updates of the last one of these closed rounds."""
+        if not lines:
             return cls(round=0, accepted=0, expected=0, left_out=())
-        record = records[-1]
-        reasons: dict[str, str] = {}
-        for exclusion in (*record["left_out"], *record["rejected"]):
-            reasons[exclusion["agent"]] = str(exclusion["reason"])
+        line = lines[-1]
+        reasons = {excluded.agent: excluded.reason for excluded in (*line.left_out, *line.rejected)}
         agents_by_reason: dict[str, list[str]] = {}
         for agent, reason in sorted(reasons.items()):
             agents_by_reason.setdefault(reason, []).append(agent)
-        contributors = {*record["agents"], *record["missing"], *record["working"], *reasons}
+        contributors = {*line.agents, *line.missing, *line.working, *reasons}
         return cls(
-            round=record["round"],
-            accepted=len(record["agents"]),
+            round=line.round,
+            accepted=len(line.agents),
             expected=len(contributors),
             left_out=tuple(LeftOut(tuple(agents), reason) for reason, agents in agents_by_reason.items()),
         )
 
-    def summary(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """Return what the summary of a run says of its last round, as JSON: ``updates``, and ``incomplete``: `note`."""
         left_out = [{"agents": [*group.agents], "reason": group.reason} for group in self.left_out]
         updates = {"round": self.round, "accepted": self.accepted, "expected": self.expected, "left_out": left_out}
         return {"updates": updates, "incomplete": self.note or None}
 
-    def reason(self) -> dict[str, Any]:
-        """Return what the journal says of the last round when a run ends: the `note`, which status and pages show."""
-        return {"reason": self.note} if self.left_out else {}
+    def to_fact(self, encoder_sha256: str) -> RunFinished:
+        """Return the entry of the end of the run, with the `note`, which status and pages show."""
+        finished = RunFinished(encoder_sha256=encoder_sha256)
+        return finished.changed(reason=self.note) if self.left_out else finished
 
     def log(self, run: str) -> None:
         """Log the `note`, where there is one."""
@@ -203,23 +217,21 @@ class LastUpdates:
         return f"{self.accepted} of {counted(self.expected, 'update')} in round {self.round}, {reasons}"
 
 
-def restored_of(records: Iterable[Mapping[str, Any]]) -> Iterator[Warned]:
+def restored_of(lines: Iterable[RoundLine]) -> Iterator[ResultWarning]:
     """Yield a warning for each round that restored an earlier state."""
-    for record in records:
-        restored = record.get("restored")
-        if restored:
-            message = f"round {record['round']}: {reason_of_restoration(restored)}"
-            yield {"kind": "restored", "clients": [], "message": message}
+    for line in lines:
+        if line.restored is not None:
+            yield ResultWarning("restored", (), f"round {line.round}: {reason_of_restoration(line.restored)}")
 
 
-def describe_warnings(warnings: Sequence[Mapping[str, Any]], most_clients: int = SHOWN_CLIENTS) -> Iterator[str]:
+def describe_warnings(warnings: Sequence[ResultWarning], most_clients: int = SHOWN_CLIENTS) -> Iterator[str]:
     """Yield one line for each warning, and one for all clients below their local baseline that have no line.
 
     Args:
         warnings: Those of a run.
         most_clients: Clients below their local baseline that get a line each; 0: one line names all of them.
     """
-    below = [warning for warning in warnings if warning["kind"] == BELOW_LOCAL]
+    below = [warning for warning in warnings if warning.kind == BELOW_LOCAL]
     if most_clients == 0 and len(below) > 1:
         yield from _lines_with_one_for_below(warnings, below)
         return
@@ -227,26 +239,24 @@ def describe_warnings(warnings: Sequence[Mapping[str, Any]], most_clients: int =
     shown_below = max(1, most_clients)
     below_count = 0
     for warning in warnings:
-        if warning["kind"] == BELOW_LOCAL:
+        if warning.kind == BELOW_LOCAL:
             below_count += 1
             if below_count > shown_below:
                 continue
-        yield str(warning["message"])
+        yield warning.message
     unshown = max(0, below_count - shown_below)
     if unshown:
         yield f"{counted(unshown, 'more client')} below acc.local by more than noise; the result names all of them"
 
 
-def _lines_with_one_for_below(
-    warnings: Sequence[Mapping[str, Any]], below: Sequence[Mapping[str, Any]]
-) -> Iterator[str]:
+def _lines_with_one_for_below(warnings: Sequence[ResultWarning], below: Sequence[ResultWarning]) -> Iterator[str]:
     """Yield one line for each other warning, and one that names all clients below their local baseline."""
     clients: list[str] = []
     for warning in below:
-        clients += warning["clients"]
+        clients += warning.clients
     for warning in warnings:
-        if warning["kind"] != BELOW_LOCAL:
-            yield str(warning["message"])
+        if warning.kind != BELOW_LOCAL:
+            yield warning.message
     yield (
         f"{len(clients)} clients are better off alone: acc.local is above acc.personal by more than noise "
         f"({listed(clients)}); the result has their figures"
@@ -255,19 +265,19 @@ def _lines_with_one_for_below(
 
 def next_steps(
     method: str,
-    agents: Sequence[Mapping[str, Any]],
+    agents: Sequence[AgentLine],
     losses: Sequence[Mapping[str, float]],
-    warnings: Sequence[Mapping[str, Any]],
+    warnings: Sequence[ResultWarning],
 ) -> list[str]:
     """Return what can be tried next where clients are better off alone, as far as the figures of the run say.
 
     Args:
         method: The run's method.
-        agents: As of `warnings_of`, with ``samples``.
+        agents: What each client reports at the end.
         losses: Client -> training loss, for each round in order.
         warnings: The warnings of the run; without one of a client that is better off alone there is nothing to try.
     """
-    is_any_better_alone = any(warning["kind"] == BELOW_LOCAL for warning in warnings)
+    is_any_better_alone = any(warning.kind == BELOW_LOCAL for warning in warnings)
     if not is_any_better_alone:
         return []
     steps = []
@@ -281,7 +291,7 @@ def next_steps(
                 f"last {LOSS_ROUNDS} rounds"
             )
     # Few samples: each device has little to train an encoder with.
-    samples = sorted(agent["samples"] for agent in agents if agent.get("samples"))
+    samples = sorted(agent.samples for agent in agents if agent.samples)
     if samples:
         typical_samples = samples[len(samples) // 2]
         if typical_samples < FEW_SAMPLES:
@@ -295,62 +305,70 @@ def next_steps(
     return steps
 
 
-def describe_spent(privacy: dict[str, Any]) -> str:
-    """Return what is spent of the privacy budget, as a line; ``privacy``: JSON of the summary or the status."""
-    epsilon = privacy.get("epsilon")
-    epsilon_left = privacy.get("epsilon_left")
-    uncovered = privacy.get("rounds_without_noise")
-    used = "more spent than any epsilon bounds" if epsilon is None else f"epsilon {epsilon:g} spent"
-    rest = "no limit is set" if epsilon_left is None else f"{epsilon_left:g} left"
-    line = f"differential privacy: {used}, {rest} (delta {privacy['delta']:g})"
-    if uncovered:
-        return f"{line}; {counted(uncovered, 'round')} without noise, which epsilon does not cover"
-    return line
-
-
-def local_models(agents: Iterable[Mapping[str, Any]]) -> str:
+def local_models(agents: Iterable[AgentLine]) -> str:
     """Return which models ``acc.local`` is of, with the number of clients of each where they differ; empty: of none."""
-    counts = Counter(agent["local_model"] for agent in agents if agent.get("local_model"))
+    counts = Counter(agent.local_model for agent in agents if agent.local_model)
     if len(counts) == 1:
         return str(next(iter(counts)))
     return ", ".join(f"{name} ({number} ×)" for name, number in counts.most_common())
 
 
-def _warn_below_local(scored: Iterable[Mapping[str, Any]]) -> Iterator[Warned]:
+@dataclass(frozen=True)
+class _Scored:
+    """A client whose personal model was scored on held-out samples."""
+
+    agent: AgentLine
+    personal: float
+    """acc.personal, 0..1."""
+
+    support: int
+    """Held-out samples, at least one."""
+
+
+def _find_scored(agents: Iterable[AgentLine]) -> Iterator[_Scored]:
+    """Yield the clients whose personal model was scored."""
+    for agent in agents:
+        personal = agent.acc.get("personal")
+        if personal is not None and agent.support:
+            yield _Scored(agent, personal, agent.support)
+
+
+def _warn_below_local(scored: Iterable[_Scored]) -> Iterator[ResultWarning]:
     """Yield a warning for each client that is better off alone."""
-    for agent in scored:
-        local = agent["acc"].get("local")
-        if local is None or not agent.get("better_alone"):
+    for client in scored:
+        agent = client.agent
+        local = agent.acc.get("local")
+        if local is None or not agent.better_alone:
             continue
         message = (
-            f"client '{agent['id']}' is better off alone: acc.local {local:.3f} ({agent['local_model']}) is above "
-            f"acc.personal {agent['acc']['personal']:.3f} by more than noise (McNemar's test on "
-            f"{counted(agent['support'], 'held-out sample')})"
+            f"client '{agent.id}' is better off alone: acc.local {local:.3f} ({agent.local_model}) is above "
+            f"acc.personal {client.personal:.3f} by more than noise (McNemar's test on "
+            f"{counted(client.support, 'held-out sample')})"
         )
-        yield {"kind": BELOW_LOCAL, "clients": [agent["id"]], "message": message}
+        yield ResultWarning(BELOW_LOCAL, (agent.id,), message)
 
 
-def _warn_of_collapse(scored: Sequence[Mapping[str, Any]]) -> Iterator[Warned]:
+def _warn_of_collapse(scored: Sequence[_Scored]) -> Iterator[ResultWarning]:
     """Yield a warning where the worst tenth of the clients is far below the mean, by more than noise."""
     if len(scored) < 2:
         return
-    mean = fmean(agent["acc"]["personal"] for agent in scored)
-    ranked = sorted(scored, key=lambda agent: (agent["acc"]["personal"], -agent["support"], agent["id"]))
+    mean = fmean(client.personal for client in scored)
+    ranked = sorted(scored, key=lambda client: (client.personal, -client.support, client.agent.id))
     worst = worst_tenth(ranked)
-    worst_mean = fmean(agent["acc"]["personal"] for agent in worst)
-    support = sum(agent["support"] for agent in worst)
+    worst_mean = fmean(client.personal for client in worst)
+    support = sum(client.support for client in worst)
     # Even the upper end of what their few samples allow is far below the mean.
     upper_end = adjusted(worst_mean, support) + STANDARD_ERRORS * standard_error(worst_mean, support)
     if upper_end < COLLAPSED * mean:
-        clients = [agent["id"] for agent in worst]
+        clients = [client.agent.id for client in worst]
         message = (
             f"the worst tenth of the clients has collapsed: acc.personal {worst_mean:.3f} ({listed(clients)}), "
             f"{mean:.3f} over all clients"
         )
-        yield {"kind": "collapsed_tenth", "clients": clients, "message": message}
+        yield ResultWarning("collapsed_tenth", tuple(clients), message)
 
 
-def _warn_of_exploded_loss(losses: Sequence[Mapping[str, float]], num_classes: int) -> Iterator[Warned]:
+def _warn_of_exploded_loss(losses: Sequence[Mapping[str, float]], num_classes: int) -> Iterator[ResultWarning]:
     """Yield a warning where the training loss of clients rose far above its first value and that of guessing."""
     first = dict[str, float]()
     last = dict[str, float]()
@@ -367,66 +385,123 @@ def _warn_of_exploded_loss(losses: Sequence[Mapping[str, float]], num_classes: i
         f"the training loss exploded at {listed(sorted(exploded))}: at '{worst}' it rose from {first[worst]:.4g} to "
         f"{last[worst]:.4g}; lower the step size, or the weights of the loss's terms"
     )
-    yield {"kind": "exploding_loss", "clients": sorted(exploded), "message": message}
+    yield ResultWarning("exploding_loss", tuple(sorted(exploded)), message)
 
 
-def _warn_of_one_class(agents: Iterable[Mapping[str, Any]]) -> Iterator[Warned]:
+def _warn_of_one_class(agents: Iterable[AgentLine]) -> Iterator[ResultWarning]:
     """Yield a warning where clients have data of one class only."""
-    clients = [agent["id"] for agent in agents if agent.get("one_class")]
+    clients = [agent.id for agent in agents if agent.one_class]
     if clients:
         message = (
             f"{counted(len(clients), 'client')} with data of one class only ({listed(clients)}): their accuracies say "
             "nothing about telling classes apart, and raise the means"
         )
-        yield {"kind": "one_class", "clients": clients, "message": message}
+        yield ResultWarning("one_class", tuple(clients), message)
 
 
-def coordinator_metrics(journal: Journal, run: str) -> dict[str, Any]:
-    """Return what the coordinator computed on its own samples in a run, as JSON of the summary.
+@dataclass(frozen=True)
+class ProxyRound:
+    """The state after a round, evaluated on the coordinator's own samples."""
 
-    Returns:
-        ``weights`` that the run began with and its ``warm_start`` (None: it had none). ``proxy``: one record for each
-        round that was evaluated. ``proxy_failed``: for each reason why one was not, the round when it was first met.
-    """
-    entries = journal.entries(run, ("run_requested", "warm_started", "proxy_evaluated", "proxy_failed"))
-    requests = facts_of(entries, RunRequested)
-    weights = requests[0].weights if requests else None
-    warm_starts = facts_of(entries, WarmStarted)
-    # A round that was evaluated again after a restart counts once, with its last record.
-    proxy = {}
-    failed = []
-    for entry in entries:
-        if isinstance(entry.fact, ProxyEvaluated):
-            proxy[entry.round] = {"round": entry.round, **entry.fact.to_body()}
-        elif isinstance(entry.fact, ProxyFailed):
-            failed.append({"round": entry.round, **entry.fact.to_body()})
-    return {
-        "weights": None if weights is None else weights.to_body(),
-        "warm_start": warm_starts[-1].to_body() if warm_starts else None,
-        "proxy": [proxy[n] for n in sorted(proxy, key=lambda n: n or 0)],
-        "proxy_failed": failed,
-    }
+    round: int | None
+    evaluated: ProxyEvaluated
 
 
-def metric_lines(metrics: Mapping[str, Any]) -> Iterator[str]:
-    """Yield `coordinator_metrics` as text, one line each; only the newest proxy metric."""
-    weights = metrics.get("weights")
-    if weights:
-        yield f"the encoder began with {weights['path']} (SHA-256 {weights['sha256'][:16]})"
-    warm_start = metrics.get("warm_start")
-    if warm_start:
-        accuracy = warm_start.get("accuracy")
-        scored = "not evaluated (no held-out samples)" if accuracy is None else f"acc.warm_start {accuracy:.4f}"
-        epochs = counted(warm_start["epochs"], "epoch")
-        yield f"warm start: {warm_start['samples']} samples of {warm_start['data']}, {epochs}, {scored}"
-    proxy = metrics.get("proxy")
-    if proxy:
-        last = proxy[-1]
-        accuracy = last.get("acc")
-        acc = "unknown" if accuracy is None else f"{accuracy:.4f}"
-        yield f"acc.proxy after round {last['round']}: {acc} on {last['samples']} samples, by {last['by']}"
-    for failed in metrics.get("proxy_failed") or ():
-        yield f"acc.proxy could not be computed, first after round {failed['round']}: {failed['reason']}"
+@dataclass(frozen=True)
+class ProxyFailure:
+    """Why the state after a round could not be evaluated on the coordinator's own samples."""
+
+    round: int | None
+    failed: ProxyFailed
+
+
+@dataclass(frozen=True)
+class CoordinatorMetrics:
+    """What the coordinator computed on its own samples in a run."""
+
+    weights: WeightsFile | None = None
+    """The weights that the run began with; None: its seed."""
+
+    warm_start: WarmStarted | None = None
+    """None: it had none."""
+
+    proxy: tuple[ProxyRound, ...] = ()
+    """The rounds that were evaluated, in order."""
+
+    proxy_failed: tuple[ProxyFailure, ...] = ()
+    """For each reason why a round was not evaluated, the round when it was first met."""
+
+    @classmethod
+    def from_journal(cls, journal: Journal, run: str) -> CoordinatorMetrics:
+        """Return what the journal has of a run."""
+        entries = journal.entries(run, ("run_requested", "warm_started", "proxy_evaluated", "proxy_failed"))
+        requests = facts_of(entries, RunRequested)
+        warm_starts = facts_of(entries, WarmStarted)
+        # A round that was evaluated again after a restart counts once, with its last record.
+        proxy = dict[int | None, ProxyRound]()
+        failed = []
+        for entry in entries:
+            if isinstance(entry.fact, ProxyEvaluated):
+                proxy[entry.round] = ProxyRound(entry.round, entry.fact)
+            elif isinstance(entry.fact, ProxyFailed):
+                failed.append(ProxyFailure(entry.round, entry.fact))
+        return cls(
+            weights=requests[0].weights if requests else None,
+            warm_start=warm_starts[-1] if warm_starts else None,
+            proxy=tuple(proxy[number] for number in sorted(proxy, key=lambda number: number or 0)),
+            proxy_failed=tuple(failed),
+        )
+
+    @classmethod
+    def from_summary(cls, summary: Mapping[str, Any]) -> CoordinatorMetrics:
+        """Return what the JSON of a summary has of it, see `to_json`."""
+        weights = summary.get("weights")
+        warm_start = summary.get("warm_start")
+        return cls(
+            weights=WeightsFile.model_validate(weights) if weights else None,
+            warm_start=WarmStarted.model_validate(warm_start) if warm_start else None,
+            proxy=tuple(
+                ProxyRound(record["round"], ProxyEvaluated.model_validate(_without_round(record)))
+                for record in summary.get("proxy") or ()
+            ),
+            proxy_failed=tuple(
+                ProxyFailure(record["round"], ProxyFailed.model_validate(_without_round(record)))
+                for record in summary.get("proxy_failed") or ()
+            ),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as part of the summary of the run, and as ``headwater status --json`` prints it."""
+        return {
+            "weights": None if self.weights is None else self.weights.to_body(),
+            "warm_start": None if self.warm_start is None else self.warm_start.to_body(),
+            "proxy": [{"round": record.round, **record.evaluated.to_body()} for record in self.proxy],
+            "proxy_failed": [{"round": record.round, **record.failed.to_body()} for record in self.proxy_failed],
+        }
+
+    def lines(self) -> Iterator[str]:
+        """Yield it as text, one line each; only the newest proxy metric."""
+        if self.weights is not None:
+            yield f"the encoder began with {self.weights.path} (SHA-256 {self.weights.sha256[:16]})"
+        warm = self.warm_start
+        if warm is not None:
+            scored = "not evaluated (no held-out samples)"
+            if warm.accuracy is not None:
+                scored = f"acc.warm_start {warm.accuracy:.4f}"
+            yield f"warm start: {warm.samples} samples of {warm.data}, {counted(warm.epochs, 'epoch')}, {scored}"
+        if self.proxy:
+            last = self.proxy[-1]
+            acc = "unknown" if last.evaluated.acc is None else f"{last.evaluated.acc:.4f}"
+            on = f"on {last.evaluated.samples} samples, by {last.evaluated.by}"
+            yield f"acc.proxy after round {last.round}: {acc} {on}"
+        for failure in self.proxy_failed:
+            reason = failure.failed.reason
+            yield f"acc.proxy could not be computed, first after round {failure.round}: {reason}"
+
+
+def _without_round(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fact in a record of the summary, of which the round is not part."""
+    return {name: value for name, value in record.items() if name != "round"}
 
 
 def describe_progress(record: RunRecord) -> str:

@@ -11,21 +11,22 @@ from edge_agent.core.errors import ExportRejected, HeadwaterError, StateError
 from edge_agent.wire.messages.up import Report
 
 from ..journal import entries as facts
-from ..journal.entries import CancelRequested, ReleaseReported, RoundClosed, RunCancelled, RunFinished
+from ..journal.entries import CancelRequested, ReleaseReported, RoundClosed, RunCancelled
 from ..journal.kinds import FINAL
 from ..journal.store import Entry, utc_now
 from ..rounds.context import Run, Steps, Waiting
-from ..rounds.figures import Stats, round_record
+from ..rounds.figures import Stats, round_line
 from ..rounds.privacy import PrivacyBudget
 from ..rounds.selection import Exclusions
+from ..state.run_lines import AgentLine
 from ..state.store import StateFolder
 from ..text import reason_of
 from ..views.runs import RunRecord, replay, step
 from .release import Released, encoder_sha256, export_bundle, release
 from .result_notes import (
     SHOWN_CLIENTS,
+    CoordinatorMetrics,
     LastUpdates,
-    coordinator_metrics,
     describe_warnings,
     find_absent,
     find_bounded,
@@ -46,7 +47,7 @@ def restore(state: StateFolder, run: str) -> None:
     # 1. Which rounds have closed, and which of them have a record. The file must not be ahead of the journal.
     closed = {entry.round or 0: entry for entry in state.journal.entries(run, ("round_closed",))}
     folder = state.run(run)
-    recorded = {int(record.get("round", 0)) for record in folder.metrics() if record.get("kind") == "round"}
+    recorded = {line.round for line in folder.round_lines()}
     later = recorded - closed.keys()
     if later:
         raise StateError(
@@ -59,7 +60,7 @@ def restore(state: StateFolder, run: str) -> None:
         end = closed[number]
         record = _record_before(state, run, closed.get(number - 1), end, number)
         if record.open_round is not None and isinstance(end.fact, RoundClosed):
-            folder.append_metrics(round_record(record.open_round, end.fact))
+            folder.append_metrics(round_line(record.open_round, end.fact).to_json())
 
 
 def _record_before(state: StateFolder, run: str, end_before: Entry | None, end: Entry, number: int) -> RunRecord:
@@ -103,15 +104,15 @@ def finish_run(run: Run, stats: Stats, exclusions: Exclusions, stopped: str) -> 
     export = yield from _export_after_run(run)
     # Step 2: what each agent reports of the final model, before the summary that says so.
     _note_stalled(run)
-    agents = [_agent_record(run, stats, agent, report) for agent, report in sorted(run.reports.reports.items())]
+    agents = [_agent_line(run, stats, agent, report) for agent, report in sorted(run.reports.reports.items())]
     yield from _record_agents(run, agents)
     # Step 3: warnings, from the figures of all rounds.
-    records = [record for record in folder.metrics() if record.get("kind") == "round"]
-    losses = [record["loss"] for record in records]
+    lines = folder.round_lines()
+    losses = [line.loss for line in lines]
     present = {*run.reports.reports, *(member.id for member in context.roster.members() if member.is_present)}
     warnings = [
-        *find_absent(records, request.rounds, lambda agent: agent not in present, exclusions.failing),
-        *restored_of(records),
+        *find_absent(lines, request.rounds, lambda agent: agent not in present, exclusions.failing),
+        *restored_of(lines),
         *find_warnings(agents, losses, request.task.num_classes),
     ]
     # A simulation has many clients, and its result has all of them.
@@ -121,7 +122,8 @@ def finish_run(run: Run, stats: Stats, exclusions: Exclusions, stopped: str) -> 
     # Step 4: summary and report first, the journal last: a kill before that repeats this function, and nobody who sees
     # that the run is finished misses its summary.
     sha256 = encoder_sha256(run)
-    updates = LastUpdates.from_records(records)
+    updates = LastUpdates.from_lines(lines)
+    spent = PrivacyBudget(context.config, state.journal, run.method.server_step_is_mean()).figures()
     folder.write_summary(
         {
             "run_id": run.id,
@@ -131,25 +133,25 @@ def finish_run(run: Run, stats: Stats, exclusions: Exclusions, stopped: str) -> 
             "rounds": request.rounds,
             "seed": request.seed,
             "status": "finished",
-            **updates.summary(),
+            **updates.to_json(),
             "at": utc_now().isoformat(timespec="seconds"),
             "seconds": round(stats.seconds(context), 3),
             "encoder_sha256": sha256,
-            "agents": agents,
+            "agents": [agent.to_json() for agent in agents],
             "left_out": exclusions.body(),
-            "bounded": find_bounded(records),
-            "warnings": warnings,
+            "bounded": {agent: bounded.to_json() for agent, bounded in find_bounded(lines).items()},
+            "warnings": [warning.to_json() for warning in warnings],
             "next_steps": next_steps(request.method, agents, losses, warnings),
             "faults": dict(sorted(run.reports.faults.items())),
             "stopped": stopped or None,
-            "privacy": PrivacyBudget(context.config, state.journal, run.method.server_step_is_mean()).figures(),
+            "privacy": None if spent is None else spent.to_json(),
             "bundle": None if export.released is None else export.released.fact.to_body(),
             "bundle_why_not": export.why_not,
-            **coordinator_metrics(state.journal, run.id),
+            **CoordinatorMetrics.from_journal(state.journal, run.id).to_json(),
         },
     )
     write_report(folder)
-    state.journal.append(RunFinished(encoder_sha256=sha256, **updates.reason()), run=run.id)
+    state.journal.append(updates.to_fact(sha256), run=run.id)
     log.info("run_finished run=%s encoder_sha256=%s", run.id, sha256[:12] or "none")
     updates.log(run.id)
 
@@ -190,12 +192,11 @@ def _note_stalled(run: Run) -> None:
     for member in run.context.roster.members():
         if member.condition != "stalled" or member.id in run.reports.reports:
             continue
-        fault = member.fault or {}
-        reason = fault.get("message", "its disk cannot be written")
+        reason = "its disk cannot be written" if member.fault is None else member.fault.message
         run.reports.fault(member.id, f"no report of the final model, it was not waited for: {reason}")
 
 
-def _record_agents(run: Run, agents: Sequence[dict[str, Any]]) -> Steps:
+def _record_agents(run: Run, agents: Sequence[AgentLine]) -> Steps:
     """Write the results of all agents to metrics and journal.
 
     In parts, each of which reaches the disk together: ten thousand agents would otherwise be ten thousand waits for the
@@ -205,40 +206,40 @@ def _record_agents(run: Run, agents: Sequence[dict[str, Any]]) -> Steps:
     for begin in range(0, len(agents), RECORDED_AT_ONCE):
         part = agents[begin : begin + RECORDED_AT_ONCE]
         with state.journal.deferring():
-            for record in part:
-                state.journal.append(ReleaseReported(**record), run=run.id, agent=record["id"])
-            state.run(run.id).append_metrics(*({"kind": "agent", **record} for record in part))
+            for line in part:
+                state.journal.append(ReleaseReported(**line.to_json()), run=run.id, agent=line.id)
+            state.run(run.id).append_metrics(*({"kind": "agent", **line.to_json()} for line in part))
         state.journal.flush()
         yield Waiting(f"{run.id}: the results of its agents are written", about="results")
 
 
-def _agent_record(run: Run, stats: Stats, agent: str, report: Report) -> dict[str, Any]:
+def _agent_line(run: Run, stats: Stats, agent: str, report: Report) -> AgentLine:
     """Return the metrics of one device; all are of the run's encoder, even if the device now runs another one."""
     member = run.context.roster.get(agent)
     up, down = stats.traffic(run.context, agent)
     acc = {"local": report.acc_local, "global": report.acc_global, "personal": report.acc_personal}
-    return {
-        "id": agent,
-        "tier": member.tier if member else "",
-        "samples": report.samples,
-        "acc": acc if report.samples else dict.fromkeys(acc),
-        "local_model": report.local_model,
-        "better_alone": report.better_alone,
-        "head": report.head,
-        "precision": report.precision or None,
-        "fingerprint": report.fingerprint or None,
-        "runs": report.bundle_id,
-        "rolled_back": report.rolled_back or None,
-        "about": report.about or None,
-        "release": report.release,
-        "before": report.metrics.get("acc.before"),
-        "support": report.support,
-        "one_class": report.one_class,
-        "rss_mb": round(report.rss_mb, 1),
-        "torch_loaded": report.torch_loaded,
-        "bytes_up": up,
-        "bytes_down": down,
-    }
+    return AgentLine(
+        id=agent,
+        tier=member.tier if member else "",
+        samples=report.samples,
+        acc=acc if report.samples else dict.fromkeys(acc),
+        local_model=report.local_model,
+        better_alone=report.better_alone,
+        head=report.head,
+        precision=report.precision or None,
+        fingerprint=report.fingerprint or None,
+        runs=report.bundle_id,
+        rolled_back=report.rolled_back or None,
+        about=report.about or None,
+        release=report.release,
+        before=report.metrics.get("acc.before"),
+        support=report.support,
+        one_class=report.one_class,
+        rss_mb=round(report.rss_mb, 1),
+        torch_loaded=report.torch_loaded,
+        bytes_up=up,
+        bytes_down=down,
+    )
 
 
 def end_run(state: StateFolder, run: str, kind: Literal["run_failed", "run_cancelled"], reason: str) -> None:

@@ -28,14 +28,16 @@ from ..rounds.active_run import ActiveRun, UpdateForms
 from ..rounds.aggregation import refusal
 from ..rounds.assignment import Assignment, JobSpec
 from ..rounds.buffered import BufferedRounds
+from ..rounds.compute_requests import BeginRequest, Begun
 from ..rounds.context import MOST_LISTED, Run, RunHooks, Steps, Waiting
 from ..rounds.figures import Stats
 from ..rounds.pace import Pace
 from ..rounds.round import Rounds
-from ..rounds.selection import Exclusions, Selection, drop_left_out
-from ..rounds.server_side import method_of, specs_from_json
+from ..rounds.selection import Exclusions, LeftOutAgent, Selection, drop_left_out
+from ..rounds.server_side import method_of, specs_from_forms
 from ..rounds.server_step import ServerStep
 from ..rounds.synchronous import SynchronousRounds
+from ..state.privacy_spent import PrivacySpent
 from ..state.store import retain_checkpoint
 from ..views.runs import Rejection, RunRecord, replay
 from .release import encoder_of, freeze, release_during_run, stop_reason, with_client_ranges, with_pooled_norm
@@ -70,18 +72,22 @@ class RunStatus:
     rejected: Mapping[str, str]
     """Agent -> why it has no update."""
 
-    left_out: Mapping[str, Mapping[str, object]]
-    """Agent -> ``until_round`` and ``reason``, see `Selection.status`."""
+    left_out: Mapping[str, LeftOutAgent]
+    """Agent -> why it is not asked, and until when."""
 
     bounded: Mapping[str, str]
     """Agent -> what was done to its update in the round that was closed last."""
 
-    privacy: Mapping[str, Any] | None
+    privacy: PrivacySpent | None
     """What the closed rounds have cost of the privacy budget; None: the run adds no noise."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the run as JSON, for ``status.json``; its keys are the fields, in their order."""
-        return dict(vars(self))
+        return {
+            **vars(self),
+            "left_out": {agent: left_out.to_json() for agent, left_out in self.left_out.items()},
+            "privacy": None if self.privacy is None else self.privacy.to_json(),
+        }
 
 
 class RunLoop:
@@ -222,7 +228,7 @@ class RunLoop:
             accepted=sorted(islice(collection.accepted, MOST_LISTED)) if collection else [],
             accepted_count=len(collection.accepted) if collection else 0,
             rejected=_reasons(collection) if collection else {},
-            left_out=self.selection.status(number),
+            left_out=self.selection.describe_left_out(number),
             bounded=self._server.bounded,
             privacy=self._server.spent,
         )
@@ -237,18 +243,19 @@ class RunLoop:
         """
         run = self.run
         context = run.context
-        request = {**run.for_compute(), "is_new": checkpoint is None}
-        begun = yield from context.ask("begin", request, "the model is being built", BEGIN_LIMIT_S)
+        request = BeginRequest(**vars(run.for_compute()), is_new=checkpoint is None)
+        answer = yield from context.ask("begin", request, "the model is being built", BEGIN_LIMIT_S)
+        begun = Begun.from_json(answer)
         folder = context.state.run(run.id).folder
-        method, self._active.own = method_of(begun["method"], request, context.compute, folder)
+        method, self._active.own = method_of(begun.method, request, context.compute, folder)
         why_not = refusal(method, context.config)
         if why_not:
             raise RunFailed(why_not)
-        extras = specs_from_json(begun["extras"])
-        update = {**specs_from_json(begun["shared"]), **extras}
-        self._active.forms = UpdateForms(update, extras, specs_from_json(begun["norm"]))
+        extras = specs_from_forms(begun.extras)
+        update = {**specs_from_forms(begun.shared), **extras}
+        self._active.forms = UpdateForms(update, extras, specs_from_forms(begun.norm))
         if checkpoint is None:
-            checkpoint = str(begun["digest"])
+            checkpoint = str(begun.digest)
             state = decode(context.state.blobs.read(checkpoint))
             retain_checkpoint(self._journal, run.id, run.request.keep_every, 0, checkpoint)
             self._journal.append(RunStarted(), run=run.id, digest=checkpoint)
@@ -300,7 +307,7 @@ class RunLoop:
         patience = self._config.export.patience
         if not patience or self.run.method.needs_last_round:
             return ""
-        return stop_reason(self.run.context.state.run(self.run.id).metrics(), patience)
+        return stop_reason(self.run.context.state.run(self.run.id).release_lines(), patience)
 
     def _release_between_rounds(self, number: int) -> Steps:
         """Release the encoder after round ``number``, where the configuration says so; the last one comes later."""

@@ -11,7 +11,7 @@ from typing import Any
 from edge_agent.core.errors import HeadwaterError, StateError
 from edge_agent.core.limits import give_freed_memory_back
 
-from ..fleet.registry import Rejections
+from ..fleet.rejections import Rejections
 from ..journal.entries import PruneRequested
 from ..journal.store import facts_of
 from ..rounds.context import Steps, Waiting

@@ -12,6 +12,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
@@ -34,19 +35,16 @@ from edge_agent.wire.topics import Topics
 from edge_agent.wire.transport import Connected, Disconnected, Message, Subscribed, Transport
 
 from ..config import CoordinatorConfig
+from ..fleet.command_sender import CommandSender
 from ..fleet.downloads import Distributor
+from ..fleet.duplicate_ids import DuplicateIds
+from ..fleet.members import Figures, Member
+from ..fleet.receipt_memory import ReceiptMemory
 from ..fleet.refusals import Refusals
-from ..fleet.registry import (
-    CommandSender,
-    DuplicateIds,
-    Figures,
-    Member,
-    ReceiptMemory,
-    Rejections,
-    Roster,
-    RunIds,
-)
+from ..fleet.rejections import Rejections
 from ..fleet.rollout import Rollout
+from ..fleet.roster import Roster
+from ..fleet.run_ids import RunIds
 from ..fleet.uploads import Collector
 from ..hosted.transport import CombinedTransport
 from ..journal.store import follow, utc_now
@@ -57,7 +55,8 @@ from ..runs.run_queue import LOOK_FOR_REQUESTS_S, Runs, Storage, of_storage
 from ..state.backup import MARKER
 from ..state.fault_log import FaultLog
 from ..state.starts import EPOCHS_OF_A_COPY, record_start
-from ..state.store import MOST_LISTED, StateFolder
+from ..state.status_file import MOST_LISTED, FleetCounts
+from ..state.store import StateFolder
 from ..text import reason_of
 from ..views.candidate import accuracies_of
 from ..views.fleet import REPORTS, reported_by
@@ -753,9 +752,9 @@ class Coordinator:
                 "count": len(waiting.whom),
                 "seconds_left": None if waiting.until is None else round(max(0.0, waiting.until - self.clock()), 1),
             },
-            "fleet": self._counts(),
-            "acc": self.roster.accuracies(),
-            "agents": [*self._described(self._listed(), run), *self._away()],
+            "fleet": asdict(self._counts()),
+            "acc": {scope: asdict(accuracy) for scope, accuracy in self.roster.accuracies().items()},
+            "agents": [vars(agent) for agent in (*self._described(self._listed(), run), *self._away())],
             "refused_agents": self.refusals.body(),
             "traffic": {
                 "messages_received": self.transport.traffic.messages_down,
@@ -772,7 +771,7 @@ class Coordinator:
             "rejected_most": {"messages": self.rejected.top(), "updates": self.collector.rejected.top()},
         }
 
-    def everyone(self) -> list[dict[str, Any]]:
+    def everyone(self) -> list[AgentStatus]:
         """Return all known agents as in `status`, sorted by id, and hosted clients that have not connected yet."""
         run = None if self.loop is None else self.loop.status()
         return [*self._described(self.roster.members(), run), *self._away()]
@@ -787,17 +786,17 @@ class Coordinator:
             body = {"id": stall.run, "left_out": {}}
         return {**body, "stalled": stall.body()}
 
-    def _counts(self) -> dict[str, int]:
+    def _counts(self) -> FleetCounts:
         """Return how many agents are known, and how many of them are online, have a fault, or are stalled."""
         members = self.roster.members()
         ready = len(self.roster.ready)
         conditions = Counter(member.condition for member in members if member.is_present)
-        return {
-            "agents": len(members),
-            "online": ready + conditions["stalled"],
-            "fault": conditions["fault"],
-            "stalled": conditions["stalled"],
-        }
+        return FleetCounts(
+            agents=len(members),
+            online=ready + conditions["stalled"],
+            fault=conditions["fault"],
+            stalled=conditions["stalled"],
+        )
 
     def _listed(self) -> list[Member]:
         """Return at most `MOST_LISTED` agents by id: of more, first those with a fault, a note, or offline."""
@@ -811,33 +810,31 @@ class Coordinator:
             members = heapq.nsmallest(MOST_LISTED, members, key=lambda member: (needs_no_attention(member), member.id))
         return sorted(members, key=lambda member: member.id)
 
-    def _described(self, members: Iterable[Member], run: RunStatus | None) -> Iterator[dict[str, Any]]:
-        """Yield the JSON of these agents, with what people should know of each (`_notes_on`)."""
+    def _described(self, members: Iterable[Member], run: RunStatus | None) -> Iterator[AgentStatus]:
+        """Yield these agents as the status has them, with what people should know of each (`_notes_on`)."""
         hosted_notes = self._hosted_notes()
         for member in members:
             candidate = member.candidate
-            yield vars(
-                AgentStatus(
-                    id=member.id,
-                    tier=member.tier,
-                    transport="hosted" if member.id in self._hosted else "mqtt",
-                    present=member.is_present,
-                    samples=member.samples or None,
-                    bundle_id=member.bundle_id,
-                    software=member.software,
-                    notes=[*self._notes_on(member, run), *hosted_notes.get(member.id, ())],
-                    condition=member.condition,
-                    fault=member.fault,
-                    acc=dict(member.figures.acc),
-                    head=member.figures.head,
-                    better_alone=member.figures.better_alone,
-                    candidate=None if candidate is None else candidate.body(),
-                    rss_mb=member.figures.rss_mb,
-                    inputs_since=member.inputs_since,
-                    silent_s=round(self.clock() - member.heard_at, 1),
-                    bytes_up=self.collector.bytes_from.get(member.id, 0),
-                    bytes_down=self.distributor.bytes_to.get(member.id, 0),
-                )
+            yield AgentStatus(
+                id=member.id,
+                tier=member.tier,
+                transport="hosted" if member.id in self._hosted else "mqtt",
+                present=member.is_present,
+                samples=member.samples or None,
+                bundle_id=member.bundle_id,
+                software=member.software,
+                notes=[*self._notes_on(member, run), *hosted_notes.get(member.id, ())],
+                condition=member.condition,
+                fault=None if member.fault is None else member.fault.to_json(),
+                acc=dict(member.figures.acc),
+                head=member.figures.head,
+                better_alone=member.figures.better_alone,
+                candidate=None if candidate is None else candidate.body(),
+                rss_mb=member.figures.rss_mb,
+                inputs_since=member.inputs_since,
+                silent_s=round(self.clock() - member.heard_at, 1),
+                bytes_up=self.collector.bytes_from.get(member.id, 0),
+                bytes_down=self.distributor.bytes_to.get(member.id, 0),
             )
 
     def _notes_on(self, member: Member, run: RunStatus | None) -> list[str]:
@@ -856,9 +853,10 @@ class Coordinator:
         if run is not None:
             exclusion = run.left_out.get(member.id)
             if exclusion is not None:
-                until_round = exclusion["until_round"]
-                limit = "until it is restarted" if until_round is None else f"until round {until_round}"
-                notes.append(f"left out of {run.id} {limit}: {exclusion['reason']}")
+                limit = f"until round {exclusion.until_round}"
+                if exclusion.until_round is None:
+                    limit = "until it is restarted"
+                notes.append(f"left out of {run.id} {limit}: {exclusion.reason}")
             if member.id in run.bounded:
                 notes.append(run.bounded[member.id])
         link_note = member.breaks.note(self.clock())
@@ -866,11 +864,11 @@ class Coordinator:
             notes.append(link_note)
         return notes
 
-    def _away(self) -> list[dict[str, Any]]:
-        """Return the JSON of hosted clients that have not connected yet."""
+    def _away(self) -> list[AgentStatus]:
+        """Return hosted clients that have not connected yet."""
         notes = self._hosted_notes()
         return [
-            vars(AgentStatus(id=name, tier="train", transport="hosted", notes=list(notes.get(name, ()))))
+            AgentStatus(id=name, tier="train", transport="hosted", notes=list(notes.get(name, ())))
             for name in sorted(self._hosted)
             if self.roster.get(name) is None
         ]

@@ -15,9 +15,9 @@ from typing import Any
 from edge_agent.core.errors import cause
 from edge_agent.core.storage import write_atomic
 
-from ..fleet.registry import Rejections
+from ..fleet.rejections import Rejections
 from ..rounds.context import Waiting
-from ..state.store import EVERYONE
+from ..state.status_file import EVERYONE
 from ..text import listed
 
 log = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class AgentStatus:
 
 
 StatusReport = dict[str, Any]
-"""The content of ``status.json``, see `Coordinator.status`."""
+"""The JSON of ``status.json``, see `Coordinator.status`; its readers get a `coordinator.state.status_file.Status`."""
 
 
 class StatusWriter:
@@ -93,7 +93,7 @@ class StatusWriter:
         self,
         waiting: Waiting,
         status: Callable[[], StatusReport],
-        everyone: Callable[[], list[dict[str, Any]]] | None = None,
+        everyone: Callable[[], list[AgentStatus]] | None = None,
     ) -> None:
         """Log what is waited for when it changes, and keep the status file up to date.
 
@@ -117,7 +117,11 @@ class StatusWriter:
         if everyone is not None and self._clock() - self._everyone_at >= EVERYONE_EVERY_S:
             self._everyone_at = self._clock()
             with contextlib.suppress(OSError):  # the next status reports a full disk
-                write_atomic(self._path.with_name(EVERYONE), json.dumps(everyone()).encode(), durable=False)
+                write_atomic(
+                    self._path.with_name(EVERYONE),
+                    json.dumps([vars(agent) for agent in everyone()]).encode(),
+                    durable=False,
+                )
 
     def catch_up(self, status: Callable[[], StatusReport], pause_s: float = 0.0) -> None:
         """Write what is not in the status file yet, unless this was called less than ``pause_s`` ago.

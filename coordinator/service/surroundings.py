@@ -17,7 +17,7 @@ from edge_agent.core.children import InlineWorker, Worker
 
 from ..fleet.rate_limits import RateLimits
 from ..fleet.refusals import Refusals
-from ..fleet.registry import RunIds
+from ..fleet.run_ids import RunIds
 from ..journal.store import utc_now
 from ..processes.compute import Compute, InlineCompute
 from ..rounds.context import RunHooks

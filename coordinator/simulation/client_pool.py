@@ -26,7 +26,7 @@ from edge_agent.wire.topics import Topics
 from edge_agent.wire.transport import Message
 
 from ..fleet.downloads import Distributor
-from ..fleet.registry import Roster
+from ..fleet.roster import Roster
 from .client_tasks import NOT_KEPT
 from .engines.base import Done, Engine, Work
 

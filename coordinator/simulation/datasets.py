@@ -367,23 +367,51 @@ def _natural_order(name: str) -> tuple[int, str]:
     return 1 << 62, name
 
 
-def class_counts(division: Division, pools: Pools, class_names: tuple[str, ...]) -> dict[str, Any]:
-    """Return a partition as JSON, with the training and test samples of each class that each client has."""
+@dataclass(frozen=True)
+class ClientCounts:
+    """The samples of each class that a client has, in the order of the classes."""
+
+    id: str
+    train: tuple[int, ...]
+    test: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ClassCounts:
+    """A partition, and the samples of each class that each client has."""
+
+    division: Division
+    classes: tuple[str, ...]
+    clients: tuple[ClientCounts, ...]
+    pool_samples: int
+    """Training samples of the pool."""
+
+    used_samples: int
+    """Those of them that at least one client has."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as ``headwater partition --json`` and the summary of a simulation have it."""
+        clients = [{"id": client.id, "train": [*client.train], "test": [*client.test]} for client in self.clients]
+        return {
+            "rule": self.division.rule,
+            "settings": self.division.settings,
+            "hash": self.division.sha256,
+            "classes": [*self.classes],
+            "clients": clients,
+            "samples": {"train": self.pool_samples, "used": self.used_samples},
+        }
+
+
+def class_counts(division: Division, pools: Pools, class_names: tuple[str, ...]) -> ClassCounts:
+    """Return the training and test samples of each class that each client of a partition has."""
     tested = pools.train if pools.test is None else pools.test
 
-    def counts(labels: np.ndarray, rows: tuple[int, ...]) -> list[int]:
-        return np.bincount(labels[np.asarray(rows, np.int64)], minlength=len(class_names)).tolist()  # type: ignore[no-any-return]
+    def counts(labels: np.ndarray, rows: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(np.bincount(labels[np.asarray(rows, np.int64)], minlength=len(class_names)).tolist())
 
     clients = [
-        {"id": name, "train": counts(pools.train.labels, share.train), "test": counts(tested.labels, share.test)}
+        ClientCounts(name, counts(pools.train.labels, share.train), counts(tested.labels, share.test))
         for name, share in division.clients.items()
     ]
     used = {row for share in division.clients.values() for row in share.train}
-    return {
-        "rule": division.rule,
-        "settings": division.settings,
-        "hash": division.sha256,
-        "classes": list(class_names),
-        "clients": clients,
-        "samples": {"train": len(pools.train), "used": len(used)},
-    }
+    return ClassCounts(division, class_names, tuple(clients), pool_samples=len(pools.train), used_samples=len(used))

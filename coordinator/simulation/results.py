@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
@@ -29,6 +30,7 @@ from ..report.charts import Axis, Lines, Series, ends
 from ..report.pictures import Format, picture
 from ..report.run_charts import accuracy_floor
 from ..runs.result_notes import local_models
+from ..state.run_lines import AgentLine
 from ..state.store import StateFolder
 from ..views.runs import replay
 from .client_tasks import state_files_in
@@ -93,7 +95,7 @@ def result_of(state: StateFolder, run: str, prepared: Prepared) -> dict[str, Any
         "seconds": round(math.fsum(figures["seconds"] or 0.0 for figures in rounds), 3),
         "rounds": rounds,
         "last": {"rounds_done": record.round, "acc": _accuracies_at_end(agents, division)},
-        "local_models": local_models(agents["trained"]),
+        "local_models": local_models(AgentLine.from_json(agent) for agent in agents["trained"]),
         "failed": summary.get("faults", {}),
         "warnings": summary.get("warnings", []),
         "next_steps": summary.get("next_steps", []),
@@ -208,11 +210,11 @@ def describe(state: StateFolder, run: str, prepared: Prepared) -> None:
     plan = prepared.plan
     division = prepared.division
     folder = state.run(run)
-    shown = class_counts(division, prepared.pools, prepared.task.class_names)
-    if len(shown["clients"]) > MOST_COUNTED:
-        shown["clients"] = []
+    counts = class_counts(division, prepared.pools, prepared.task.class_names)
+    if len(counts.clients) > MOST_COUNTED:
+        counts = replace(counts, clients=())
     settings = plan.model_dump(mode="json", exclude_defaults=True, exclude={"folder", *HOW_NOT_WHAT})
-    described = {"data": list(plan.data), "partition": shown, "plan": settings}
+    described = {"data": list(plan.data), "partition": counts.to_json(), "plan": settings}
     folder.write_summary({**(folder.summary() or {}), "simulation": described})
     write_report(folder)
 

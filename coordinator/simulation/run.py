@@ -25,7 +25,7 @@ from edge_agent.wire.messages.down import Job
 from edge_agent.wire.tensors import encode
 from edge_agent.wire.transport import Message
 
-from ..fleet.registry import RunNames
+from ..fleet.run_ids import RunNames
 from ..journal.entries import RoundOpened
 from ..journal.store import facts_of
 from ..rounds.context import RunContext

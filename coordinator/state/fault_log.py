@@ -1,7 +1,7 @@
-"""The faults that agents have reported, of all runs: two files of bounded size, for people who look back.
+"""The faults that agents have reported: `Fault`, and a log of those of all runs for people who look back.
 
-`status.json` has only the fault that stands. An agent may send as many as it likes, so the registry decides which ones
-are worth a line; what is older than the two files is dropped.
+`status.json` has only the fault that stands. An agent may send as many as it likes, so `coordinator.fleet.roster`
+decides which ones are worth a line of the log. It is two files of bounded size; what is older than they is dropped.
 """
 
 from __future__ import annotations
@@ -9,18 +9,64 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from edge_agent.core.storage import read_regular
 
 from ..journal.store import utc_now
+from ..views.values import as_text
 
 NEWER = "faults.jsonl"
 OLDER = "faults.older.jsonl"
 FILE_BYTES = 1 << 20
 """Of one file, some 3,000 faults; then it becomes the older one."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Why an agent's task has failed, or why an agent is kept out."""
+
+    error: str
+    """The name of the error's class."""
+
+    message: str
+    remedy: str
+    """What a person can do about it."""
+
+    at: str = ""
+    """When it was reported (ISO 8601, UTC)."""
+
+    code: str | None = None
+    """The code of the fault, see `edge_agent.wire.faults`; None: earlier versions say none, and a refusal has none."""
+
+    @classmethod
+    def from_body(cls, body: object) -> Fault | None:
+        """Return the fault in an object of a file; None where there is none, and texts that are missing are empty."""
+        if not isinstance(body, Mapping) or not body:
+            return None
+        code = body.get("code")
+        return cls(
+            error=as_text(body.get("error", "")),
+            message=as_text(body.get("message", "")),
+            remedy=as_text(body.get("remedy", "")),
+            at=as_text(body.get("at", "")),
+            code=None if code is None else as_text(code),
+        )
+
+    def to_json(self) -> dict[str, str]:
+        """Return the fault as files and ``--json`` have it."""
+        code = {} if self.code is None else {"code": self.code}
+        return {"error": self.error, **code, "message": self.message, "remedy": self.remedy, "at": self.at}
+
+
+@dataclass(frozen=True)
+class ReportedFault:
+    """A line of the log: a fault and the agent that has reported it."""
+
+    agent: str
+    fault: Fault
 
 
 class FaultLog:
@@ -31,9 +77,11 @@ class FaultLog:
         self._older = state / OLDER
         self._now = now
 
-    def note(self, agent: str, fault: Mapping[str, str]) -> None:
-        """Add a fault. On a full disk it is lost; the status has it as long as it stands."""
-        line = json.dumps({"at": self._now().isoformat(timespec="seconds"), "agent": agent, **fault}) + "\n"
+    def note(self, agent: str, fault: Fault) -> None:
+        """Add a fault, with the time of this call. On a full disk it is lost; the status has it while it stands."""
+        body = fault.to_json()
+        del body["at"]
+        line = json.dumps({"at": self._now().isoformat(timespec="seconds"), "agent": agent, **body}) + "\n"
         with contextlib.suppress(OSError):
             if self._newer.exists() and self._newer.stat().st_size + len(line) > FILE_BYTES:
                 self._newer.replace(self._older)
@@ -48,8 +96,8 @@ class FaultLog:
                 stamps += [path.stat().st_size, path.stat().st_mtime_ns]
         return tuple(stamps)
 
-    def read(self) -> Iterator[dict[str, Any]]:
-        """Yield all faults with ``at`` and ``agent``; lines that a power cut has torn are left out."""
+    def read(self) -> Iterator[ReportedFault]:
+        """Yield all faults; lines that a power cut has torn are left out."""
         for path in (self._older, self._newer):
             try:
                 lines = read_regular(path).splitlines()
@@ -60,5 +108,6 @@ class FaultLog:
                     record = json.loads(line)
                 except ValueError:
                     continue
-                if isinstance(record, dict) and isinstance(record.get("agent"), str):
-                    yield record
+                fault = Fault.from_body(record)
+                if fault is not None and isinstance(record.get("agent"), str):
+                    yield ReportedFault(record["agent"], fault)

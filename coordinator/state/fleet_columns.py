@@ -13,10 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import JsonValue
+
 from .fleet_rows import AgentRow
 
 Value = Any
-"""What a cell holds: text, a number, a truth value, or JSON; None: not known."""
+"""What a cell holds: text, a number, a truth value, or an object of its own class; None: not known."""
 
 
 class Shape(enum.Enum):
@@ -64,7 +66,7 @@ class Column:
     json: tuple[str, ...] = ()
     """The keys to it in an agent of ``headwater agents --json``; empty: it is not there.
 
-    The terminal reads its values there, so a column with `terminal` or `option` needs them.
+    What the terminal shows or sorts by is in the JSON as well, so a column with `terminal` or `option` needs them.
     """
 
     terminal: str = ""
@@ -82,14 +84,17 @@ class Column:
     page_order: Callable[[AgentRow], Any] | None = None
     """What the page sorts by; None: the value."""
 
+    to_json: Callable[[Any], JsonValue] | None = None
+    """Makes JSON of a value that is known; None: the value is JSON itself."""
+
     def __post_init__(self) -> None:
-        """Check that the terminal finds the values that it shows or sorts by.
+        """Check that the JSON has the values that the terminal shows or sorts by.
 
         Raises:
             ValueError: It does not.
         """
         if (self.terminal or self.option) and not self.json:
-            raise ValueError(f"column '{self.name}' is on the terminal, which reads its values by the keys of json")
+            raise ValueError(f"column '{self.name}' is on the terminal, and --json has no keys for it: give json=")
 
     @property
     def is_numeric(self) -> bool:
@@ -205,9 +210,10 @@ COLUMNS: tuple[Column, ...] = (
     Column("better_alone", lambda row: row.better_alone, Shape.DETAIL, json=("better_alone",)),
     Column(
         "candidate",
-        lambda row: None if row.candidate is None else row.candidate.body(),
+        lambda row: row.candidate,
         Shape.DETAIL,
         json=("candidate",),
+        to_json=lambda candidate: candidate.body(),
     ),
     Column(
         "memory",
@@ -219,7 +225,14 @@ COLUMNS: tuple[Column, ...] = (
         page_index=10,
         option="memory",
     ),
-    Column("fault", lambda row: row.fault, Shape.FAULT, json=("fault",), terminal="last fault"),
+    Column(
+        "fault",
+        lambda row: row.fault,
+        Shape.FAULT,
+        json=("fault",),
+        terminal="last fault",
+        to_json=lambda fault: fault.to_json(),
+    ),
     Column("inputs", lambda row: row.inputs_since, Shape.DETAIL, json=("inputs_since",)),
     Column("notes", lambda row: list(row.notes), Shape.DETAIL, json=("notes",)),
 )
@@ -238,20 +251,15 @@ def terminal_columns() -> list[Column]:
 
 
 def to_json(row: AgentRow) -> dict[str, Any]:
-    """Return an agent as ``headwater agents --json`` prints it."""
+    """Return an agent as ``headwater agents --json`` prints it; nothing else reads it."""
     result: dict[str, Any] = {}
     for column in COLUMNS:
         holder = result
         for key in column.json[:-1]:
             holder = holder.setdefault(key, {})
         if column.json:
-            holder[column.json[-1]] = column.value(row)
+            value = column.value(row)
+            if value is not None and column.to_json is not None:
+                value = column.to_json(value)
+            holder[column.json[-1]] = value
     return result
-
-
-def value_in(body: dict[str, Any], column: Column) -> Value:
-    """Return the value of a column in what `to_json` has made."""
-    value: Any = body
-    for key in column.json:
-        value = value[key]
-    return value

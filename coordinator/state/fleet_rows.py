@@ -19,6 +19,7 @@ from ..views.candidate import SCOPES, Candidate, accuracies_of
 from ..views.fleet import Reported
 from ..views.releases import Book
 from ..views.values import as_number, as_text
+from .fault_log import Fault
 from .noise import Gain, classify_gain
 
 
@@ -77,8 +78,8 @@ class HeardAgent:
     samples: int | None = None
     bundle_id: str = ""
     candidate: Candidate | None = None
-    fault: dict[str, str] | None = None
-    """The texts ``error``, ``code``, ``message``, ``remedy`` and ``at`` of its last failed task."""
+    fault: Fault | None = None
+    """Why its last task has failed, while that stands."""
 
     notes: tuple[str, ...] = ()
     bytes_up: float = 0.0
@@ -112,7 +113,7 @@ class HeardAgent:
             samples=None if samples is None else int(samples),
             bundle_id=text("bundle_id"),
             candidate=Candidate.from_body(body.get("candidate")),
-            fault=_read_fault(body.get("fault")),
+            fault=Fault.from_body(body.get("fault")),
             notes=tuple(map(as_text, notes)) if isinstance(notes, list) else (),
             bytes_up=as_number(body.get("bytes_up")) or 0.0,
             bytes_down=as_number(body.get("bytes_down")) or 0.0,
@@ -127,13 +128,6 @@ class HeardAgent:
     def presence(self) -> Presence:
         """Whether it was there when the status was written."""
         return presence_of(is_present=self.is_present, condition=self.condition)
-
-
-def _read_fault(value: object) -> dict[str, str] | None:
-    """Return a fault of the status as texts; None where there is none."""
-    if not isinstance(value, dict):
-        return None
-    return {as_text(key): as_text(text) for key, text in value.items()}
 
 
 def _read_accuracies(value: object) -> Mapping[str, float] | None:
@@ -198,7 +192,9 @@ class AgentRow:
     pinned: int | None = None
     """Number of the release that it is kept on."""
 
-    fault: dict[str, str] | None = None
+    fault: Fault | None = None
+    """Why its last task has failed, or why it is kept out."""
+
     notes: tuple[str, ...] = ()
     bytes_up: float = 0.0
     bytes_down: float = 0.0
@@ -228,8 +224,8 @@ class FleetFacts:
 
     reported: Mapping[str, Reported]
     book: Book
-    refused: Mapping[str, dict[str, str]] = field(default_factory=dict)
-    """Agent -> error, message, remedy and time, of those that were kept out in the last minutes."""
+    refused: Mapping[str, Fault] = field(default_factory=dict)
+    """Agent -> why, of those that were kept out in the last minutes."""
 
     revoked: frozenset[str] = frozenset()
     is_serving: bool = True

@@ -11,10 +11,13 @@ import io
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
+
+from pydantic import JsonValue
 
 from edge_agent.core.locks import private_files
 from edge_agent.core.logs import JsonLines
@@ -70,6 +73,34 @@ class _Position(NamedTuple):
         return (status.st_ino, file.read(len(self.head))) == (self.inode, self.head) and status.st_size >= self.offset
 
 
+_STANDARD = frozenset({"time", "level", "logger", "event", "text", "traceback"})
+"""Fields of a log line that are no values of its event."""
+
+
+@dataclass(frozen=True)
+class LogLine:
+    """A line of the log."""
+
+    time: str
+    """When it was written (ISO 8601)."""
+
+    level: str
+    event: str
+    """What happened, as a word; ``log``: the line does not say."""
+
+    text: str
+    """For people; empty: the values say it."""
+
+    values: Mapping[str, JsonValue]
+    """What was logged with the event, by name."""
+
+    @property
+    def run(self) -> str | None:
+        """The run that it is about, by name or id; None: none is named."""
+        run = self.values.get("run")
+        return run if isinstance(run, str) else None
+
+
 class LogReader:
     """Reads the lines of a state folder in order; `new` continues where it ended, also after one was renamed or cut."""
 
@@ -79,7 +110,7 @@ class LogReader:
         self._position: _Position | None = None
         self._older: _Position | None = None
 
-    def new(self) -> list[dict[str, Any]]:
+    def new(self) -> list[LogLine]:
         """Return the complete lines that were not read before, without those that are no JSON objects."""
         lines: list[bytes] = []
         try:
@@ -90,7 +121,7 @@ class LogReader:
                 self._position, more = _read_on(file, self._position)
         except FileNotFoundError:
             return []
-        return [line for line in map(_object, lines + more) if line is not None]
+        return [line for line in map(_parse, lines + more) if line is not None]
 
     def _rest_of_older(self) -> list[bytes]:
         """Return the unread lines of the older file: all after two rotations, none where only the newer was cut."""
@@ -114,9 +145,18 @@ def _read_on(file: BinaryIO, position: _Position | None) -> tuple[_Position, lis
     return _Position(os.fstat(file.fileno()).st_ino, head, file.tell() - len(rest)), complete
 
 
-def _object(line: bytes) -> dict[str, Any] | None:
+def _parse(line: bytes) -> LogLine | None:
+    """Return a line of the log; None for what is not a JSON object with a time."""
     try:
-        result = json.loads(line)
+        body = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return result if isinstance(result, dict) and isinstance(result.get("time"), str) else None
+    if not isinstance(body, dict) or not isinstance(body.get("time"), str):
+        return None
+    return LogLine(
+        time=body["time"],
+        level=str(body.get("level")),
+        event=str(body.get("event", "log")),
+        text=str(body.get("text") or ""),
+        values={name: value for name, value in body.items() if name not in _STANDARD},
+    )

@@ -12,7 +12,7 @@ import re
 import shutil
 import stat
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -106,18 +106,35 @@ def prune_runs(state: StateFolder, runs: Sequence[str]) -> list[Prunable]:
     return removed
 
 
-def usage(state: StateFolder) -> dict[str, int]:
-    """Return the number of blobs, their bytes, the number of ended runs with checkpoints, and the free bytes."""
+@dataclass(frozen=True)
+class DiskUsage:
+    """What a state folder takes of its disk."""
+
+    blobs: int
+    blob_bytes: int
+    ended_runs: int
+    """Runs that are over and have checkpoints, which could be removed."""
+
+    free_bytes: int
+    """Of the disk."""
+
+    def to_json(self) -> dict[str, int]:
+        """Return it as ``--json`` prints it."""
+        return asdict(self)
+
+
+def usage(state: StateFolder) -> DiskUsage:
+    """Return what a state folder takes of its disk now."""
     journal = state.journal
     ended = {entry.run for entry in journal.entries(kinds=tuple(FINAL))}
     ended -= {entry.run for entry in journal.entries(kinds=("run_pruned",))}
     blobs = _sizes(state.blobs.folder.glob("*"))
-    return {
-        "blobs": len(blobs),
-        "blob_bytes": sum(blobs.values()),
-        "ended_runs": len(ended & journal.checkpoints().keys()),
-        "free_bytes": shutil.disk_usage(state.path).free,
-    }
+    return DiskUsage(
+        blobs=len(blobs),
+        blob_bytes=sum(blobs.values()),
+        ended_runs=len(ended & journal.checkpoints().keys()),
+        free_bytes=shutil.disk_usage(state.path).free,
+    )
 
 
 def _sizes(paths: Iterable[Path]) -> dict[Path, int]:

@@ -32,6 +32,7 @@ from ..journal.sqlite import SqliteJournal
 from ..journal.store import Journal
 from ..views.releases import release_blobs
 from ..views.runs import RunRecord, replay
+from .run_lines import ReleaseLine, RoundLine
 
 log = logging.getLogger(__name__)
 
@@ -152,7 +153,10 @@ class RunFolder:
             sync(file.fileno())
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Return all records in order, without an incomplete last line of a crash; empty before the first.
+        """Return all records in order as JSON, without an incomplete last line of a crash; empty before the first.
+
+        `round_lines` and `release_lines` are for those who want to know a field; this is for readers of the file that
+        take nothing in it for granted.
 
         Raises:
             StateError: a line is not a JSON object.
@@ -174,6 +178,22 @@ class RunFolder:
             records.append(record)
         return records
 
+    def round_lines(self) -> list[RoundLine]:
+        """Return the closed rounds among `metrics`, in the order in which they were written.
+
+        Raises:
+            StateError: a line is not a JSON object.
+        """
+        return [RoundLine.from_json(record) for record in self.metrics() if record.get("kind") == "round"]
+
+    def release_lines(self) -> list[ReleaseLine]:
+        """Return the releases among `metrics`, in the order in which they were written.
+
+        Raises:
+            StateError: a line is not a JSON object.
+        """
+        return [ReleaseLine.from_json(record) for record in self.metrics() if record.get("kind") == "release"]
+
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Replace the run's ``summary.json``."""
         write_json(self.summary_path, summary)
@@ -189,79 +209,6 @@ class RunFolder:
     def touched_ns(self) -> int:
         """Return when anything in the folder was last written, in nanoseconds since 1970."""
         return max((path.stat().st_mtime_ns for path in (self.folder, *self.folder.iterdir())), default=0)
-
-
-STATUS = "status.json"
-EVERYONE, MOST_LISTED = "agents.json", 200
-"""Where all agents are if the fleet has more than so many; ``status.json`` lists only so many."""
-
-
-class JsonFile:
-    """A file that others write: `look` parses it again only when it has changed, from any thread."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._known: tuple[tuple[int, int, int] | None, Any] = None, None  # at once, as other threads see it
-
-    @property
-    def stamp(self) -> tuple[int, int, int] | None:
-        """Time of change in nanoseconds, size and inode of what was read; None: nothing was."""
-        return self._known[0]
-
-    @property
-    def content(self) -> Any:
-        """What it said at the last look; None where there is no file, or nothing that can be read."""
-        return self._known[1]
-
-    def look(self) -> bool:
-        """Read it again, and return whether it has changed; one that cannot be read just now has not."""
-        try:
-            status = self._path.stat()
-            stamp = status.st_mtime_ns, status.st_size, status.st_ino
-            if self.stamp == stamp:
-                return False
-            self._known = stamp, json.loads(read_regular(self._path))
-        except FileNotFoundError:
-            had_content = self.stamp is not None
-            self._known = None, None
-            return had_content
-        except (OSError, ValueError, RecursionError):
-            return False
-        return True
-
-
-class StatusFiles:
-    """What the coordinator of a state folder last wrote about its work."""
-
-    def __init__(self, state: Path) -> None:
-        self._status = JsonFile(state / STATUS)
-        self._everyone = JsonFile(state / EVERYONE)
-
-    def status(self) -> dict[str, Any]:
-        """Return the coordinator's status; empty where it has written nothing yet."""
-        self._status.look()
-        content = self._status.content
-        return content if isinstance(content, dict) else {}
-
-    def agents(self) -> list[dict[str, Any]]:
-        """Return all agents that the coordinator has written about."""
-        status = self.status()
-        listed: list[dict[str, Any]] = status.get("agents", [])
-        if status.get("fleet", {}).get("agents", 0) <= MOST_LISTED:
-            return listed
-        self._everyone.look()
-        content = self._everyone.content
-        return content if isinstance(content, list) else listed
-
-
-def read_status(state: Path) -> dict[str, Any]:
-    """Return what the coordinator of a state folder last wrote about its work; empty where it has written nothing."""
-    return StatusFiles(state).status()
-
-
-def read_agents(state: Path) -> list[dict[str, Any]]:
-    """Return all agents that the coordinator of a state folder last wrote about."""
-    return StatusFiles(state).agents()
 
 
 class StateFolder:

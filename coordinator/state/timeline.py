@@ -6,14 +6,13 @@ It is read from files alone, so it shows runs that are over, and those of a coor
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from edge_agent.wire.messages.fields import printable, run_name
 
 from ..views.follower import Follower
 from ..views.timeline import KINDS, LEVELS, Event, Level, TimelineView, utc_text, with_durations
-from .log_file import LogReader
+from .log_file import LogLine, LogReader
 from .store import StateFolder
 
 
@@ -57,11 +56,10 @@ class Timeline:
     def _read_log(self) -> Iterator[Event]:
         """Yield the events of new log lines that are about this run, or were written while it was under way."""
         for line in self._log.new():
-            if line.get("event") in KINDS:
+            if line.event in KINDS:
                 continue  # the journal has it as well
-            run = line.get("run")
-            named = run_name(run) if isinstance(run, str) else None
-            is_during = named is None and self._view.is_under_way(utc_text(line["time"]))
+            named = None if line.run is None else run_name(line.run)
+            is_during = named is None and self._view.is_under_way(utc_text(line.time))
             if named == self._run or is_during:
                 yield _event_of(line)
 
@@ -71,47 +69,42 @@ class Timeline:
         return is_about and LEVELS.index(event.level) >= self._least
 
 
-_STANDARD = frozenset({"time", "level", "logger", "event", "text", "traceback"})
-"""Fields of a log line that are no values of its event."""
-
 _NAMING = ("agent", "whom", "agents", "by")
 """Fields of a log line that name agents."""
 
 
-def _event_of(line: Mapping[str, Any]) -> Event:
+def _event_of(line: LogLine) -> Event:
     """Return the event of a log line."""
-    kind = str(line.get("event", "log"))
-    values = {name: value for name, value in line.items() if name not in _STANDARD}
-    level_name = str(line.get("level"))
-    level: Level = level_name if level_name in LEVELS else "error"
-    number = values.get("round")
+    level: Level = line.level if line.level in LEVELS else "error"
+    number = line.values.get("round")
     return Event(
-        utc_text(line["time"]),
+        utc_text(line.time),
         level,
-        kind,
-        printable(_text_of(kind, line, values)),
+        line.event,
+        printable(_text_of(line)),
         number if isinstance(number, int) else None,
-        _agents_in(values),
-        values,
+        _agents_in(line),
+        dict(line.values),
     )
 
 
-def _text_of(kind: str, line: Mapping[str, Any], values: Mapping[str, Any]) -> str:
+def _text_of(line: LogLine) -> str:
     """Return the text of a log line: what a wait is for, the line's own text, or else its values by name."""
-    if kind == "waiting":
+    values = line.values
+    if line.event == "waiting":
         whom = str(values.get("whom", "-"))
         missing = "" if whom == "-" else f", not yet from {whom}"
         return f"waits: {values.get('for')}{missing}"
-    if line.get("text"):
-        return str(line["text"])
+    if line.text:
+        return line.text
     named = ", ".join(f"{name} {value}" for name, value in values.items() if name not in {"run", "round"})
-    return f"{kind.replace('_', ' ')}: {named}"
+    return f"{line.event.replace('_', ' ')}: {named}"
 
 
-def _agents_in(values: Mapping[str, Any]) -> tuple[str, ...]:
+def _agents_in(line: LogLine) -> tuple[str, ...]:
     """Return the agents that a log line names, sorted; lists of them are text with commas, or ``and``."""
     agents = set[str]()
     for name in _NAMING:
-        if values.get(name):
-            agents.update(re.split(r",\s*|\s+and\s+", str(values[name])))
+        if line.values.get(name):
+            agents.update(re.split(r",\s*|\s+and\s+", str(line.values[name])))
     return tuple(sorted(agents - {"-", ""}))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from ..journal.entries import (
     DevicePinned,
@@ -39,11 +39,9 @@ class _Line:
     """A line of the history of an agent.
 
     Attributes:
-        list_name: The list that it belongs to.
         at: When its entry was written (ISO 8601, UTC).
     """
 
-    list_name: ClassVar[str]
     at: str
 
     @property
@@ -64,8 +62,6 @@ class _Line:
 @dataclass(frozen=True)
 class AccuracyLine(_Line):
     """The accuracies that came with an update, or at the end of a run (``round`` is None)."""
-
-    list_name = "accuracy"
 
     run: str | None
     round: int | None
@@ -92,8 +88,6 @@ class AccuracyLine(_Line):
 @dataclass(frozen=True)
 class BundleLine(_Line):
     """A bundle that a device ran or tried; ``outcome``, ``reason`` and accuracies are None where it only runs it."""
-
-    list_name = "bundles"
 
     bundle_id: str
     runs: str
@@ -126,8 +120,6 @@ class BundleLine(_Line):
 class PinLine(_Line):
     """A pin of a device; one that was ended has no release."""
 
-    list_name = "pins"
-
     release: int | None
     until: str | None
     reason: str | None
@@ -138,15 +130,12 @@ class PinLine(_Line):
 class RejectedLine(_Line):
     """A rejected update."""
 
-    list_name = "rejected"
-
     run: str | None
     round: int | None
     reason: str
 
 
 HistoryLine = AccuracyLine | BundleLine | PinLine | RejectedLine
-LISTS = tuple(line.list_name for line in (AccuracyLine, BundleLine, PinLine, RejectedLine))
 
 
 def describe_entry(entry: Entry, book: Book) -> HistoryLine | None:

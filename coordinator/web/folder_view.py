@@ -14,7 +14,7 @@ import time
 import zlib
 from array import array
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -26,9 +26,20 @@ from edge_agent.core.storage import IDENTITY
 
 from ..identity.revoked import revoked_agents
 from ..journal.store import utc_now
-from ..state.fault_log import FaultLog
-from ..state.fleet_rows import AgentRow, FleetFacts, HeardAgent, rows_of
-from ..state.store import EVERYONE, STATUS, JsonFile, StateFolder
+from ..state.fault_log import Fault, FaultLog
+from ..state.fleet_rows import AgentRow, FleetFacts, rows_of
+from ..state.status_file import (
+    EVERYONE,
+    STATUS,
+    Awaited,
+    JsonFile,
+    ListedAgent,
+    RefusedDevice,
+    RunUnderWay,
+    Status,
+    list_agents,
+)
+from ..state.store import StateFolder
 from ..state.timeline import Timeline
 from ..views.fleet import FleetView
 from ..views.follower import Follower
@@ -36,7 +47,7 @@ from ..views.history import HistoryIndex
 from ..views.releases import Book
 from ..views.run_list import RunInfo, RunList
 from ..views.timeline import Event
-from ..views.values import as_number, as_text
+from ..views.values import as_text
 from .run_curves import RunCurves
 
 log = logging.getLogger(__name__)
@@ -74,13 +85,6 @@ VOLATILE = ("silent_s", "bytes_up", "bytes_down")
 _FLEET_NEWS = ("fleet", "storage", "broker_away", "other_coordinator", "refused_agents")
 
 
-class _Texts(dict[str, str]):
-    """Texts by name; one that is absent is empty."""
-
-    def __missing__(self, _: str) -> str:
-        return ""
-
-
 class FolderView:
     """A state folder. Hold `lock` while reading its attributes."""
 
@@ -97,7 +101,7 @@ class FolderView:
         self.lock = threading.RLock()
         self.faults = FaultLog(path)
         self.folder = StateFolder(path)
-        self.status: dict[str, Any] = {}
+        self.status = Status({})
         self._timelines_lock = threading.Lock()
         self.trouble = ""
         """Why the journal cannot be read; pages show what the other files say."""
@@ -108,7 +112,7 @@ class FolderView:
         self._reading = threading.Lock()
         self._status_file = JsonFile(path / STATUS)
         self._everyone_file = JsonFile(path / EVERYONE)
-        self._everyone: list[dict[str, Any]] = []
+        self._everyone: list[ListedAgent] = []
         self._looked_at = float("-inf")
         self._is_held = False
         self._fleet_mark = 0
@@ -117,7 +121,7 @@ class FolderView:
         self._revoked: frozenset[str] = frozenset()
         self._revoked_stamp: tuple[int, int, int] | None = None
         self._fault_version: tuple[int, ...] = ()
-        self._faults_of: dict[str, list[dict[str, Any]]] = {}
+        self._faults_of: dict[str, list[Fault]] = {}
         self._forget_journal()
 
     def _forget_journal(self) -> None:
@@ -191,14 +195,17 @@ class FolderView:
         everyone = self._everyone_file.content
         with self.lock:
             if is_new and isinstance(status, dict):
-                self.status = status
-                agents = [_without(agent, VOLATILE) for agent in _objects(status.get("agents"))]
-                waiting = _without(_mapping(status.get("waiting")), ("seconds_left",))
+                self.status = Status(status)
+                # What the file says, as JSON: any change of it is news, but for what changes all the time.
+                agents = [_without(row.content, VOLATILE) for row in self.status.agents]
+                waiting = status.get("waiting")
+                if isinstance(waiting, dict):
+                    waiting = _without(waiting, ("seconds_left",))
                 others = [status.get(name) for name in _FLEET_NEWS]
                 self._run_mark = _mark([status.get("run"), waiting])
                 self._fleet_mark = _mark([agents, others])
             if everyone_is_new and isinstance(everyone, list):
-                self._everyone = _objects(everyone)
+                self._everyone = list_agents(everyone)
 
     def _read_identity(self) -> None:
         with contextlib.suppress(OSError):
@@ -211,9 +218,9 @@ class FolderView:
     def _read_faults(self) -> None:
         version = self.faults.version()
         if version != self._fault_version:
-            result = dict[str, list[dict[str, Any]]]()
-            for fault in self.faults.read():
-                result.setdefault(as_text(fault["agent"]), []).append(fault)
+            result = dict[str, list[Fault]]()
+            for reported in self.faults.read():
+                result.setdefault(as_text(reported.agent), []).append(reported.fault)
             with self.lock:
                 self._faults_of = result
                 self._fault_version = version
@@ -290,9 +297,7 @@ class FolderView:
     @property
     def status_at(self) -> float | None:
         """When the status was written, in seconds since 1970."""
-        with contextlib.suppress(TypeError, ValueError):
-            return datetime.fromisoformat(str(self.status.get("at"))).timestamp()
-        return None
+        return None if self.status.at is None else self.status.at.timestamp()
 
     @property
     def silent_s(self) -> float | None:
@@ -312,26 +317,30 @@ class FolderView:
                 self._is_held = lock_holder(self.path) is not None
         return self._is_held
 
-    def run_now(self) -> dict[str, Any]:
-        """Return the run under way, as the coordinator last wrote it; empty: none, or no coordinator."""
-        return dict(_mapping(self.status.get("run"))) if self.is_serving else {}
+    def run_now(self) -> RunUnderWay | None:
+        """Return the run under way, as the coordinator last wrote it; None: none, or no coordinator."""
+        return self.status.run if self.is_serving else None
 
-    def waiting(self) -> dict[str, Any]:
-        """Return what the coordinator waits for, with ``until`` in seconds since 1970 where there is a limit."""
-        waiting = dict(_mapping(self.status.get("waiting"))) if self.is_serving else {}
-        seconds_left = as_number(waiting.get("seconds_left"))
-        at = self.status_at
-        waiting["until"] = None if seconds_left is None or at is None else at + seconds_left
-        return waiting
+    def waiting(self) -> Awaited | None:
+        """Return what the coordinator waits for; None: nothing, or no coordinator."""
+        return self.status.awaited if self.is_serving else None
+
+    @property
+    def waits_until(self) -> float | None:
+        """When `waiting` ends at the latest, in seconds since 1970; None: there is no limit."""
+        awaited = self.waiting()
+        if awaited is None or awaited.seconds_left is None or self.status_at is None:
+            return None
+        return self.status_at + awaited.seconds_left
 
     def status_of(self, run: RunInfo) -> str:
         """Return the status of a run as a word, of one that cannot be resumed for now ``stalled``."""
         now = self.run_now()
-        if now.get("id") == run.id and isinstance(now.get("stalled"), dict):
+        if now is not None and now.id == run.id and now.stall is not None:
             return "stalled"
         return "cancelling" if run.cancel_requested and not run.is_over else run.status
 
-    def faults_of(self, agent: str) -> list[dict[str, Any]]:
+    def faults_of(self, agent: str) -> list[Fault]:
         """Return the faults of an agent that are still known, the newest first."""
         return self._faults_of.get(agent, [])[::-1]
 
@@ -372,10 +381,9 @@ class FolderView:
                 parts += [self._curves[run].version for run in self._asked if run in self._curves]
             return f"{zlib.crc32(repr(parts).encode(errors='replace')):08x}"
 
-    def refused(self) -> list[dict[str, str]]:
-        """Devices that were kept out in the last minutes: id, by whom, error, message, remedy, times, at."""
-        refused = _objects(self.status.get("refused_agents")) if self.is_serving else []
-        return [_Texts({name: as_text(value) for name, value in device.items()}) for device in refused]
+    def refused(self) -> Sequence[RefusedDevice]:
+        """Return the devices that were kept out in the last minutes; none where no coordinator serves."""
+        return self.status.refused if self.is_serving else ()
 
     def _live_version(self) -> int:
         run = self._live_run()
@@ -389,14 +397,14 @@ class FolderView:
     def _made_rows(self) -> list[AgentRow]:
         """Return the rows of all agents, from what is read by now."""
         # All agents were written some time ago; those in the status are newer.
-        written = [*self._everyone, *_objects(self.status.get("agents"))]
-        heard = {as_text(agent["id"]): HeardAgent.from_body(agent) for agent in written if "id" in agent}
+        written = [*self._everyone, *self.status.agents]
+        heard = {row.agent.id: row.agent for row in written}
         run = self._live_run()
         facts = FleetFacts(
             heard,
             self._fleet.reported,
             self.book,
-            refused={device["id"]: device for device in self.refused() if device["id"]},
+            refused={device.id: device.why for device in self.refused() if device.id},
             revoked=self._revoked,
             is_serving=self.is_serving,
             status_at=self.status_at,
@@ -405,14 +413,6 @@ class FolderView:
             now=self.now(),
         )
         return rows_of(facts)
-
-
-def _mapping(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
-def _objects(value: object) -> list[dict[str, Any]]:
-    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
 def _without(body: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:

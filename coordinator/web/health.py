@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..journal.store import utc_now
-from ..state.store import StatusFiles, read_status
+from ..state.status_file import Status, StatusFiles, read_status
 
 if TYPE_CHECKING:
     from starlette.routing import Route
@@ -19,33 +19,25 @@ FRESH_S = 30.0
 """A coordinator writes its status each second, in large fleets every 10 s, and less often during an aggregation."""
 
 
-def age_s(status: Mapping[str, Any], now: datetime) -> float | None:
-    """Return the seconds since a status was written; None where it does not say so."""
-    try:
-        return (now - datetime.fromisoformat(str(status.get("at")))).total_seconds()
-    except (TypeError, ValueError):
-        return None
-
-
-def is_fresh(status: Mapping[str, Any], now: datetime) -> bool:
+def is_fresh(status: Status, now: datetime) -> bool:
     """Return whether the coordinator that wrote this status is heard."""
-    age = age_s(status, now)
+    age = status.age_s(now)
     return age is not None and age <= FRESH_S
 
 
-def objection(status: Mapping[str, Any], now: datetime) -> str:
+def objection(status: Status, now: datetime) -> str:
     """Return why agents cannot be served now; empty where they can."""
-    age = age_s(status, now)
+    age = status.age_s(now)
     if age is None:
         return "the coordinator has not written a status yet"
     if age > FRESH_S:
         return f"nothing heard from the coordinator for {age:.0f} s"
-    if status.get("broker_away"):
-        return f"the broker at {status.get('broker')} does not answer"
-    if status.get("other_coordinator"):
-        return f"another coordinator serves: {status['other_coordinator']}"
-    if stalled := (status.get("run") or {}).get("stalled"):
-        return f"{status['run'].get('id')} is stalled: {stalled.get('reason')}"
+    if status.is_broker_away:
+        return f"the broker at {status.broker} does not answer"
+    if status.other_coordinator:
+        return f"another coordinator serves: {status.other_coordinator}"
+    if status.run is not None and status.run.stall is not None:
+        return f"{status.run.id} is stalled: {status.run.stall}"
     return ""
 
 

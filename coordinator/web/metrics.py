@@ -28,7 +28,9 @@ from edge_agent.wire.faults import CODES
 from ..journal.kinds import FINAL
 from ..journal.store import follow, utc_now
 from ..state.fleet_rows import HeardAgent, Presence
-from ..state.store import StateFolder, StatusFiles
+from ..state.privacy_spent import PrivacySpent
+from ..state.status_file import Awaited, Status, StatusFiles
+from ..state.store import StateFolder
 from ..views.counts import Counts, RoundAccuracies, RoundOfRun
 from ..views.follower import Follower, reopen
 from ..views.releases import Book
@@ -59,8 +61,8 @@ class Snapshot:
     """A federation at one moment."""
 
     now: datetime
-    status: Mapping[str, Any]
-    agents: Sequence[Mapping[str, Any]] = ()
+    status: Status
+    agents: Sequence[HeardAgent] = ()
     counts: Counts | None = None
     """None: the journal cannot be read."""
 
@@ -110,7 +112,8 @@ class Reader:
         """Return the federation as its folder has it now; what cannot be read is left out."""
         folder = self._state.path
         now = self._now()
-        files = Snapshot(now, self._files.status(), self._files.agents(), state_bytes=self._sizes())
+        agents = [row.agent for row in self._files.agents()]
+        files = Snapshot(now, self._files.status(), agents, state_bytes=self._sizes())
         if folder.is_dir():
             disk = shutil.disk_usage(folder)
             files = replace(files, disk_free_bytes=disk.free, disk_size_bytes=disk.total)
@@ -220,31 +223,32 @@ def _coordinator(snapshot: Snapshot) -> Iterator[Metric]:
 
     status = snapshot.status
     now = snapshot.now
-    names = {"version": __version__, "federation": str(status.get("federation", ""))}
+    names = {"version": __version__, "federation": status.federation}
     yield InfoMetricFamily("headwater", "Version of this program, and the name of the federation.", value=names)
     is_up = is_fresh(status, now)
     yield _gauge("coordinator_up", "1 while the coordinator is heard.", is_up)
     yield _gauge("coordinator_ready", "1 while agents can be served, as /ready says.", not objection(status, now))
     yield _gauge("journal_up", "1 while the journal can be read.", snapshot.counts is not None)
-    with suppress(TypeError, ValueError):
-        at = datetime.fromisoformat(str(status.get("at"))).timestamp()
+    if status.at is not None:
+        at = status.at.timestamp()
         yield _gauge("coordinator_status_timestamp_seconds", "When the coordinator wrote its status.", at)
     if not is_up:
         return  # what it said last is not what is
-    yield _gauge("broker_up", "1 while the coordinator is connected to the broker.", not status.get("broker_away"))
-    yield _gauge("run_stalled", "1 while a run waits for its disk or files.", "stalled" in (status.get("run") or {}))
-    resident = (status.get("process") or {}).get("resident_bytes")
-    if resident:
-        yield _gauge("coordinator_resident_memory_bytes", "Memory of the coordinator's process.", resident)
-    traffic = status.get("traffic") or {}
-    for name, key, about in (
-        ("messages_received", "messages_received", "Messages from the broker since the coordinator's start."),
-        ("messages_dropped", "dropped", "Messages that were dropped because too many came, since its start."),
-        ("received_bytes", "bytes_received", "Bytes from the broker since its start."),
-        ("published_bytes", "bytes_published", "Bytes to the broker since its start."),
+    yield _gauge("broker_up", "1 while the coordinator is connected to the broker.", not status.is_broker_away)
+    is_stalled = status.run is not None and status.run.stall is not None
+    yield _gauge("run_stalled", "1 while a run waits for its disk or files.", is_stalled)
+    if status.resident_bytes is not None:
+        about = "Memory of the coordinator's process."
+        yield _gauge("coordinator_resident_memory_bytes", about, status.resident_bytes)
+    traffic = status.traffic
+    for name, count, about in (
+        ("messages_received", traffic.messages_received, "Messages from the broker since the coordinator's start."),
+        ("messages_dropped", traffic.dropped, "Messages that were dropped because too many came, since its start."),
+        ("received_bytes", traffic.bytes_received, "Bytes from the broker since its start."),
+        ("published_bytes", traffic.bytes_published, "Bytes to the broker since its start."),
     ):
-        yield _counter(name, about, traffic.get(key) or 0)
-    rejected = status.get("rejected_messages") or 0
+        yield _counter(name, about, count)
+    rejected = status.rejected("messages").total
     yield _counter("messages_rejected", "Messages that were rejected since the coordinator's start.", rejected)
 
 
@@ -256,14 +260,13 @@ def _fleet(snapshot: Snapshot) -> Iterator[Metric]:
     standing = Counter[tuple[str, str]]({(tier, presence.value): 0 for tier in TIERS for presence in PRESENCES})
     inputs = Counter[str]()
     faults = Counter[str](dict.fromkeys((*sorted(CODES), "other"), 0))
-    for body in snapshot.agents:
-        agent = HeardAgent.from_body(body)
+    for agent in snapshot.agents:
         tier = agent.tier if agent.tier in TIERS else "unknown"
         standing[tier, agent.presence.value] += 1
         if agent.is_present and agent.inputs_since is not None:
             inputs["changed" if agent.inputs_since else "as fitted"] += 1
         if agent.is_present and agent.fault:
-            code = agent.fault.get("code", "")
+            code = agent.fault.code
             faults[code if code in CODES else "other"] += 1
     yield _gauges("agents", "Agents that the coordinator knows.", ("tier", "state"), standing)
     about = "Agents that tell how the inputs of their servers are: as fitted, or changed since."
@@ -276,30 +279,27 @@ def _run(snapshot: Snapshot) -> Iterator[Metric]:
     status = snapshot.status
     if not is_fresh(status, snapshot.now):
         return
-    run = status.get("run") or {}
-    waiting = status.get("waiting") or {}
-    yield _gauge("run_active", "1 while a run is under way.", bool(run))
-    if "rounds" in run:
-        yield _gauge("run_round", "The round that the run is in.", run.get("round") or 0)
-        yield _gauge("run_rounds", "The rounds of the run under way.", run["rounds"] or 0)
-    yield _gauge("waiting_agents", "Agents that are waited for now.", waiting.get("count") or 0)
-    left_s = waiting.get("seconds_left")
-    if left_s is not None:
-        yield _gauge("waiting_left_seconds", "Time until the wait ends at the latest.", left_s)
-    if run.get("privacy"):
-        yield from _privacy(run["privacy"])
+    run = status.run
+    awaited = status.awaited or Awaited()
+    yield _gauge("run_active", "1 while a run is under way.", run is not None)
+    if run is not None and run.rounds is not None:
+        yield _gauge("run_round", "The round that the run is in.", run.round or 0)
+        yield _gauge("run_rounds", "The rounds of the run under way.", run.rounds)
+    yield _gauge("waiting_agents", "Agents that are waited for now.", awaited.count)
+    if awaited.seconds_left is not None:
+        yield _gauge("waiting_left_seconds", "Time until the wait ends at the latest.", awaited.seconds_left)
+    if run is not None and run.privacy is not None:
+        yield from _privacy(run.privacy)
 
 
-def _privacy(privacy: Mapping[str, Any]) -> Iterator[Metric]:
+def _privacy(privacy: PrivacySpent) -> Iterator[Metric]:
     """Yield what the run under way has spent of its privacy budget."""
-    epsilon = privacy.get("epsilon")
-    epsilon_left = privacy.get("epsilon_left")
-    if epsilon is not None:
-        yield _gauge("privacy_epsilon", "Epsilon that all rounds with noise have spent.", epsilon)
-    if epsilon_left is not None:
-        yield _gauge("privacy_epsilon_left", "Epsilon that may still be spent.", epsilon_left)
-    yield _gauge("privacy_delta", "Delta of that epsilon.", privacy.get("delta") or 0)
-    without = privacy.get("rounds_without_noise") or 0
+    if privacy.epsilon is not None:
+        yield _gauge("privacy_epsilon", "Epsilon that all rounds with noise have spent.", privacy.epsilon)
+    if privacy.epsilon_left is not None:
+        yield _gauge("privacy_epsilon_left", "Epsilon that may still be spent.", privacy.epsilon_left)
+    yield _gauge("privacy_delta", "Delta of that epsilon.", privacy.delta)
+    without = privacy.rounds_without_noise
     yield _gauge("privacy_uncovered_rounds", "Closed rounds without noise, which epsilon does not cover.", without)
 
 

@@ -8,11 +8,11 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from starlette.exceptions import HTTPException
@@ -23,23 +23,29 @@ from edge_agent.core.errors import HeadwaterError, StateError, UnknownName, Usag
 from edge_agent.core.storage import read_json, read_regular
 from edge_agent.core.time_and_text import show_time
 
-from ..fleet.release_commands import Standing, describe_release, list_waits
 from ..journal.store import Entry
-from ..runs.result_notes import SHOWN_CLIENTS, describe_spent
+from ..runs.result_notes import SHOWN_CLIENTS
 from ..state.fleet_columns import page_columns
 from ..state.fleet_rows import AgentRow, Presence
-from ..state.noise import Compared, classify_mean_gain
+from ..state.noise import Compared, Gain, classify_mean_gain
+from ..state.privacy_spent import PrivacySpent
+from ..state.release_rows import ReleaseRow, Standing, list_waits
+from ..state.status_file import RefusedDevice, RunUnderWay, Status
 from ..views.candidate import SCOPES
 from ..views.history import AccuracyLine, BundleLine, HistoryLine, PinLine, RejectedLine, describe_entry
-from ..views.releases import Book, Release
-from ..views.run_list import RunInfo
+from ..views.releases import Book, Release, Result
+from ..views.run_list import RunBundle, RunInfo
 from ..views.timeline import Event
 from ..views.values import as_number, as_text
 from . import pictures
 from .fleet_table import PAGE_ROWS, SHOWN, Mean, Query, Totals, page_of
 from .folder_view import FolderView
 from .render import figures, page, site_of
-from .run_curves import RoundPoint
+from .run_curves import RoundPoint, Spread
+
+if TYPE_CHECKING:
+    from edge_agent.bundle.manifest import Parity
+    from edge_agent.bundle.trust import Release as SignedMetadata
 
 MOST_COMPARED = 100
 BUNDLES_ON_PAGE = 20
@@ -169,7 +175,7 @@ def runs(request: Request) -> Response:
     more = chosen[-1][0] if len(older) > len(chosen) else None
     ends = _accuracies_at_end(view, [run for _, run in chosen])
     with view.lock:
-        rows = [{"run": run, **_standing(view, run, ends[run.id])} for _, run in chosen]
+        rows = [_standing(view, run, ends[run.id]) for _, run in chosen]
         return page(request, "runs.html", topic="runs", rows=rows, more=more, total=len(numbered), most=MOST_COMPARED)
 
 
@@ -183,10 +189,10 @@ def run(request: Request) -> Response:
     events = list[Event]()  # these without the lock: a disk may be slow, and a summary has all agents
     with contextlib.suppress(HeadwaterError):  # the page says why the journal cannot be read
         events = view.log_of(name)
-    summary = _summary(view, info) if info.is_over else {}
+    end = _end_of(view, info) if info.is_over else None
     run_files = _files(view, name)
     with view.lock:
-        return _run_page(request, view, info, events, summary, run_files)
+        return _run_page(request, view, info, events, end, run_files)
 
 
 def _run_page(
@@ -194,7 +200,7 @@ def _run_page(
     view: FolderView,
     info: RunInfo,
     events: Sequence[Event],
-    summary: Mapping[str, Any],
+    end: _EndOfRun | None,
     run_files: Sequence[tuple[str, int]],
 ) -> Response:
     """Make the page of one run.
@@ -204,13 +210,13 @@ def _run_page(
         view: The state folder, locked.
         info: The run.
         events: Its newest events.
-        summary: Its summary without agents; empty where it has not ended.
+        end: What its summary says; None where it has not ended, or has none that can be read.
         run_files: Name and bytes of each file in its folder.
     """
     curves = view.curves(info.id)
     points = curves.rounds()
     now = view.run_now()
-    live = now if now.get("id") == info.id else {}
+    live = now if now is not None and now.id == info.id else None
     analysed = view.folder.run(info.id).folder / ANALYSIS
     charts = pictures.of_run(points)
     return page(
@@ -218,18 +224,18 @@ def _run_page(
         "run.html",
         topic=f"run:{info.id}",
         info=info,
-        **_standing(view, info, summary.get("means", {})),
+        standing=_standing(view, info, {} if end is None else end.means),
         live=live,
-        cohort=_cohort(live),
-        waiting=view.waiting() if live else {},
-        summary=summary,
-        warnings=_warnings(summary),
-        privacy=_privacy(live.get("privacy") or summary.get("privacy")),
+        cohort=[] if live is None else _cohort(live),
+        waiting=None if live is None else view.waiting(),
+        end=end,
+        warnings=() if end is None else end.warnings,
+        privacy=_privacy(live, end),
         best=_best(points),
         figures=figures(charts),
         words=pictures.WORDS,
         first_rows=FIRST_ROWS,
-        **_table_of_rounds(request, points),
+        table=_table_of_rounds(request, points),
         incidents=curves.incidents[-PAGE_ROWS:][::-1],
         events=events[-PAGE_ROWS:][::-1],
         incident_count=len(curves.incidents),
@@ -245,15 +251,29 @@ def _run_page(
     )
 
 
-def _table_of_rounds(request: Request, points: Sequence[RoundPoint]) -> dict[str, Any]:
-    """Return the rounds of one page, the newest first, and where the next page begins, as the page's fields."""
+@dataclass(frozen=True)
+class _RoundsPage:
+    """A part of the table of rounds."""
+
+    rounds: Sequence[RoundPoint]
+    """The newest first."""
+
+    is_older: bool
+    """Whether it is not the part with the newest rounds."""
+
+    more: int | None
+    """The round before which the next part begins; None: there is none."""
+
+
+def _table_of_rounds(request: Request, points: Sequence[RoundPoint]) -> _RoundsPage:
+    """Return the part of the table of rounds that is asked for."""
     before = _whole(request, "before")
     older = [point for point in points if before is None or point.round < before]
-    return {
-        "is_older": before is not None,
-        "rounds": older[-PAGE_ROWS:][::-1],
-        "more": older[-PAGE_ROWS].round if len(older) > PAGE_ROWS else None,
-    }
+    return _RoundsPage(
+        rounds=older[-PAGE_ROWS:][::-1],
+        is_older=before is not None,
+        more=older[-PAGE_ROWS].round if len(older) > PAGE_ROWS else None,
+    )
 
 
 def report(request: Request) -> Response:
@@ -320,11 +340,7 @@ def _comparison(
         keys = [key for key in keys if _differs(key, settings_of_runs)]
     columns = keys[:MOST_SETTINGS]
     rows = [
-        {
-            "run": run_info,
-            **_standing(view, run_info, ends[run_info.id]),
-            "settings": [settings.get(key, "") for key in columns],
-        }
+        replace(_standing(view, run_info, ends[run_info.id]), settings=tuple(settings.get(key, "") for key in columns))
         for run_info, settings in zip(chosen, settings_of_runs, strict=True)
     ]
     return page(
@@ -356,7 +372,7 @@ def releases(request: Request) -> Response:
     # 1. The releases of this page: the one that is named, or a part of the list.
     more = None
     devices = None
-    origin = None
+    named_row = None
     if number is None:
         older = [release for release in book.releases if before is None or release.number < before]
         chosen = older[-PAGE_ROWS:][::-1]
@@ -368,7 +384,7 @@ def releases(request: Request) -> Response:
             raise _absent(view, f"There is no release {number}. The page of releases lists those that there are.")
         chosen = [named]
         devices = _devices(book, named, request, now)
-        origin = describe_release(book, named, now)
+        named_row = ReleaseRow.from_release(book, named, now)
     # 2. Their rows. What is over cannot be changed.
     in_force = [*book.current(), *(release for release in book.releases if release.held)]
     can_be_changed = {release.number for release in in_force}
@@ -376,8 +392,7 @@ def releases(request: Request) -> Response:
     rows = []
     for release in chosen:
         actions = list(_possible(release)) if release.number in can_be_changed else []
-        row = _release_row(book, release, now)
-        rows.append({**row, "runs": running[release.bundle_id], "actions": actions})
+        rows.append(_release_panel(book, release, now, running[release.bundle_id], actions))
     return page(
         request,
         "releases.html",
@@ -386,26 +401,52 @@ def releases(request: Request) -> Response:
         number=number,
         more=more,
         devices=devices,
-        origin=origin,
+        named=named_row,
         pins=sorted((name, pin) for name, pin in book.pins.items() if pin.holds(now))[:PAGE_ROWS],
         has_bundles=any(run_info.bundle for run_info in view.runs.values()),
     )
 
 
-def _release_row(book: Book, release: Release, now: datetime) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _ReleasePanel:
+    """What the page of releases says of one."""
+
+    release: Release
+    stage: str
+    kind: str
+    """How the stage looks."""
+
+    undone: int
+    """Number of the release that was undone, this one or the one that it undoes; 0: none."""
+
+    undone_because: str
+    size: int
+    """Devices of the canary; 0: it has none."""
+
+    waits: tuple[str, ...]
+    runs: int
+    """Devices that run its bundle."""
+
+    actions: Sequence[str]
+    """What can be done to it."""
+
+
+def _release_panel(book: Book, release: Release, now: datetime, runs: int, actions: Sequence[str]) -> _ReleasePanel:
     """Return what the page of releases says of one: where it stands, what undid it, and what it waits for."""
     undone = release.rolls_back
     if not undone and release.rolled_back_by:
         undone = release.number
-    return {
-        "release": release,
-        "stage": _stage_text(book, release, now),
-        "kind": _stage_kind(book, release, now),
-        "undone": undone,
-        "undone_because": book.undone_because(release),
-        "size": book.canary_size(release) if release.plan.canary else 0,
-        "waits": [*list_waits(book, release, now)],
-    }
+    return _ReleasePanel(
+        release=release,
+        stage=_stage_text(book, release, now),
+        kind=_stage_kind(book, release, now),
+        undone=undone,
+        undone_because=book.undone_because(release),
+        size=book.canary_size(release) if release.plan.canary else 0,
+        waits=tuple(list_waits(book, release, now)),
+        runs=runs,
+        actions=actions,
+    )
 
 
 def bundles(request: Request) -> Response:
@@ -423,8 +464,12 @@ def bundles(request: Request) -> Response:
     older = [(number, run_info) for number, run_info in numbered if before is None or number < before]
     chosen = older[-BUNDLES_ON_PAGE:][::-1]
     rows = [  # without the lock: files of some megabytes are read and compared with their hashes, once
-        {"run": run_info, "bundle": run_info.bundle, "releases": by_bundle.get(run_info.bundle.fact.bundle_id, [])}
-        | _manifest(view, run_info.bundle.digest)
+        _BundleRow(
+            run=run_info,
+            bundle=run_info.bundle,
+            releases=by_bundle.get(run_info.bundle.fact.bundle_id, []),
+            file=_bundle_file(view, run_info.bundle.digest),
+        )
         for _, run_info in chosen
         if run_info.bundle is not None
     ]
@@ -518,14 +563,43 @@ def _run_named(view: FolderView, name: str) -> RunInfo:
     return info
 
 
-def _run_now(view: FolderView) -> dict[str, Any] | None:
+@dataclass(frozen=True)
+class _RunStanding:
+    """How far a run is, and what its accuracies over all agents are."""
+
+    info: RunInfo
+    status: str
+    closed: int
+    """Number of the newest closed round of which there are figures; 0: none."""
+
+    is_being_read: bool
+    """Whether its figures are not read to their end yet."""
+
+    acc: Mapping[str, float]
+    """Scope -> mean accuracy, 0..1."""
+
+    spreads: Mapping[str, Spread]
+    """Scope -> accuracies in the newest round that has any."""
+
+    seconds: float
+    """Of all closed rounds, with the waits before them."""
+
+    live: RunUnderWay | None = None
+    """What the coordinator last wrote of it, where it is the run under way."""
+
+    settings: tuple[str, ...] = ()
+    """The values in the columns of a comparison."""
+
+
+def _run_now(view: FolderView) -> _RunStanding | None:
     now = view.run_now()
-    if (info := view.runs.get(as_text(now.get("id")))) is None:
+    info = None if now is None else view.runs.get(now.id)
+    if info is None:
         return None
-    return {"info": info, "live": now, **_standing(view, info, {})}
+    return replace(_standing(view, info, {}), live=now)
 
 
-def _standing(view: FolderView, info: RunInfo, at_end: Mapping[str, float | None]) -> dict[str, Any]:
+def _standing(view: FolderView, info: RunInfo, at_end: Mapping[str, float | None]) -> _RunStanding:
     """Say how far a run is, and what its accuracies over all agents are.
 
     Args:
@@ -539,20 +613,24 @@ def _standing(view: FolderView, info: RunInfo, at_end: Mapping[str, float | None
     newest = {scope: spread for point in rounds for scope, spread in point.acc.items()}
     means: dict[str, float] = {scope: spread.mean for scope, spread in newest.items()}
     means |= {scope: mean for scope, mean in at_end.items() if mean is not None}
-    return {
-        "status": view.status_of(info),
-        "closed": rounds[-1].round if rounds else 0,
-        "rounds_wanted": info.rounds,
-        "is_being_read": info.is_over and not curves.is_read,
-        "acc": means,
-        "spreads": newest,
-        "seconds": sum(point.work_s + point.wait_s for point in rounds),
-    }
+    return _RunStanding(
+        info=info,
+        status=view.status_of(info),
+        closed=rounds[-1].round if rounds else 0,
+        is_being_read=info.is_over and not curves.is_read,
+        acc=means,
+        spreads=newest,
+        seconds=sum(point.work_s + point.wait_s for point in rounds),
+    )
 
 
 def _accuracies_at_end(view: FolderView, runs: Iterable[RunInfo]) -> dict[str, Mapping[str, float | None]]:
     """Return run -> scope -> mean accuracy after the training, empty for a run under way. The lock is not held."""
-    return {run.id: _summary(view, run).get("means", {}) if run.is_over else {} for run in runs}
+    accuracies = dict[str, Mapping[str, float | None]]()
+    for run in runs:
+        end = _end_of(view, run) if run.is_over else None
+        accuracies[run.id] = {} if end is None else end.means
+    return accuracies
 
 
 @dataclass(frozen=True)
@@ -566,18 +644,16 @@ class _Member:
     reason: str = ""
 
 
-def _cohort(live: Mapping[str, Any]) -> list[_Member]:
+def _cohort(live: RunUnderWay) -> list[_Member]:
     """Return the members of the open round's cohort: those missing first, then those rejected, then those done."""
-    # A coordinator of an earlier version, or between two rounds, leaves out some of these.
-    accepted = {as_text(agent) for agent in live.get("accepted") or ()}
-    reasons = live.get("rejected") or {}
+    accepted = set(live.accepted)
+    reasons = live.rejected
     working: list[_Member] = []
     rejected: list[_Member] = []
     done: list[_Member] = []
-    for name in live.get("cohort") or ():
-        agent = as_text(name)
+    for agent in live.cohort:
         if agent in reasons:
-            rejected.append(_Member(agent, "rejected", as_text(reasons[agent])))
+            rejected.append(_Member(agent, "rejected", reasons[agent]))
         if agent in accepted:
             done.append(_Member(agent, "done"))
         if agent not in reasons and agent not in accepted:
@@ -585,40 +661,60 @@ def _cohort(live: Mapping[str, Any]) -> list[_Member]:
     return [*working, *rejected, *done]
 
 
-def _kept_out(view: FolderView, agents: Sequence[AgentRow]) -> list[dict[str, str]]:
+def _kept_out(view: FolderView, agents: Sequence[AgentRow]) -> list[RefusedDevice]:
     """Return the refused devices that are no row of the table: without a name, or with that of another agent."""
     shown_as = {row.id for row in agents if row.presence is Presence.REFUSED}
-    return [device for device in view.refused() if device["id"] not in shown_as]
+    return [device for device in view.refused() if device.id not in shown_as]
 
 
-def _rejected(status: Mapping[str, Any]) -> list[tuple[str, int, list[tuple[str, int]]]]:
+def _rejected(status: Status) -> list[tuple[str, int, list[tuple[str, int]]]]:
     """Return what the coordinator has rejected since its start, with the most frequent causes."""
     result = []
     for kind in ("messages", "updates"):
-        total = as_number(status.get(f"rejected_{kind}"))
-        most_frequent = (status.get("rejected_most") or {}).get(kind) or {}
-        if total and isinstance(most_frequent, dict):
-            causes = [(as_text(reason), int(as_number(times) or 0)) for reason, times in most_frequent.items()]
-            result.append((kind, int(total), causes))
+        rejected = status.rejected(kind)
+        if rejected.total:
+            result.append((kind, rejected.total, list(rejected.causes.items())))
     return result
 
 
-def _summary(view: FolderView, info: RunInfo) -> dict[str, Any]:
-    """Return the summary of a run without its agents; empty where there is none, or it is damaged."""
+@dataclass(frozen=True)
+class _EndOfRun:
+    """What the summary of a run says, but for single agents."""
+
+    means: Mapping[str, float | None]
+    """Scope -> mean accuracy over agents, 0..1; None: no agent has it."""
+
+    counts: Mapping[str, int]
+    """Scope, or ``gain`` -> agents behind the mean."""
+
+    gain: float | None
+    """Mean of acc.personal minus acc.local; None: no agent has both."""
+
+    gain_kind: Gain
+    """Whether that is more than noise."""
+
+    stopped: str
+    """Why it has ended before its last round; empty: it has not."""
+
+    warnings: tuple[str, ...]
+    privacy: PrivacySpent | None
+
+
+def _end_of(view: FolderView, info: RunInfo) -> _EndOfRun | None:
+    """Return the end of a run; None where it has no summary, or a damaged one."""
     path = view.folder.run(info.id).summary_path
     try:
         stamp = path.stat().st_mtime_ns
-        return _read_summary(str(path), stamp)
+        return _read_end(str(path), stamp)
     except (OSError, StateError):
-        return {}
+        return None
 
 
 @functools.lru_cache(256)
-def _read_summary(path: str, _stamp: int) -> dict[str, Any]:
-    """Return the summary in a file without its agents, with what follows from these; ``_stamp`` is the file's time.
+def _read_end(path: str, _stamp: int) -> _EndOfRun:
+    """Return the end of a run from its summary's file; ``_stamp`` is the file's time.
 
-    Added are ``means`` and ``counts`` (the agents behind each mean) of the accuracies by scope, the mean ``gain`` of
-    personal over local, and ``gain_kind``, whether that is more than noise.
+    Agents have contributed to the file, so it is read here as JSON, and a value of another form counts as absent.
     """
     content = read_json(Path(path)) or {}
     agents = [agent for agent in content.pop("agents", None) or () if isinstance(agent, dict)]
@@ -626,13 +722,15 @@ def _read_summary(path: str, _stamp: int) -> dict[str, Any]:
     compared = list(_compared(agents))
     gain = Mean.from_values(pair.personal - pair.local for pair in compared)
     counts = {scope: mean.agents for scope, mean in means.items()}
-    return {
-        **content,
-        "means": {scope: mean.value for scope, mean in means.items()},
-        "counts": {**counts, "gain": gain.agents},
-        "gain": gain.value,
-        "gain_kind": classify_mean_gain(pair for pair in compared if pair.support),
-    }
+    return _EndOfRun(
+        means={scope: mean.value for scope, mean in means.items()},
+        counts={**counts, "gain": gain.agents},
+        gain=gain.value,
+        gain_kind=classify_mean_gain(pair for pair in compared if pair.support),
+        stopped=as_text(content.get("stopped") or ""),
+        warnings=tuple(_warnings(content)),
+        privacy=PrivacySpent.from_body(content.get("privacy")),
+    )
 
 
 def _accuracy_in(agent: Mapping[str, Any], scope: str) -> float | None:
@@ -657,11 +755,12 @@ def _warnings(summary: Mapping[str, Any]) -> list[str]:
     return texts if more <= 0 else [*texts[: 2 * SHOWN_CLIENTS], f"and {more} more, in summary.json"]
 
 
-def _privacy(figures_of_it: object) -> str:
-    try:
-        return describe_spent(figures_of_it) if isinstance(figures_of_it, dict) else ""
-    except (KeyError, TypeError, ValueError):
-        return ""
+def _privacy(live: RunUnderWay | None, end: _EndOfRun | None) -> str:
+    """Return what is spent of the privacy budget, as a line; empty where no noise is added."""
+    spent = None if live is None else live.privacy
+    if spent is None and end is not None:
+        spent = end.privacy
+    return "" if spent is None else spent.text
 
 
 def _best(points: Sequence[RoundPoint]) -> dict[str, tuple[int, float]]:
@@ -756,32 +855,77 @@ def _possible(release: Release) -> Iterator[str]:
         yield "rollback"
 
 
-def _devices(book: Book, release: Release, request: Request, now: datetime) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _DevicesPage:
+    """A part of the devices that a release is about."""
+
+    rows: Sequence[tuple[int, str, str, Result | None]]
+    """Place in the order of outcomes, device, outcome, and what the device said; None: it has not answered."""
+
+    total: int
+    more: str
+    """The device after which the next part begins; empty: there is none."""
+
+    canary: frozenset[str]
+
+
+def _devices(book: Book, release: Release, request: Request, now: datetime) -> _DevicesPage:
     """Return one page of the devices that a release is about: those that failed first, then those that are awaited."""
     order = {"failed": 0, "unable": 1, "pending": 2, "declined": 3, "ok": 4}
     pending = set(book.pending(release, now)) - set(release.results)  # a device that was unable is asked again
-    rows = [(order[result.outcome], name, result.outcome, result) for name, result in release.results.items()] + [
-        (order["pending"], name, "pending", None) for name in pending
-    ]
+    rows: list[tuple[int, str, str, Result | None]] = []
+    rows += [(order[result.outcome], name, result.outcome, result) for name, result in release.results.items()]
+    rows += [(order["pending"], name, "pending", None) for name in pending]
     rows.sort(key=lambda row: row[:2])
     after = request.query_params.get("after", "")
     position = next((at + 1 for at, row in enumerate(rows) if row[1] == after), 0) if after else 0
     chosen = rows[position : position + PAGE_ROWS]
     more = chosen[-1][1] if position + PAGE_ROWS < len(rows) else ""
-    return {"rows": chosen, "total": len(rows), "more": more, "canary": set(release.canary)}
+    return _DevicesPage(rows=chosen, total=len(rows), more=more, canary=frozenset(release.canary))
 
 
-def _manifest(view: FolderView, digest: str) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _BundleFile:
+    """What the file of a bundle says of itself."""
+
+    figures: Mapping[str, Any] | None = None
+    """`edge_agent.bundle.manifest.variant_figures`, as commands of devices print them; None: the file is gone."""
+
+    parity: Parity | None = None
+    feature_dim: int = 0
+    heads: Sequence[str] = ()
+    classes: Sequence[str] = ()
+    signers: Sequence[str] = ()
+    signed: SignedMetadata | None = None
+    """The release that the signers have signed; None: nobody has."""
+
+    gone: str = ""
+    """Why the file cannot be read; empty: it can."""
+
+
+@dataclass(frozen=True)
+class _BundleRow:
+    """A bundle on the page of bundles."""
+
+    run: RunInfo
+    bundle: RunBundle
+    releases: Sequence[tuple[int, str, str]]
+    """Number of each release of it, where that stands, and how this looks."""
+
+    file: _BundleFile
+
+
+def _bundle_file(view: FolderView, digest: str) -> _BundleFile:
     """Return what a bundle's file says of itself; ``gone`` where the file was removed."""
     try:
         path = view.folder.blobs.path(digest)
-        return _read_manifest(str(path), path.stat().st_mtime_ns)
+        return _read_bundle_file(str(path), path.stat().st_mtime_ns)
     except (OSError, HeadwaterError) as error:
-        return {"figures": None, "signers": [], "gone": as_text(error)[:200]}
+        return _BundleFile(gone=as_text(error)[:200])
 
 
 @functools.lru_cache(64)
-def _read_manifest(path: str, _stamp: int) -> dict[str, Any]:
+def _read_bundle_file(path: str, _stamp: int) -> _BundleFile:
     """Return what the bundle in a file says of itself, and who signed it; ``_stamp`` is the file's time."""
     from edge_agent.bundle.archive import open_bundle
     from edge_agent.bundle.manifest import variant_figures
@@ -795,16 +939,15 @@ def _read_manifest(path: str, _stamp: int) -> dict[str, Any]:
         signers = [signature.keyid for signature in member.release.signatures]
         signed = read(Release, member.release, "release")
     manifest = opened.manifest
-    return {
-        "figures": variant_figures(manifest),
-        "parity": manifest.parity,
-        "feature_dim": manifest.feature_dim,
-        "heads": sorted(manifest.heads),
-        "classes": manifest.task.class_names,
-        "signers": signers,
-        "signed": signed,
-        "gone": "",
-    }
+    return _BundleFile(
+        figures=variant_figures(manifest),
+        parity=manifest.parity,
+        feature_dim=manifest.feature_dim,
+        heads=sorted(manifest.heads),
+        classes=manifest.task.class_names,
+        signers=signers,
+        signed=signed,
+    )
 
 
 @functools.cache

@@ -12,8 +12,8 @@ from federation_harness import Federation
 from coordinator.cli import main
 from coordinator.cli import release as command_line
 from coordinator.fleet import release_commands as commands
-from coordinator.fleet.release_commands import device_rows
 from coordinator.journal.entries import fact_of
+from coordinator.state.release_rows import device_rows
 from edge_agent.agent.tasks.runner import TaskRunner
 from edge_agent.bundle import installed
 from edge_agent.cli import main as edge_agent_main
@@ -69,7 +69,7 @@ class ReleaseSite(Federation):
     def table(self) -> dict[str, tuple[int | None, int | None]]:
         """Device -> the release that it says it runs, and the one that it is to run."""
         rows = device_rows(self.coordinator.releases.book, self.now())
-        return {row["device"]: (row["runs"], row["wanted"]) for row in rows}
+        return {row.id: (row.runs, row.wanted) for row in rows}
 
     def running(self) -> dict[str, int | None]:
         """Device -> the newest release of the bundle that is in its folder."""

@@ -24,7 +24,7 @@ BESIDE = {
     "coordinator/processes/compute.py": {"end_if_idle"},
     "coordinator/service/status.py": {"update"},
     "coordinator/service/peers.py": {"tick", "is_serving"},
-    "coordinator/fleet/registry.py": {"expire"},
+    "coordinator/fleet/roster.py": {"expire"},
     "coordinator/fleet/rollout.py": {"tick", "heartbeat"},
     "coordinator/fleet/downloads.py": {"pump", "have", "progress", "withdraw"},
     "coordinator/rounds/context.py": {"collect"},

@@ -12,7 +12,8 @@ from typing import Any
 
 from coordinator.journal.entries import fact_of
 from coordinator.journal.store import utc_now
-from coordinator.state.store import EVERYONE, MOST_LISTED, StateFolder
+from coordinator.state.status_file import EVERYONE, MOST_LISTED
+from coordinator.state.store import StateFolder
 from coordinator.web.access import Access
 from coordinator.web.app import make_app
 from coordinator.web.events import Watch

@@ -11,6 +11,7 @@ from datetime import datetime, timezone
 import pytest
 import yaml
 
+from coordinator.state.status_file import Status
 from coordinator.views.counts import Counts, RoundOfRun
 from coordinator.web.metrics import Snapshot, exposition
 from edge_agent.agent.textfile import Figures, text
@@ -36,7 +37,7 @@ def written():
     counts = Counts(open_round=RoundOfRun("run-0001", 1), opened_at=NOW.isoformat())
     whole = Snapshot(
         NOW,
-        status,
+        Status(status),
         counts=counts,
         accuracies={"personal": [1.0]},
         disk_free_bytes=1,
@@ -161,7 +162,7 @@ def test_prometheus_can_read_every_expression_of_the_dashboard(tmp_path, dashboa
 def test_promtool_finds_nothing_to_object_to_in_the_figures(written):
     status = {"federation": "home", "at": NOW.isoformat()}
     agent = text(Figures("head", "b", "ok", True, False, 1, 1, 1, {"personal": 1.0}))
-    for page in (exposition(Snapshot(NOW, status, counts=Counts())), agent.encode()):
+    for page in (exposition(Snapshot(NOW, Status(status), counts=Counts())), agent.encode()):
         done = subprocess.run(
             ["promtool", "check", "metrics"], input=page, check=False, capture_output=True, timeout=60
         )

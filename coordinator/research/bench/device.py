@@ -30,7 +30,7 @@ from edge_agent.wire.topics import Topics
 from edge_agent.wire.transport import Message
 
 from ...broker import find_mosquitto
-from ...state.store import read_status
+from ...state.status_file import read_status
 from .measuring import Measured, Row, Usage, module, usage, wait_for
 from .rounds import FEDERATION, agent_file, broker
 
@@ -155,7 +155,7 @@ def _idle_agent(folder: Path, name: str, at: BrokerConfig) -> tuple[Usage, Usage
             )
             host.publish(topics.down(name), codec.encode(welcome))
             wait_for(
-                lambda: bool(read_status(folder / name).get("welcomed")),
+                lambda: bool(read_status(folder / name).content.get("welcomed")),
                 [agent],
                 what="the agent to be welcomed",
                 limit_s=LIMIT_S,

@@ -27,7 +27,8 @@ from ...config import CoordinatorConfig
 from ...rounds.request import Request
 from ...service.coordinator import Coordinator
 from ...service.surroundings import Runtime, StartOptions
-from ...state.store import StateFolder, read_status
+from ...state.status_file import BrokerTraffic, read_status
+from ...state.store import StateFolder
 from ...views.runs import replay
 from .fleet_agents import AgentLink, FleetAgent, Models, Timers
 from .measuring import FleetPlan, Row, Usage, module, usage, wait_for
@@ -407,20 +408,20 @@ def measure(plan: FleetPlan, folder: Path) -> FleetFigures:
             fleet.send(flood)
             return dict(json.loads(fleet.answer()))
 
-        def traffic() -> dict[str, int]:
-            return dict(read_status(state_path)["traffic"])
+        def traffic() -> BrokerTraffic:
+            return read_status(state_path).traffic
 
         def moved() -> Moved:
             received = ask_fleet()["received_bytes"]
             counts = traffic()
-            return Moved(counts["bytes_published"], counts["blob_bytes_published"], received)
+            return Moved(counts.bytes_published, counts.blob_bytes_published, received)
 
         def until(condition: Callable[[], bool], what: str, limit_s: float) -> None:
             wait_for(condition, [coordinator, fleet], what=what, limit_s=limit_s, every_s=1.0)
             pause(STATUS_S)
 
         # 1. All agents join, then send heartbeats for a while. The CPU of the start itself is in no figure.
-        phases = Phases(lambda: (traffic()["messages_received"], usage(coordinator.pid).cpu_s))
+        phases = Phases(lambda: (traffic().messages_received, usage(coordinator.pid).cpu_s))
         phases.end(JOINING)
         until(lambda: ask_fleet()["welcomed"] == plan.agents, f"{plan.agents} welcomes", START_LIMIT_S)
         phases.end(JOINING)

@@ -17,7 +17,8 @@ from ...broker import EmbeddedBroker, MosquittoBroker, SupervisedBroker, find_mo
 from ...journal.entries import RunFailed
 from ...journal.store import Journal, facts_of
 from ...rounds.request import Request
-from ...state.store import StateFolder, read_status
+from ...state.status_file import read_status
+from ...state.store import StateFolder
 from .measuring import RoundPlan, Row, Usage, forget_peak, module, quantile, usage, wait_for
 from .workloads import NOOP, TEST_FRACTION, W1_PARAMS, w1_source, w1_task
 
@@ -117,7 +118,8 @@ def measure(plan: RoundPlan, broker_name: str, folder: Path) -> Rounds:
         processes[0].answer()
 
         def all_present() -> bool:
-            return bool(read_status(folder / "coordinator").get("fleet", {}).get("online") == plan.agents)
+            fleet = read_status(folder / "coordinator").fleet
+            return fleet is not None and fleet.online == plan.agents
 
         wait_for(all_present, processes, what=f"{plan.agents} agents to connect", limit_s=START_LIMIT_S)
         # 2. What each process uses from the request of the run to its end.

@@ -17,6 +17,7 @@ from coordinator.cli.output import console, show, table
 from coordinator.cli.run import result_parts
 from coordinator.journal.entries import RoundOpened, RunRequested, fact_of
 from coordinator.journal.store import utc_now
+from coordinator.runs.run_summary import RunSummary
 from coordinator.state.store import StateFolder
 from coordinator.views.runs import OpenRound, RunRecord
 from edge_agent import __version__, methods
@@ -216,9 +217,10 @@ def test_status_says_who_is_better_off_alone_unless_the_summary_is_damaged(call,
         folder = state.run(run)
         folder.write_summary({"warnings": [{"kind": "below_local", "message": "porch is better off alone"}]})
         assert "porch is better off alone" in call("status", "--state", tmp_path)[1]
-        folder.summary_path.write_text("{")
-    code, out, err = call("status", "--state", tmp_path)
-    assert (code, err, "better off alone" in out) == (0, "", False)
+    for damaged in ("{", '{"warnings": 7}', '{"updates": {"left_out": [{}]}}', '{"agents": [{"tier": "head"}]}'):
+        folder.summary_path.write_text(damaged)
+        code, out, err = call("status", "--state", tmp_path)
+        assert (code, err, "better off alone" in out) == (0, "", False), damaged
 
 
 def test_status_as_json_is_one_object(call, tmp_path):
@@ -459,10 +461,14 @@ def test_the_reason_of_a_failure_stands_once_below_the_table_of_a_run():
         "warnings": [warning],
         "seconds": 1.0,
     }
-    text = [part for part in result_parts(summary) if isinstance(part, str)]
+    text = [part for part in result_parts(RunSummary.from_json(summary)) if isinstance(part, str)]
     assert [line for line in text if why in line] == [f"a was left out of 3 rounds (2, 4, 5): {why}"]
     assert f"warning: {said} (the reason is above)" in text
-    alone = [part for part in result_parts({"warnings": [warning], "seconds": 1.0}) if isinstance(part, str)]
+    alone = [
+        part
+        for part in result_parts(RunSummary.from_json({"warnings": [warning], "seconds": 1.0}))
+        if isinstance(part, str)
+    ]
     assert f"warning: {said}: {why}" in alone, "the reason stands nowhere else"
 
 

@@ -20,7 +20,9 @@ from coordinator.cli.run import next_steps, result_parts
 from coordinator.config import load_config
 from coordinator.journal.entries import fact_of
 from coordinator.journal.store import utc_now
+from coordinator.runs.run_summary import RunSummary
 from coordinator.state.release_keys import ReleaseKeys, new_key, read_public, write_key
+from coordinator.state.status_file import Status
 from coordinator.state.store import StateFolder
 from coordinator.views.runs import replay
 from edge_agent.core.errors import StateError
@@ -120,25 +122,25 @@ def test_a_run_without_a_broker_that_is_to_be_there_exits_with_75(call, away, co
 
 def test_what_a_follower_is_told_names_the_broker_the_queue_or_the_silence():
     waiting = {"for": "the broker at mqtt://hub cannot be reached (x); trying again until it can", "whom": []}
-    said = _waiting({"broker_away": True, "waiting": waiting}, "run-0001")
+    said = _waiting(Status({"broker_away": True, "waiting": waiting}), "run-0001")
     assert said == f"{waiting['for']}; 'headwater doctor --config FILE' tries the coordinator's way to the broker"
     now = {"run": {"id": "run-0001", "round": 2, "rounds": 9}, "waiting": {"for": "w", "whom": ["a"]}}
-    assert _waiting(now, "run-0002") == "queued behind run-0001, which is in round 2 of 9"
-    assert _waiting(now, "run-0001") == "w, not yet from a"
-    silent = _waiting({**now, "at": "2020-01-01T00:00:00.000+00:00"}, "run-0001")
+    assert _waiting(Status(now), "run-0002") == "queued behind run-0001, which is in round 2 of 9"
+    assert _waiting(Status(now), "run-0001") == "w, not yet from a"
+    silent = _waiting(Status({**now, "at": "2020-01-01T00:00:00.000+00:00"}), "run-0001")
     assert silent.startswith("nothing heard from the coordinator since 2020-01-01 00:00:00 UTC")
     assert silent.endswith("'headwater doctor --config FILE' tries the coordinator's way to the broker")
-    assert _waiting({**now, "at": "soon"}, "run-0001") == "w, not yet from a"
+    assert _waiting(Status({**now, "at": "soon"}), "run-0001") == "w, not yet from a"
 
 
 def test_a_run_that_hears_no_agent_names_the_commands_to_try(call, tmp_path):
     waits = {"run": {"id": "run-0001", "round": 2, "rounds": 9}, "waiting": {"for": "w", "whom": ["a"]}}
     hint = "no agent is heard: 'edge-agent doctor --config FILE' on a device says what keeps it away"
     for known in (0, 1):
-        said = _waiting({**waits, "fleet": {"agents": known, "online": 0}}, "run-0001")
+        said = _waiting(Status({**waits, "fleet": {"agents": known, "online": 0}}), "run-0001")
         assert said.startswith(f"w, not yet from a; {hint}")
         assert "'headwater doctor --config FILE'" in said
-    assert _waiting({**waits, "fleet": {"agents": 1, "online": 1}}, "run-0001") == "w, not yet from a"
+    assert _waiting(Status({**waits, "fleet": {"agents": 1, "online": 1}}), "run-0001") == "w, not yet from a"
 
     with StateFolder(tmp_path / "state").open("headwater serve") as state:
         add_run(state, closed=1)
@@ -349,7 +351,9 @@ def test_a_run_that_is_interrupted_says_how_to_go_on_with_it_and_how_to_drop_it(
 def test_a_run_ends_with_the_bundle_id_that_status_shows():
     bundle = {"bundle_id": "0123456789ab" + "f" * 52, "path": "state/runs/run-0001/run-0001.hwb"}
     summary = {"seconds": 1.0, "encoder_sha256": "e" * 64, "agents": [], "faults": {}, "bundle": bundle}
-    assert [*result_parts(summary)][-1] == "1.0 s, bundle 0123456789ab in state/runs/run-0001/run-0001.hwb"
+    assert [*result_parts(RunSummary.from_json(summary))][
+        -1
+    ] == "1.0 s, bundle 0123456789ab in state/runs/run-0001/run-0001.hwb"
 
 
 def test_a_run_ends_with_the_commands_that_bring_its_bundle_to_devices(tmp_path):
@@ -357,18 +361,20 @@ def test_a_run_ends_with_the_commands_that_bring_its_bundle_to_devices(tmp_path)
     summary = {"run_id": "run-0001"}
     invocation = Invocation(Path("c.toml"), None)
     with StateFolder(state).look(create=True) as folder:
-        assert [*next_steps(state, summary, invocation)] == []
+        assert [*next_steps(state, RunSummary.from_json(summary), invocation)] == []
         summary["bundle"] = {"bundle_id": "a" * 64, "path": "b.hwb"}
         create = "'headwater release create run-0001 --config c.toml'"
-        assert [*next_steps(state, summary, invocation)] == [f"next: {create} releases it to devices"]
+        assert [*next_steps(state, RunSummary.from_json(summary), invocation)] == [
+            f"next: {create} releases it to devices"
+        ]
         for name in ("alice", "bob", "carol"):
             write_key(tmp_path / name, new_key(), name=name)
         people = [read_public(tmp_path / f"{name}.pub") for name in ("alice", "bob", "carol")]
         ReleaseKeys(state).create("home", utc_now(), people, 2)
-        (line,) = next_steps(state, summary, invocation)
+        (line,) = next_steps(state, RunSummary.from_json(summary), invocation)
         assert line.startswith("next: 2 of 3 people sign it ('headwater keys sign b.hwb --key FILE'), then 'headwater ")
         folder.journal.append(fact_of("release_made", {"bundle_id": "a" * 64}), run="run-0001", digest="b" * 64)
-        assert [*next_steps(state, summary, invocation)] == []
+        assert [*next_steps(state, RunSummary.from_json(summary), invocation)] == []
 
 
 def test_time_left_leaves_the_first_round_out_which_starts_the_agents(monkeypatch):

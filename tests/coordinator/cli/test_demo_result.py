@@ -12,6 +12,7 @@ import pytest
 from coordinator.cli import demo
 from coordinator.cli.demo_page import served
 from coordinator.cli.output import show
+from coordinator.runs.run_summary import RunSummary
 from edge_agent.core.errors import HeadwaterError, UsageError
 from edge_agent.core.task import ImageInput
 
@@ -34,7 +35,7 @@ SUMMARY = {"run_id": "run-0001", "method": "fedavg_ft", "rounds": 25, "agents": 
 
 def test_new_devices_come_first_then_the_largest_gain_and_noise_is_grey(capsys):
     """Three of four training devices stood there in red, by differences that the product itself calls noise."""
-    table = demo.gains_table(SUMMARY)
+    table = demo.gains_table(RunSummary.from_json(SUMMARY))
     assert [row[0] for row in table.cells] == ["head-b", "head-a", "train-b", "train-a", "train-c *", "train-d"]
     assert [row[2] for row in table.cells] == [
         "better",
@@ -54,7 +55,8 @@ def test_the_text_says_what_noise_is_and_names_programs_that_a_shell_finds(tmp_p
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", os.defpath)  # the environment of the tests may be activated
     bundle = tmp_path / "a folder" / "b.hwb"
-    text = "\n".join(demo._reading({**SUMMARY, "bundle": {"path": str(bundle)}}, "All of it took 70 s."))
+    summary = RunSummary.from_json({**SUMMARY, "bundle": {"bundle_id": "0" * 64, "path": str(bundle)}})
+    text = "\n".join(demo._reading(summary, "All of it took 70 s."))
     assert "As good as alone: the difference of 3 devices is within the noise of 300 held-out samples" in text
     commands = [shlex.split(line) for line in text.splitlines() if line.startswith("  ")]
     assert [command for words in commands for command in ("fit", "evaluate", "serve") if command in words] == [

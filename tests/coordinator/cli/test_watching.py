@@ -22,7 +22,9 @@ from coordinator.cli.follow import agents_now
 from coordinator.cli.output import fitted, table
 from coordinator.cli.status import Selection, _Changes, gather_status
 from coordinator.journal.entries import fact_of
+from coordinator.state.fleet_rows import HeardAgent
 from coordinator.state.log_file import MOST_BYTES, NAME, LogReader, logging_to
+from coordinator.state.status_file import RunUnderWay
 from coordinator.state.timeline import Timeline
 from edge_agent.wire.messages import codec, up
 
@@ -225,19 +227,19 @@ def test_log_file_is_bounded_and_read_across_its_rotation(tmp_path, monkeypatch)
             for _ in range(MOST_BYTES // 3 // 4000):
                 log.info("filled number=%d with=%s", number, "x" * 3800)
             log.info("counted number=%d", number)
-            seen += [line["number"] for line in reader.new() if line["event"] == "counted"]
+            seen += [line.values["number"] for line in reader.new() if line.event == "counted"]
         for number in range(3, 6):
             for _ in range(MOST_BYTES // 3 // 4000):
                 log.info("filled number=%d with=%s", number, "x" * 3800)
             log.info("counted number=%d", number)
-            seen += [line["number"] for line in reader.new() if line["event"] == "counted"]
+            seen += [line.values["number"] for line in reader.new() if line.event == "counted"]
     assert seen == list(range(6))
     sizes = [path.stat().st_size for path in tmp_path.glob(f"{NAME}*")]
     assert (len(sizes), max(sizes) <= MOST_BYTES) == (2, True)
     assert {path.stat().st_mode & 0o077 for path in tmp_path.glob(f"{NAME}*")} == {0}
     (tmp_path / NAME).write_bytes(b'[]\nnone\n{"time": 3}\n{"time": "now"}\n{"time"')
     (tmp_path / f"{NAME}.1").unlink()
-    assert LogReader(tmp_path).new() == [{"time": "now"}]
+    assert [line.time for line in LogReader(tmp_path).new()] == ["now"]
 
 
 def log_line(name, size=300):
@@ -260,7 +262,7 @@ class GrowingLog:
         self.path.replace(self.older)
 
     def new(self):
-        return [line["event"] for line in self.reader.new()]
+        return [line.event for line in self.reader.new()]
 
 
 @pytest.fixture
@@ -342,9 +344,9 @@ def test_of_a_large_fleet_only_agents_with_faults_are_watched(tmp_path):
         fault(fed, "m0123", boot="b1")
         fed.wait(40)
         watched = gather_status(fed.coordinator.state, Selection(), is_watched=True)
-        assert [one["id"] for one in watched["agents"]] == ["m0123"]
-        assert watched["acc"]["personal"]["mean"] == pytest.approx(0.5)
-        assert watched["acc"]["personal"]["worst_tenth"] == pytest.approx(12 / 249), "mean of 0 to 24"
+        assert [row.agent.id for row in watched.page.agents] == ["m0123"]
+        assert watched.written.accuracies["personal"].mean == pytest.approx(0.5)
+        assert watched.written.accuracies["personal"].worst_tenth == pytest.approx(12 / 249), "mean of 0 to 24"
 
 
 def seen_numbers(lines):
@@ -428,7 +430,7 @@ def test_agents_of_a_run_are_shown_with_what_they_do_and_their_accuracies():
         agent("a6"),
     ]
     run = {"id": "run-0001", "round": 3, "cohort": ["a0", "a1", "a2"], "accepted": ["a0"], "rejected": {"a2": "why"}}
-    cells = agents_now({"run": run, "agents": agents}).cells
+    cells = agents_now(RunUnderWay.from_body(run), [HeardAgent.from_body(agent) for agent in agents]).cells
     expected = ["sent, 3", "at work, 3", "rejected, 3", "DataError", "offline", "bundle 01234567", "ready"]
     assert [row[1] for row in cells] == expected
     assert cells[0][2:] == ["–", "0.250", "0.500"]

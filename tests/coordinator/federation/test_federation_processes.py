@@ -19,7 +19,8 @@ import pytest
 from process_site import AGENTS, DIGITS, EVERYBODY, LARGE, Site
 
 from coordinator.service.standby import QUIET_S
-from coordinator.state.store import StateFolder, read_status
+from coordinator.state.status_file import read_status
+from coordinator.state.store import StateFolder
 
 pytestmark = pytest.mark.broker
 
@@ -368,7 +369,7 @@ def check_memory_around_a_run(site, method):
     """Look at the memory of the coordinator before, during and after a run that ends with a bundle."""
 
     def present():
-        return [agent for agent in read_status(site.folder / "state").get("agents", ()) if agent["present"]]
+        return [row for row in read_status(site.folder / "state").agents if row.agent.is_present]
 
     def check():
         process = Path("/proc") / str(site.processes["serve"].pid)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from federation_harness import Clock, Federation
 
-from coordinator.fleet import registry
-from coordinator.fleet.registry import Roster
+from coordinator.fleet import roster as roster_module
+from coordinator.fleet.roster import Roster
 from edge_agent.wire.messages import codec, up
 
 
@@ -78,7 +78,7 @@ def test_an_agent_with_a_task_has_the_configured_lease_from_then_on():
 @pytest.fixture
 def fed(tmp_path, monkeypatch):
     """Three agents that the coordinator takes for thousands: heartbeats of 60 s."""
-    monkeypatch.setattr(registry, "HEARTBEATS_PER_S", 3 / 60)
+    monkeypatch.setattr(roster_module, "HEARTBEATS_PER_S", 3 / 60)
     with Federation(tmp_path, agents=3, capture=True) as federation:
         federation.until(lambda: len(federation.coordinator.roster.present()) == 3)
         federation.wait(200)  # agents that came first were told another interval

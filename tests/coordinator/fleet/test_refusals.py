@@ -8,7 +8,7 @@ import pytest
 from federation_disturbances import Stranger
 from federation_harness import Clock, Federation
 
-from coordinator.fleet.registry import AGAIN_S, LINES_AT_ONCE, MAX_COUNTED, Rejections
+from coordinator.fleet.rejections import AGAIN_S, LINES_AT_ONCE, MAX_COUNTED, Rejections
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ from datetime import datetime, timezone
 
 import pytest
 
-from coordinator.cli.release import describe_release, device_rows
 from coordinator.fleet.downloads import Distributor
 from coordinator.fleet.rollout import OFFERS_S, Rollout
 from coordinator.journal.entries import BundleExported
+from coordinator.state.release_rows import ReleaseRow, device_rows
 from coordinator.state.store import StateFolder
 from coordinator.views.releases import Book, Plan, book_of
 from edge_agent.wire.messages.down import Install
@@ -153,7 +153,7 @@ def test_10_000_devices_report_on_one_release(state, canary):
     begin = time.perf_counter()
     book = book_of(state.journal)
     rows = device_rows(book, NOW)
-    shown = [describe_release(book, release, NOW) for release in book.releases]
+    shown = [ReleaseRow.from_release(book, release, NOW).to_json() for release in book.releases]
     figures["status, ms"] = 1e3 * (time.perf_counter() - begin)
     print("", f"canary {canary or 'none'}", *(f"  {name:30} {value:9.1f}" for name, value in figures.items()), sep="\n")
     assert len(rows) == 10_000

@@ -3,7 +3,9 @@ from __future__ import annotations
 import pytest
 from federation_harness import Federation
 
-from coordinator.fleet.registry import PATIENCE_S, RETURN_S, Figures, Roster
+from coordinator.fleet.members import Figures
+from coordinator.fleet.roster import PATIENCE_S, RETURN_S, Roster
+from coordinator.state.status_file import FleetAccuracy
 from edge_agent.wire.messages import up
 from edge_agent.wire.messages.up import Hello
 
@@ -44,13 +46,13 @@ def test_accuracies_of_the_fleet_follow_each_message_and_are_kept_between(roster
     roster.hello("b", hello())
     roster.trained("b", {"acc.personal": 1.0})
     first = roster.accuracies()
-    assert first == {"personal": {"mean": 0.75, "worst_tenth": 0.5, "agents": 2}}
+    assert first == {"personal": FleetAccuracy(0.75, 0.5, 2)}
     assert roster.accuracies() is first
     roster.reported("b", up.Report(run="r" * 32, samples=1, acc_personal=0.25))
-    assert roster.accuracies() == {"personal": {"mean": 0.375, "worst_tenth": 0.25, "agents": 2}}
+    assert roster.accuracies() == {"personal": FleetAccuracy(0.375, 0.25, 2)}
     roster.remember({"c": Figures(acc={"personal": 0.75})}, {})
     roster.hello("c", hello())
-    assert roster.accuracies()["personal"] == {"mean": 0.5, "worst_tenth": 0.25, "agents": 3}
+    assert roster.accuracies()["personal"] == FleetAccuracy(0.5, 0.25, 3)
 
 
 def test_a_silent_agent_is_lost_once_after_its_lease(roster, clock):

@@ -13,7 +13,7 @@ from federation_disturbances import lose
 from federation_duties import TASK, TinyDuties
 from federation_harness import Federation, vanish
 
-from coordinator.fleet.registry import RunIds
+from coordinator.fleet.run_ids import RunIds
 from coordinator.journal.entries import fact_of
 from coordinator.journal.sqlite import SqliteJournal
 from coordinator.rounds.request import Request

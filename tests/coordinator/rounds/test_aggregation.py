@@ -14,7 +14,6 @@ from federation_duties import TASK
 from paper_methods import fedpac_update
 
 from coordinator.config import AggregationConfig, CoordinatorConfig
-from coordinator.journal.entries import Aggregation
 from coordinator.rounds.aggregation import Decisions, aggregate, notes, refusal
 from coordinator.rounds.bounds import norms_of
 from coordinator.rounds.robust import (
@@ -79,7 +78,7 @@ def test_a_change_of_more_than_five_times_the_median_is_scaled_to_the_median():
     result, decisions = round_of([[3, 0], [0, 4], [5, 0], [0, -40]])
     np.testing.assert_allclose(result, [(3 + 5) / 4, (4 - 4.5) / 4], rtol=1e-6)
     assert decisions == Decisions(clipped={"a3": pytest.approx(0.1125)})
-    assert notes(Aggregation(**decisions.body())) == {"a3": "clipped (x 0.113)"}
+    assert notes(decisions.to_fact()) == {"a3": "clipped (x 0.113)"}
 
 
 def test_a_change_is_measured_from_what_clients_received():
@@ -95,7 +94,7 @@ def test_more_samples_than_five_times_the_median_count_as_that_many():
     result, decisions = round_of([[1, 0], [1, 0], [1, 0], [0, 1]], weights=[10, 20, 30, 1000])
     np.testing.assert_allclose(result, [60 / 185, 125 / 185], rtol=1e-6)
     assert decisions == Decisions(capped={"a3": (1000, 125)})
-    assert notes(Aggregation(**decisions.body())) == {"a3": "capped (1000 samples count as 125)"}
+    assert notes(decisions.to_fact()) == {"a3": "capped (1000 samples count as 125)"}
 
 
 def test_absurd_norms_and_counts_are_suspect():
@@ -292,7 +291,7 @@ def test_krum_takes_the_update_with_the_nearest_neighbours():
     result, decisions = round_of(vectors, rule="multi_krum", attackers=1, weights=[1, 1, 1, 5, 1])
     assert result.tolist() == [(0 + 1 + 3 + 4) / 4, 0], "sample counts have no part in it"
     assert decisions.unused == ("a4",)
-    decided = Aggregation(**decisions.body(), settings={"rule": "multi_krum"})
+    decided = decisions.to_fact().changed(settings={"rule": "multi_krum"})
     assert notes(decided)["a4"].startswith("not used by rule multi_krum")
 
 

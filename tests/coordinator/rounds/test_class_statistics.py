@@ -7,7 +7,6 @@ import pytest
 from paper_methods import fedpac_update
 
 from coordinator.config import NO_BOUNDS, AggregationConfig
-from coordinator.journal.entries import Aggregation
 from coordinator.rounds.aggregation import aggregate, notes
 from coordinator.rounds.class_statistics import EXCHANGED, find_statistic_bounds
 from edge_agent import methods
@@ -132,7 +131,7 @@ def test_a_client_of_fedpac_that_exchanges_its_classes_changes_no_centroid_and_i
     state = {"encoder.w": np.float32([0.5])}
     after, decisions = aggregate(method, state, lambda: updates, AggregationConfig(), state)
     np.testing.assert_allclose(after["extra.centroids"], square + 1, rtol=1e-6)
-    named = notes(Aggregation(**decisions.body()))
+    named = notes(decisions.to_fact())
     assert named.keys() == {"d"}
     assert "class statistics not used, suspect: its classes are nearer to other classes of the others" in named["d"]
 

@@ -12,6 +12,7 @@ from federation_harness import Federation
 from coordinator.cli.run import result_parts
 from coordinator.config import RoundConfig
 from coordinator.rounds.context import REPORT_DEADLINE_S
+from coordinator.runs.run_summary import RunSummary
 
 TRAINING_S = 5.0
 SHIPPED = RoundConfig().model_dump()
@@ -316,7 +317,7 @@ def test_an_agent_that_vanished_is_named_in_the_result_with_the_round_in_which_i
         "figures are missing here"
     )
     assert "went offline during the run, last heard in round 3 of 5" in page
-    assert f"warning: {warning['message']}" in [*result_parts(summary)]
+    assert f"warning: {warning['message']}" in [*result_parts(RunSummary.from_json(summary))]
 
 
 def test_an_agent_that_comes_back_before_the_end_is_not_called_offline(tmp_path):

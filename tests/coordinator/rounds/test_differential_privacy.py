@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import math
 import zlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,8 +16,9 @@ from scipy import stats
 
 from coordinator.cli.run import footnotes
 from coordinator.config import CoordinatorConfig, DifferentialPrivacyConfig
-from coordinator.runs.result_notes import describe_spent
+from coordinator.runs.run_summary import RunSummary
 from coordinator.service.preflight import checked_method
+from coordinator.state.privacy_spent import PrivacySpent
 from edge_agent.core.config import PrivacyConfig, parse
 from edge_agent.core.errors import ConfigError, UsageError
 from edge_agent.core.storage import read_json
@@ -82,8 +84,11 @@ def test_budget_ends_the_run_before_it_is_exceeded_and_over_all_runs(tmp_path):
         affordable = max(n for n in range(1, 50) if epsilon_of(n / 16, 1e-5) <= 3.0)
         assert [line["round"] for line in fed.metrics()] == list(range(1, affordable + 1))
         assert "the privacy budget is spent" in summary["stopped"]
-        (note,) = [line for line in footnotes(summary) if line.startswith("differential privacy")]
-        assert any(line.startswith("ended early: the privacy budget is spent") for line in footnotes(summary))
+        (note,) = [line for line in footnotes(RunSummary.from_json(summary)) if line.startswith("differential privacy")]
+        assert any(
+            line.startswith("ended early: the privacy budget is spent")
+            for line in footnotes(RunSummary.from_json(summary))
+        )
         assert note == (
             f"differential privacy: epsilon {summary['privacy']['epsilon']:g} spent, "
             f"{summary['privacy']['epsilon_left']:g} left (delta 1e-05)"
@@ -161,10 +166,10 @@ def test_rounds_without_noise_are_counted_beside_epsilon(tmp_path):
         ledger = read_json(fed.folder / "a0" / LEDGER_FILE)
     assert (privacy["epsilon"], privacy["rounds_without_noise"]) == (round(epsilon_of(cost(4.0), 1e-5), 4), 2)
     assert (ledger["updates"], ledger["without_noise"]) == (1, 2)
-    assert describe_spent({**privacy, "epsilon": None}).startswith(
-        "differential privacy: more spent than any epsilon bounds, no"
-    )
-    assert describe_spent(privacy).endswith("(delta 1e-05); 2 rounds without noise, which epsilon does not cover")
+    spent = PrivacySpent.from_body(privacy)
+    unbounded = replace(spent, epsilon=None)
+    assert unbounded.text.startswith("differential privacy: more spent than any epsilon bounds, no")
+    assert spent.text.endswith("(delta 1e-05); 2 rounds without noise, which epsilon does not cover")
 
 
 def test_a_round_of_more_updates_than_the_least_has_more_noise_and_costs_less(tmp_path):

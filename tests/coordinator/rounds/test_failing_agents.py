@@ -17,6 +17,7 @@ from coordinator.cli.run import result_parts
 from coordinator.config import RoundConfig
 from coordinator.journal.entries import RoundOpened, fact_of
 from coordinator.rounds.selection import Exclusions
+from coordinator.runs.run_summary import RunSummary
 from coordinator.views.runs import Accepted, OpenRound, Rejection
 from edge_agent.core.errors import TrainingFailed
 from edge_agent.wire.messages import up
@@ -74,7 +75,7 @@ def test_an_agent_whose_updates_are_always_rejected_costs_no_time_and_no_run(tmp
     reason = {"nan": "NaN", "names": "other.", "fault": "the loss became nan"}[spoils]
     assert summary["left_out"]["mallory"]["rounds"] == [2, 4, 5, 7, 8, 9, 10]
     assert reason in summary["left_out"]["mallory"]["reason"]
-    told = [part for part in result_parts(summary) if isinstance(part, str) and reason in part]
+    told = [part for part in result_parts(RunSummary.from_json(summary)) if isinstance(part, str) and reason in part]
     assert len(told) == 1, "the reason is said once"
     assert "mallory" in told[0]
     fed.__exit__()

@@ -14,6 +14,8 @@ from pydantic import Field
 
 from coordinator.cli.run import footnotes
 from coordinator.runs.result_notes import LastUpdates
+from coordinator.runs.run_summary import RunSummary
+from coordinator.state.run_lines import RoundLine
 from coordinator.web.folder_view import FolderView
 from edge_agent import heads, methods
 from edge_agent.core.config import PrivacyConfig
@@ -165,7 +167,7 @@ def test_run_of_which_two_of_three_were_refused_does_not_end_as_if_nothing_were(
     assert note.startswith("1 of 3 updates in round 1, without h1, h2: PrivacyRefused: method 'sums' sends")
     assert note.count("PrivacyRefused") == 1
     assert fed.ended.reason == note, "status and web show the reason of the journal"
-    said = list(footnotes(fed.result))
+    said = list(footnotes(RunSummary.from_json(fed.result)))
     assert f"incomplete: {note}" in said
     assert "\n".join(said).count("PrivacyRefused") == 1
     code, out, _ = call("status", "--state", fed.state.path, "--json")
@@ -185,9 +187,9 @@ def test_updates_of_the_last_round_are_counted_with_those_that_were_left_out():
         "rejected": [{"agent": "d", "reason": "NaN"}],
         "left_out": [{"agent": "e", "reason": "paused"}, {"agent": "f", "reason": "paused"}],
     }
-    updates = LastUpdates.from_records([{}, record])
+    updates = LastUpdates.from_lines([RoundLine(3), RoundLine.from_json(record)])
     assert updates.note == "2 of 6 updates in round 4, without d: NaN; without e, f: paused"
-    assert LastUpdates.from_records([]).note == ""
+    assert LastUpdates.from_lines([]).note == ""
 
 
 # --- one update ------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from coordinator.cli.run import footnotes
 from coordinator.report import write_report
 from coordinator.report.figures import read_run
 from coordinator.runs.audit import audit
+from coordinator.runs.run_summary import RunSummary
 from coordinator.service.preflight import checked_method
 from coordinator.text import sentence
 from edge_agent.core.errors import UsageError
@@ -127,7 +128,8 @@ def test_row_25_a_huge_update_or_a_lie_about_samples_is_bounded_reported_and_lef
         summary = fed.state.run(fed.run).summary()
         assert summary["bounded"][MALLORY]["rounds"] == [n for n, there in enumerate(with_mallory, 1) if there]
         assert any(
-            line.startswith(f"{MALLORY}: its updates were bounded in ") and note in line for line in footnotes(summary)
+            line.startswith(f"{MALLORY}: its updates were bounded in ") and note in line
+            for line in footnotes(RunSummary.from_json(summary))
         )
         page = write_report(fed.state.run(fed.run)).read_text()
         assert note in page

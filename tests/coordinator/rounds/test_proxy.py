@@ -19,7 +19,7 @@ from coordinator.journal.entries import fact_of
 from coordinator.report import write_report
 from coordinator.report.figures import read_run
 from coordinator.report.page import render
-from coordinator.runs.result_notes import metric_lines
+from coordinator.runs.result_notes import CoordinatorMetrics
 from edge_agent import methods
 from edge_agent.core.children import InlineWorker
 from edge_agent.core.errors import RunFailed
@@ -348,7 +348,7 @@ def test_a_proxy_that_always_fails_is_told_once_wherever_people_look(tmp_path, o
     assert (entry.round, entry.body) == (1, {"reason": "RunFailed: no memory for round 1"})
     assert summary["proxy_failed"] == [{"round": 1, **entry.body}]
     line = "acc.proxy could not be computed, first after round 1: RunFailed: no memory for round 1"
-    assert list(metric_lines(summary)) == [line]
+    assert list(CoordinatorMetrics.from_summary(summary).lines()) == [line]
     assert line in page
     shown = CliRunner().invoke(
         command_tree(["status"]), ["status", "--state", str(fed.config.state)], terminal_width=200
@@ -360,7 +360,7 @@ def test_a_proxy_that_always_fails_is_told_once_wherever_people_look(tmp_path, o
 def test_what_is_not_known_is_not_shown_as_an_accuracy():
     warm = {"samples": 3, "data": "npz:x", "epochs": 1, "accuracy": None}
     proxy = {"round": 2, "acc": None, "samples": 0, "by": "global head"}
-    first, second = metric_lines({"warm_start": warm, "proxy": [proxy]})
+    first, second = CoordinatorMetrics.from_summary({"warm_start": warm, "proxy": [proxy]}).lines()
     assert first == "warm start: 3 samples of npz:x, 1 epoch, not evaluated (no held-out samples)"
     assert second == "acc.proxy after round 2: unknown on 0 samples, by global head"
     assert "3 samples, 1 epochs, not scored" in render(read_run("run-1", {"warm_start": warm}, []))

@@ -7,7 +7,7 @@ import pytest
 from paper_methods import fedpac_update
 
 from coordinator.config import AggregationConfig
-from coordinator.journal.entries import Aggregation, RoundClosed
+from coordinator.journal.entries import RoundClosed
 from coordinator.rounds.aggregation import aggregate, notes
 from coordinator.rounds.bounds import find_bounds
 from coordinator.rounds.directions import Comparison, Direction, outliers
@@ -64,7 +64,7 @@ def test_who_was_at_the_bound_again_and_again_adds_an_eighth_of_the_sum_and_is_n
         counted.append(decisions.capped["d"][1])
     assert counted == pytest.approx([15, 15, 30 / 7, 30 / 7])
     assert repeats == {"d": 4}
-    assert "near the bound in round after round (4 more than below)" in notes(Aggregation(**decisions.body()))["d"]
+    assert "near the bound in round after round (4 more than below)" in notes(decisions.to_fact())["d"]
     # Below the bound it loses one of its count each round, and counts in full again.
     below = bounds_of([sent("a", [1, 0]), sent("b", [1, 0]), sent("c", [1, 0]), sent("d", [1, 0])], repeats={"d": 2})
     assert below.repeats == {"d": 1}

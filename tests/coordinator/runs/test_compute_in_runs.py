@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 
@@ -15,6 +16,7 @@ from coordinator.journal.entries import fact_of
 from coordinator.processes import compute as compute_module
 from coordinator.processes.compute import ComputeProcess, InlineCompute
 from coordinator.rounds.aggregation import StoredUpdates
+from coordinator.rounds.compute_requests import MethodValues, OfMethod
 from coordinator.rounds.server_side import Described, describe, method_of
 from coordinator.runs import computations
 from coordinator.state.store import BlobStore
@@ -207,7 +209,9 @@ def test_a_run_that_is_cancelled_while_its_method_computes_asks_no_more(tmp_path
 def test_a_described_method_decides_what_the_method_does():
     for name in methods.names():
         method = methods.create(name, quick_params(name))
-        there = Described(describe(method))
+        values = describe(method)
+        there = Described(values)
+        assert MethodValues.from_json(json.loads(json.dumps(values.to_json()))) == values, name
         for value in ("name", "shared", "norm", "weighting", "bounded_extras", "needs_last_round"):
             assert getattr(there, value) == getattr(method, value), (name, value)
         for value in ("all_params", "one_pass", "server_step_is_mean"):
@@ -215,8 +219,8 @@ def test_a_described_method_decides_what_the_method_does():
 
 
 def functions_of(folder, name):
-    request = {"method": name, "params": {}, "blobs": str(folder)}
-    return method_of(describe(methods.create(name)), request, There(), folder)[1]
+    about = OfMethod(method=name, params={}, blobs=folder)
+    return method_of(describe(methods.create(name)), about, There(), folder)[1]
 
 
 class There(InlineCompute):
@@ -241,9 +245,11 @@ def test_a_mean_by_hand_with_one_update_that_declares_too_much(tmp_path):
         for agent, (value, samples) in values.items()
     }
     config = AggregationConfig(**{**NO_BOUNDS, "max_weight": 5.0})
-    digest, decisions = functions_of(tmp_path, "spherefed").aggregate(start, StoredUpdates(accepted, 1), config)
-    assert decode(blobs.read(digest))["encoder.w"].tolist() == [7.0, 7.0]
-    assert decisions["capped"] == {"d": [97.0, 5.0]}
+    aggregated = functions_of(tmp_path, "spherefed").aggregate(start, StoredUpdates(accepted, 1), config)
+    assert decode(blobs.read(aggregated.digest))["encoder.w"].tolist() == [7.0, 7.0]
+    decided = aggregated.decisions.to_body()
+    assert decided.keys() == {"capped", "suspects"}, "what was not decided is not journaled"
+    assert decided["capped"] == {"d": [97.0, 5.0]}
     here, _ = StoredUpdates(accepted, 1).aggregate(blobs, methods.create("fedavg"), state, config)
     assert here["encoder.w"].tolist() == [7.0, 7.0]
 

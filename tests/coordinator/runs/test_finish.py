@@ -18,6 +18,7 @@ from coordinator.journal.entries import fact_of
 from coordinator.rounds.context import Waiting, computed
 from coordinator.runs import computations
 from coordinator.runs.lineage import lineage_of
+from coordinator.runs.run_summary import RunSummary
 from coordinator.state.store import StateFolder
 from edge_agent.core.children import ThreadWorker
 from edge_agent.core.errors import BundleDamaged, ExportRejected
@@ -198,10 +199,10 @@ def test_a_device_that_went_back_is_marked_wherever_its_figures_are(tmp_path, ex
         record = said["agents"][-1]
         assert (record["id"], record["runs"], record["rolled_back"]) == ("h1", "f" * 64, why)
         assert record["acc"] == {"local": None, "global": 0.5, "personal": 0.25}, "all of the run's encoder"
-        (note,) = [line for line in footnotes(said) if line.startswith("h1 *")]
+        (note,) = [line for line in footnotes(RunSummary.from_json(said)) if line.startswith("h1 *")]
         assert why in note
         assert "figures are of the new encoder" in note
-        assert "h1 *" in list(agents_table(said).columns[0].cells)
+        assert "h1 *" in list(agents_table(RunSummary.from_json(said)).columns[0].cells)
         assert why in fed.state.run(fed.run).report_path.read_text()
         (shown,) = [agent for agent in fed.coordinator.status()["agents"] if agent["id"] == "h1"]
         assert shown["notes"] == [f"rolled back the encoder of {fed.run}: {why}"]
@@ -232,7 +233,7 @@ def test_a_device_without_samples_has_no_accuracies(tmp_path, exports):
         fed.request(rounds=1)
         fed.finish()
         assert summary(fed)["agents"][-1]["acc"] == {"local": None, "global": None, "personal": None}
-        assert "h1 *: has no samples" in list(footnotes(summary(fed)))
+        assert "h1 *: has no samples" in list(footnotes(RunSummary.from_json(summary(fed))))
 
 
 @pytest.mark.parametrize("kind", ["Install", "Report"])

@@ -13,6 +13,7 @@ from federation_harness import Federation, TimedWorker
 
 from coordinator.runs import computations, release
 from coordinator.runs.release import stop_reason
+from coordinator.state.run_lines import ReleaseLine
 from edge_agent import methods
 from edge_agent.core.task import ImageInput, Task
 from edge_agent.wire.blobs.chunks import decode_frame
@@ -148,9 +149,8 @@ def test_a_late_answer_about_an_earlier_release_does_not_pass_for_one_about_the_
     ],
 )
 def test_when_a_run_stops(means, patience, stops):
-    lines = [{"kind": "round", "round": 1}]
-    lines += [{"kind": "release", "round": number, "mean": mean} for number, mean in enumerate(means, 1)]
-    assert bool(stop_reason(lines, patience)) is stops
+    releases = [ReleaseLine(number, mean=mean) for number, mean in enumerate(means, 1)]
+    assert bool(stop_reason(releases, patience)) is stops
 
 
 # --- taking part -----------------------------------------------------------------------------------------------------

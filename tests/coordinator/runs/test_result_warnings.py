@@ -8,16 +8,25 @@ import pytest
 
 from coordinator.report import render
 from coordinator.report.figures import read_run
-from coordinator.runs.result_notes import describe_warnings, find_absent, find_warnings, local_models, next_steps
+from coordinator.runs.result_notes import (
+    ResultWarning,
+    describe_warnings,
+    find_absent,
+    find_warnings,
+    local_models,
+    next_steps,
+)
 from coordinator.state.noise import standard_error
+from coordinator.state.run_lines import AgentLine, RoundLine
 
 
 def client(name, personal, local=None, support=100, **fields):
-    return {"id": name, "acc": {"local": local, "global": None, "personal": personal}, "support": support, **fields}
+    acc = {"local": local, "global": None, "personal": personal}
+    return AgentLine(name, acc=acc, support=support, **fields)
 
 
 def kinds(agents, losses=(), classes=10):
-    return [(one["kind"], one["clients"]) for one in find_warnings(agents, losses, classes)]
+    return [(warning.kind, [*warning.clients]) for warning in find_warnings(agents, losses, classes)]
 
 
 def test_standard_error_by_hand():
@@ -37,22 +46,22 @@ def test_a_client_that_is_better_off_alone():
 
 
 def test_the_models_behind_acc_local_are_counted():
-    assert local_models([{}, {"local_model": ""}]) == ""
-    assert local_models([{"local_model": "raw inputs + lr"}] * 2) == "raw inputs + lr"
-    mixed = [{"local_model": name} for name in ("a", "b", "b")]
+    assert local_models([AgentLine("a"), AgentLine("b", local_model="")]) == ""
+    assert local_models([AgentLine("a", local_model="raw inputs + lr")] * 2) == "raw inputs + lr"
+    mixed = [AgentLine(name, local_model=name) for name in ("a", "b", "b")]
     assert local_models(mixed) == "b (2 ×), a (1 ×)"
 
 
 def test_agents_that_are_absent_at_the_end():
     def closed(number, agents, missing=(), rejected=()):
         told = [{"agent": agent, "reason": "NaN"} for agent in rejected]
-        return {"round": number, "agents": agents, "missing": missing, "rejected": told}
+        return RoundLine.from_json({"round": number, "agents": agents, "missing": missing, "rejected": told})
 
     records = [closed(1, ["a", "b"], rejected=["c"]), closed(2, ["a"], missing=["b"], rejected=["c"]), closed(3, ["a"])]
     found = list(find_absent(records, 3, lambda agent: agent == "b", {"c": "NaN"}))
-    assert [(one["kind"], one["clients"]) for one in found] == [("offline", ["b"]), ("left_out", ["c"])]
-    assert "last heard in round 2 of 3; its last update is of round 1" in found[0]["message"]
-    assert found[1]["message"].endswith("last asked in round 2 of 3; it delivered no update: NaN")
+    assert [(warning.kind, warning.clients) for warning in found] == [("offline", ("b",)), ("left_out", ("c",))]
+    assert "last heard in round 2 of 3; its last update is of round 1" in found[0].message
+    assert found[1].message.endswith("last asked in round 2 of 3; it delivered no update: NaN")
 
 
 def test_a_collapsed_worst_tenth():
@@ -73,7 +82,7 @@ def test_a_loss_that_explodes():
 
 def test_clients_of_one_class():
     found = find_warnings([client("a", 1.0, 1.0, one_class=True), client("b", 0.9, 0.9, one_class=False)], [], 10)
-    assert [(one["kind"], one["clients"]) for one in found] == [("one_class", ["a"])]
+    assert [(warning.kind, warning.clients) for warning in found] == [("one_class", ("a",))]
 
 
 def test_many_clients_below_take_few_lines():
@@ -95,11 +104,11 @@ def test_the_report_lists_them_as_text():
 
 
 def alone(*names):
-    return [{"kind": "below_local", "clients": [name], "message": f"{name} is better off alone"} for name in names]
+    return [ResultWarning("below_local", (name,), f"{name} is better off alone") for name in names]
 
 
 def test_a_simulation_names_all_clients_that_are_better_off_alone_in_one_line():
-    one_class = {"kind": "one_class", "clients": ["z"], "message": "z has one class"}
+    one_class = ResultWarning("one_class", ("z",), "z has one class")
     names = [f"c{number}" for number in range(12)]
     told = list(describe_warnings([*alone(*names), one_class], 0))
     assert told[0] == "z has one class"
@@ -112,7 +121,7 @@ def test_a_simulation_names_all_clients_that_are_better_off_alone_in_one_line():
 
 
 def test_next_steps_are_those_that_the_figures_speak_for():
-    few = [{"id": name, "samples": 40} for name in "abc"]
+    few = [AgentLine(name, samples=40) for name in "abc"]
     falling = [{"a": loss} for loss in (2.0, 1.5, 1.2, 1.0, 0.9)]
     still = [{"a": 0.5}] * 5
     assert next_steps("fedavg", few, falling, []) == [], "nobody is better off alone"
@@ -120,7 +129,7 @@ def test_next_steps_are_those_that_the_figures_speak_for():
     assert rounds == "more rounds (--rounds): the training loss still falls, from 1.5 to 0.9 in the last 3 rounds"
     assert "half of the devices have 40 samples or fewer" in weights
     assert other == "a method that keeps more on the device (--method fedrep or fedavg_ft)"
-    many = [{"id": name, "samples": 400} for name in "abc"]
+    many = [AgentLine(name, samples=400) for name in "abc"]
     assert next_steps("fedavg", many, still, alone("a")) == [
         "a method that keeps more on the device (--method fedper or fedrep)"
     ]

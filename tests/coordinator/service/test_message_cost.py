@@ -12,7 +12,7 @@ from federation_duties import WIDE_TASK
 from federation_harness import Clock, Federation
 
 from coordinator.fleet.downloads import SLOW_SAMPLES
-from coordinator.fleet.registry import Roster
+from coordinator.fleet.roster import Roster
 from coordinator.journal.entries import fact_of
 from coordinator.journal.sqlite import SqliteJournal
 from coordinator.rounds.request import Request

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from coordinator.cli import command_tree
 from coordinator.config import CoordinatorConfig
-from coordinator.state.store import MOST_LISTED, read_agents
+from coordinator.state.status_file import MOST_LISTED, read_agents
 from edge_agent.wire.messages import codec, up
 
 SIZE = 450
@@ -81,9 +81,9 @@ def test_hosted_clients_that_are_away_are_listed_beside_all_others(tmp_path, siz
         for number in range(size):
             hello(fed, f"m{number:04d}")
         fed.wait(40)
-        agents = read_agents(fed.config.state)
-        assert [agent["id"] for agent in agents] == [*(f"m{number:04d}" for number in range(size)), *away]
-        assert [agent["present"] for agent in agents[-4:]] == [True, False, False, False]
+        agents = [row.agent for row in read_agents(fed.config.state)]
+        assert [agent.id for agent in agents] == [*(f"m{number:04d}" for number in range(size)), *away]
+        assert [agent.is_present for agent in agents[-4:]] == [True, False, False, False]
         assert len(json.loads((fed.config.state / "status.json").read_bytes())["agents"]) == MOST_LISTED + len(away)
 
 

@@ -14,6 +14,7 @@ from coordinator.cli import main as headwater
 from coordinator.cli.fleet import rows_of as terminal_rows
 from coordinator.journal.entries import fact_of
 from coordinator.journal.store import Entry
+from coordinator.state.fleet_columns import to_json
 from coordinator.state.fleet_rows import FleetFacts, HeardAgent, rows_of
 from coordinator.state.history import history_of
 from coordinator.state.store import StateFolder
@@ -195,7 +196,7 @@ def rows_by_place(fed):
     fed.wait(2)
     fed.coordinator.catch_up()
     with StateFolder(fed.config.state).look() as folder:
-        (printed,) = terminal_rows(folder)
+        (printed,) = map(to_json, terminal_rows(folder))
     view = FolderView(fed.config.state)
     while not view.is_loaded:
         view.refresh()
@@ -233,8 +234,8 @@ def test_the_accuracy_of_a_bundle_that_a_device_went_back_from_is_not_that_of_wh
 
 def test_the_history_has_the_accuracy_of_a_candidate_beside_its_own_bundle(camera):
     with StateFolder(camera.fed.config.state).look() as folder:
-        bundles = history_of(folder, "cam")["bundles"]
-    shown = [(one["release"], one["outcome"], one["bundle_id"], one["runs"], one["acc"]) for one in bundles]
+        bundles = history_of(folder, "cam").bundles
+    shown = [(line.release, line.outcome, line.bundle_id, line.runs, line.acc) for line in bundles]
     assert shown == [(1, "ok", RUNNING, RUNNING, 0.75), (2, "failed", TRIED, RUNNING, 0.25)]
 
 

@@ -15,6 +15,7 @@ from signing import NOW, Federation
 
 from coordinator.config import CoordinatorConfig
 from coordinator.journal.entries import fact_of
+from coordinator.rounds.compute_requests import OfModel
 from coordinator.runs import release as runs_release
 from coordinator.service.preflight import checked_method
 from coordinator.state import release_keys as state_release_keys
@@ -33,6 +34,7 @@ from coordinator.state.release_keys import (
 )
 from coordinator.state.store import BlobStore, StateFolder
 from edge_agent.bundle import archive
+from edge_agent.bundle.manifest import Lineage
 from edge_agent.bundle.trust import Envelope, Key, Member, TrustStore, dump, parse, public_bytes
 from edge_agent.cli import main as edge_agent
 from edge_agent.core.errors import BundleUntrusted, StateError, UsageError
@@ -487,10 +489,13 @@ def test_the_bundles_of_a_run_and_of_a_round_are_signed_for_their_purpose(tmp_pa
     state = tmp_path / "state"
     ReleaseKeys(state).create("home", NOW)
 
+    lineage = Lineage(run="run-0001", round=1, seed=0, clients=2, partition_sha256="0" * 64, encoder_sha256="1" * 64)
+    model = OfModel(method="fedavg", task=TASK, state="")
+
     def ask(_function, asked, *_):
         yield
-        shutil.copy(made, asked["path"])
-        return {"bundle_id": "0" * 64}
+        shutil.copy(made, asked.path)
+        return {"bundle_id": "0" * 64, "parity_max_abs": 0.0, "int8_cosine": None}
 
     blobs = BlobStore(state / "blobs")
     context = SimpleNamespace(
@@ -498,10 +503,12 @@ def test_the_bundles_of_a_run_and_of_a_round_are_signed_for_their_purpose(tmp_pa
         state=SimpleNamespace(path=state, blobs=blobs, run=lambda _: SimpleNamespace(folder=tmp_path)),
         ask=ask,
     )
-    monkeypatch.setattr(runs_release, "_lineage", lambda _: {})
+    monkeypatch.setattr(runs_release, "_lineage", lambda _: lineage)
     request = SimpleNamespace(method="fedavg")
     method = SimpleNamespace(all_params=dict)
-    run = SimpleNamespace(id="run-0001", context=context, model_for_compute=dict, request=request, method=method)
+    run = SimpleNamespace(
+        id="run-0001", context=context, model_for_compute=lambda: model, request=request, method=method
+    )
     for purpose in ("release", "round"):
         list(runs_release.export_bundle(run, purpose, purpose))
         release, _ = archive.verify(tmp_path / f"{purpose}.hwb", ReleaseKeys(state).roots()[0])

@@ -284,7 +284,7 @@ def test_a_file_that_goes_while_files_are_counted_is_no_error(tmp_path, monkeypa
         for kind, digest in (("run_started", stays), ("run_finished", None)):
             state.journal.append(fact_of(kind, {}), run=run, digest=digest)
         for counted, goes in (
-            (lambda: usage(state)["blobs"], state.blobs.path("0" * 64)),
+            (lambda: usage(state).blobs, state.blobs.path("0" * 64)),
             (lambda: len(prunable(state, [run])[0].files), state.run(run).folder / "run-0001.hwb"),
         ):
             goes.parent.mkdir(parents=True, exist_ok=True)

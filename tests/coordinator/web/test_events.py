@@ -9,7 +9,7 @@ import threading
 import pytest
 from web_site import agent_status
 
-from coordinator.state.fault_log import FaultLog
+from coordinator.state.fault_log import Fault, FaultLog
 from coordinator.web import events
 from coordinator.web.events import EventStream, Watch
 from coordinator.web.folder_view import FolderView
@@ -54,7 +54,7 @@ def test_what_is_no_news_wakes_nobody(site, view):
 def test_a_fault_is_news_for_fleet_and_agent(site, view):
     act = lambda: again(site, agents=[agent_status("a", condition="fault", fault={"error": "x"})])
     assert changed(view, act, *TOPICS) == [True, False, True, False]
-    act = lambda: FaultLog(site.path).note("a", {"error": "x"})
+    act = lambda: FaultLog(site.path).note("a", Fault("x", "", ""))
     assert changed(view, act, *TOPICS) == [True, False, True, False]
 
 
@@ -188,8 +188,8 @@ def test_fault_log_is_bounded_and_keeps_the_newest(tmp_path, monkeypatch):
     monkeypatch.setattr("coordinator.state.fault_log.FILE_BYTES", 1000)
     log = FaultLog(tmp_path)
     for number in range(100):
-        log.note("a", {"error": "E", "message": f"fault {number}", "remedy": "r"})
-    kept = [one["message"] for one in log.read()]
+        log.note("a", Fault("E", f"fault {number}", "r"))
+    kept = [reported.fault.message for reported in log.read()]
     assert kept == [f"fault {number}" for number in range(100 - len(kept), 100)]
     assert 8 <= len(kept) <= 24
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 2000

@@ -19,6 +19,8 @@ from web_site import agent_status
 from coordinator.journal.entries import fact_of
 from coordinator.journal.sqlite import SqliteJournal
 from coordinator.state import store
+from coordinator.state.fleet_rows import HeardAgent
+from coordinator.state.status_file import Status
 from coordinator.state.store import StateFolder
 from coordinator.views.counts import Counts, reason_label
 from coordinator.web import health, metrics
@@ -49,7 +51,10 @@ def status(**more):
 
 
 def figures(**known):
-    return parsed(exposition(Snapshot(NOW, **{"status": status(), **known})))
+    known = {"status": status(), **known}
+    known["status"] = Status(known["status"])
+    known["agents"] = [HeardAgent.from_body(agent) for agent in known.get("agents", ())]
+    return parsed(exposition(Snapshot(NOW, **known)))
 
 
 def test_a_federation_that_was_counted_by_hand(tmp_path):
@@ -161,7 +166,7 @@ def test_the_worst_tenth_is_the_same_agents_in_status_metrics_and_pages(tmp_path
             said = up.Hello(software="x", tier="train", samples=1, boot="b1", connection=1)
             fed.coordinator.handle(f"m{number}", "up", codec.encode(said))
             fed.coordinator.roster.trained(f"m{number}", {"acc.personal": number / 100})
-        in_status = fed.coordinator.roster.accuracies()["personal"]["worst_tenth"]
+        in_status = fed.coordinator.roster.accuracies()["personal"].worst_tenth
     scraped = figures(accuracies={"personal": [number / 100 for number in range(15)]})
     in_metrics = scraped["headwater_accuracy_ratio", ("scope", "personal"), ("statistic", "worst_tenth")]
     on_page = Spread.of(np.arange(15) / 100).worst
@@ -242,7 +247,7 @@ def test_who_asks_while_the_folder_is_read_gets_the_figures_before(tmp_path, mon
 
     def slow(_):
         second.append(asgi_client.get(app, "/metrics").content)  # another client, meanwhile
-        return Snapshot(NOW, status())
+        return Snapshot(NOW, Status(status()))
 
     monkeypatch.setattr(Reader, "snapshot", slow)
     assert asgi_client.get(app, "/metrics").content != first
@@ -304,7 +309,7 @@ def test_an_unchanged_status_is_parsed_once_and_a_changed_one_at_once(tmp_path, 
 
 def test_a_flood_of_questions_reads_the_folder_once_a_second(tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(Reader, "snapshot", lambda _: asked.append(1) or Snapshot(NOW, status()))
+    monkeypatch.setattr(Reader, "snapshot", lambda _: asked.append(1) or Snapshot(NOW, Status(status())))
     monkeypatch.setattr(metrics.time, "monotonic", lambda: 100.0)
     app = Starlette(routes=metrics.routes(tmp_path))
     assert {asgi_client.get(app, "/metrics").status for _ in range(50)} == {200}

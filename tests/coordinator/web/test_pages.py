@@ -249,11 +249,9 @@ def test_agent_page_has_history_fault_and_pin(populated):
 
 
 def test_faults_that_are_over_stay_on_the_page_of_the_agent(populated):
-    from coordinator.state.fault_log import FaultLog
+    from coordinator.state.fault_log import Fault, FaultLog
 
-    FaultLog(populated.path).note(
-        "a", {"error": "DiskFull", "message": "no space", "remedy": "make room", "code": "disk"}
-    )
+    FaultLog(populated.path).note("a", Fault("DiskFull", "no space", "make room", code="disk"))
     with populated.client() as client:
         assert "Make room." in client.get("/agent?id=a").text
 
@@ -357,11 +355,11 @@ def test_files_are_read_without_the_lock_of_the_pages(populated, monkeypatch):
 
         free(SqliteJournal, "_selected")
         free(pages, "read_json")
-        free(pages, "_manifest")
+        free(pages, "_bundle_file")
         populated.journal.append(fact_of("bundle_exported", {"bundle_id": "a" * 64}), run="run-0001", digest="0" * 64)
         for path in ("/agent?id=a", "/run?id=run-0001", *PAGES):
             assert client.get(path).status_code == 200, path
-    assert {*read} == {"_selected", "read_json", "_manifest"}
+    assert {*read} == {"_selected", "read_json", "_bundle_file"}
 
 
 @pytest.mark.parametrize("path", ["/runs", "/compare"])

@@ -21,7 +21,8 @@ from web_site import agent_status
 from coordinator.config import CoordinatorConfig, WebConfig
 from coordinator.journal.entries import fact_of
 from coordinator.journal.store import utc_now
-from coordinator.state.store import StateFolder, read_status
+from coordinator.state.status_file import read_status
+from coordinator.state.store import StateFolder
 from coordinator.web import connections
 from coordinator.web.access import Access, token_path
 from coordinator.web.connections import MOST_CONNECTIONS
