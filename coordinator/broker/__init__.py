@@ -40,6 +40,15 @@ log = logging.getLogger(__name__)
 START_TIMEOUT_S = 30.0
 """A Raspberry Pi 4 imports the embedded broker in a few seconds; this is ten times that."""
 
+ANSWER_TIMEOUT_S = 1.0
+"""How long one try to reach the broker may take."""
+
+RELOAD_WAIT_S = 3.0
+"""How long a reload waits for a Mosquitto that has just started; it usually answers within some 10 ms.
+
+The coordinator handles no message meanwhile, but none arrives while its broker starts.
+"""
+
 LONGEST_PAUSE_S = 5.0
 """Before a restart: the whole fleet waits for its broker."""
 
@@ -151,15 +160,20 @@ class SupervisedBroker(ABC):
         where = f"the broker on {self.bind}:{self.port}"
         deadline = time.monotonic() + START_TIMEOUT_S
         while True:
-            if self.is_alive:
-                with contextlib.suppress(OSError):
-                    socket.create_connection((self._host, self.port), timeout=1).close()
-                    return
+            if self.is_alive and self._is_ready():
+                return
             if self.restarts:
                 raise BrokerAway(f"{where} does not start: {self._exit_reason}")
             if time.monotonic() > deadline:
                 raise BrokerAway(f"{where} did not accept connections within {START_TIMEOUT_S:g} s")
             self._supervisor.wait(0.02)
+
+    def _is_ready(self) -> bool:
+        """Return whether the broker accepts connections."""
+        with contextlib.suppress(OSError):
+            socket.create_connection((self._host, self.port), timeout=ANSWER_TIMEOUT_S).close()
+            return True
+        return False
 
     def refusal_in(self, line: str) -> tuple[str, str, str] | None:  # noqa: ARG002 - subclasses know their lines
         """Return agent, reason and remedy where a line of output says that a client was not let in."""
@@ -323,6 +337,20 @@ class Mosquitto(SupervisedBroker):
         allow_open_files(OPEN_FILES)
         super().start()
 
+    def _is_ready(self) -> bool:
+        """Return whether Mosquitto answers, and not only the operating system in its place.
+
+        The system accepts connections as soon as Mosquitto has opened its port. Mosquitto sets up its signal handlers
+        after that, and until then SIGHUP ends it. A connection whose client has ended its side is closed by
+        Mosquitto's main loop, which begins last.
+        """
+        address = (self._host, self.port)
+        with contextlib.suppress(OSError), socket.create_connection(address, timeout=ANSWER_TIMEOUT_S) as connection:
+            connection.shutdown(socket.SHUT_WR)
+            connection.recv(1)
+            return True
+        return False
+
     def started_with(self, settings: Path) -> list[str]:
         """Return the command line for a configuration."""
         # Ends with its parent also when the parent is killed; setpriv is part of every Linux with util-linux.
@@ -342,6 +370,8 @@ class ManagedMosquitto(Mosquitto):
     def __init__(self, bind: str, port: int, settings: Path) -> None:
         super().__init__(bind, port)
         self._settings = settings
+        self._ready_pid: int | None = None
+        """The process that is known to answer."""
 
     @property
     def url(self) -> str:
@@ -363,11 +393,27 @@ class ManagedMosquitto(Mosquitto):
         return "", f"a client{where} has no certificate that counts here ({match['why']})", remedy
 
     def reload(self) -> None:
-        """Have it read its list of revoked certificates and its own certificate again; sessions stay."""
+        """Have it read its list of revoked certificates and its own certificate again; sessions stay.
+
+        A process that has just been restarted is waited for, `RELOAD_WAIT_S` at most: SIGHUP would end it while it has
+        no handler for it. It may have read the files before they changed, so it gets the signal all the same.
+        """
+        self._wait_until_it_answers()
         pid = self.pid
-        if pid is not None:
+        if pid is not None and self.is_alive:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGHUP)
+
+    def _wait_until_it_answers(self) -> None:
+        """Wait until the process of now answers; one that ends or does not answer in time is not waited for."""
+        deadline = time.monotonic() + RELOAD_WAIT_S
+        pid = self.pid
+        while pid != self._ready_pid and self.is_alive and time.monotonic() < deadline:
+            if self._is_ready() and self.pid == pid:
+                self._ready_pid = pid
+                return
+            self._supervisor.wait(0.02)
+            pid = self.pid
 
 
 class MosquittoBroker(Mosquitto):

@@ -16,6 +16,7 @@ from .charts import THEMES, Bars, Chart, Curves, Key, Mark, Matrix, Rows, Scatte
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 Format = Literal["svg", "png", "pdf"]
 FORMATS: tuple[Format, ...] = get_args(Format)
@@ -74,13 +75,18 @@ def picture(charts: Sequence[Chart], kind: Format = "svg", *, title: str = "") -
             chars_per_line = int(_TITLE_CHARS_PER_INCH * width * _PANEL_TITLE_SIZE / _TITLE_SIZE)
             lines = textwrap.fill(clean(title, 200), chars_per_line)
             figure.suptitle(lines, x=0.01, ha="left", fontsize=_TITLE_SIZE, fontweight="bold")
-        # 3. The file, without the date or the software's version, which would differ from run to run.
-        file = io.BytesIO()
-        figure.savefig(file, format=kind, dpi=150, metadata={_VOLATILE_METADATA[kind]: None})
-    content = file.getvalue()
+        # 3. The file: the layout is found, and everything drawn, while it is written.
+        content = _write(figure, kind)
     if kind != "svg":
         return content
     return _with_description(content, clean(" ".join(chart.summary for chart in charts), 4000))
+
+
+def _write(figure: Figure, kind: Format) -> bytes:
+    """Return a file of the figure without the date or the software's version, which would differ from run to run."""
+    file = io.BytesIO()
+    figure.savefig(file, format=kind, dpi=150, metadata={_VOLATILE_METADATA[kind]: None})
+    return file.getvalue()
 
 
 _VOLATILE_METADATA: Mapping[Format, str] = {"png": "Software", "svg": "Date", "pdf": "CreationDate"}

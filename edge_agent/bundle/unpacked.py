@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import secrets
 from collections.abc import Iterable
@@ -111,9 +112,9 @@ class Bundle:
     folder: Path
     manifest: Manifest
 
-    @property
+    @functools.cached_property
     def id(self) -> str:
-        """The id of the bundle, SHA-256 (hex); see `manifest`."""
+        """The id of the bundle, SHA-256 (hex) of most of its manifest, which takes a millisecond to write as JSON."""
         return self.manifest.bundle_id
 
     @property

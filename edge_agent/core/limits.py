@@ -42,7 +42,10 @@ def limit_threads(threads: int | None = None, *, spare_torch: bool = False) -> N
 def resident_bytes() -> int | None:
     """Return the bytes of this process that are in RAM; their peak where there is no ``/proc``; else None."""
     try:
-        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        # Unbuffered, which takes half of the time: a coordinator asks for it with each status.
+        with Path("/proc/self/statm").open("rb", buffering=0) as file:
+            pages = int(file.read(100).split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
         pass
     try:

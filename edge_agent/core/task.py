@@ -126,7 +126,8 @@ _STEERING = frozenset({"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "
 
 def _check_label(name: str) -> str:
     """Return a name that logs, tables and reports can show without being distorted by it."""
-    is_printable = not any(
+    # Most names are printable ASCII, which the look-ups of each letter would take ten times as long to find out.
+    is_printable = (name.isascii() and name.isprintable()) or not any(
         unicodedata.category(letter) in _CONTROLS or unicodedata.bidirectional(letter) in _STEERING for letter in name
     )
     if len(name) > MAX_LABEL or not is_printable:

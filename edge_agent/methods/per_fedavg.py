@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from ..core.task import Tensors
 from ..training.loops import TrainingOptions, cross_entropy, local_optimizer, train, train_by_steps
+from ..training.optimizers import SGD
 from . import Client, MethodParams, grades
 from .families import Tuned
 
@@ -93,7 +94,7 @@ class PerFedAvg(Tuned):
         """Take one step, or some, of plain SGD with alpha."""
         params = self.params
         model = client.model
-        optimizer = torch.optim.SGD(model.parameters(), lr=params.adapt_lr)
+        optimizer = SGD(model.parameters(), lr=params.adapt_lr)
         weights = {"adapt_lr": params.adapt_lr}
         steps = params.adapt_steps
         train(

@@ -3,7 +3,7 @@
 Here lives what several methods share. What belongs to one method alone is in that method's file, and nothing here knows
 a method, a message or a run.
 
-Read in this order: `parts` (models of named parts, and which tensors travel), `loops` (seeded training and evaluation),
-`losses`, `augment`, `finetune` (personal copies of a model), `networks` (small networks of single methods), `weights`
-(where training starts from), `precision` and `ranges`.
+Read in this order: `parts` (models of named parts, and which tensors travel), `optimizers` (PyTorch's, without its
+compiler), `loops` (seeded training and evaluation), `losses`, `augment`, `finetune` (personal copies of a model),
+`networks` (small networks of single methods), `weights` (where training starts from), `precision` and `ranges`.
 """

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from ..core.errors import DataError, StateError, TrainingCancelled, TrainingFailed, raiser_of
 from ..core.task import Tensors
 from ..methods.values import Client, MethodParams, TrainingCheckpoint
+from .optimizers import SGD, Adam
 from .parts import Parts, load_arrays, to_arrays
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -50,9 +51,9 @@ def local_optimizer(
     """Return the optimizer that ``params`` ask for, SGD or Adam; fused (one pass over the weights) where possible."""
     weights = list(parameters)
     options: dict[str, Any] = {"lr": lr or params.lr, "weight_decay": params.weight_decay}
-    make: Callable[..., torch.optim.Optimizer] = torch.optim.Adam
+    make: Callable[..., torch.optim.Optimizer] = Adam
     if params.optimizer == "sgd":
-        make = torch.optim.SGD
+        make = SGD
         options["momentum"] = params.momentum
     try:
         return make(weights, fused=True, **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 from ..core.config import NAME_PATTERN
@@ -84,8 +85,12 @@ class Topics:
         return agent, kind
 
 
+@functools.lru_cache(maxsize=4096)
 def matches(topic_filter: str, topic: str) -> bool:
-    """Return whether a filter covers a topic; ``+`` stands for one level, ``#`` for all that follow."""
+    """Return whether a filter covers a topic; ``+`` stands for one level, ``#`` for all that follow.
+
+    The answers of the last few thousand pairs are kept: the same topics come again with each message.
+    """
     pattern = topic_filter.split("/")
     levels = topic.split("/")
     for position, level in enumerate(pattern):

@@ -21,6 +21,21 @@ def quiet_loggers():
         logging.getLogger(name).setLevel(level)
 
 
+BLANK = {"svg": b'<svg xmlns="http://www.w3.org/2000/svg"></svg>', "png": b"\x89PNG", "pdf": b"%PDF"}
+
+
+@pytest.fixture(autouse=True)
+def _blank_pictures(request, monkeypatch):
+    """Charts are composed, and the picture of them is not drawn, which takes 0.1 s, unless a test asks for it."""
+    if "pictures" not in request.fixturenames:
+        monkeypatch.setattr("coordinator.report.pictures._write", lambda _figure, kind: BLANK[kind])
+
+
+@pytest.fixture
+def pictures():
+    """Pictures of charts are drawn, as for users."""
+
+
 @pytest.fixture
 def call(capsys):
     """Run a command in this process: (exit code, stdout, stderr)."""

@@ -10,6 +10,8 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from paho.mqtt import client as mqtt
 
 from coordinator.broker import (
     EmbeddedBroker,
+    ManagedMosquitto,
     MosquittoBroker,
     find_mosquitto,
     held_port,
@@ -77,6 +80,14 @@ class Client:
 
     def hear(self):
         return self.messages.get(timeout=PATIENCE_S)
+
+
+def wait_until(condition):
+    pause = threading.Event()
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        pause.wait(0.01)
 
 
 @pytest.mark.broker
@@ -229,6 +240,64 @@ def test_broker_that_ends_at_once_is_reported_with_its_last_words():
     with pytest.raises(BrokerAway, match="no such plugin"):
         broker.start()
     assert not broker.is_alive
+
+
+SLOW_TO_START = """
+import select, signal, socket, sys
+from pathlib import Path
+
+listener = socket.create_server(("127.0.0.1", int(sys.argv[1])))
+select.select([listener], [], [], 20)  # a client is connected to the system, not to this program
+select.select([], [], [], 0.3)
+signal.signal(signal.SIGHUP, lambda *_: Path(sys.argv[2]).write_text("files read again"))
+while True:
+    client, _ = listener.accept()
+    while client.recv(100):
+        pass
+    client.close()
+"""
+"""A broker that opens its port long before it handles SIGHUP, as Mosquitto does on a machine that is busy."""
+
+
+def test_reload_does_not_end_a_broker_that_has_just_started_or_restarted(tmp_path, monkeypatch):
+    monkeypatch.setattr("coordinator.broker.find_mosquitto", lambda: Path("mosquitto"))
+    done = tmp_path / "reloaded"
+
+    class SlowToStart(ManagedMosquitto):
+        def command(self):
+            return [sys.executable, "-c", SLOW_TO_START, str(self.port), str(done)]
+
+    def reload_and_wait(broker):
+        pid = broker.pid
+        broker.reload()
+        wait_until(done.exists)
+        assert (broker.pid, broker.is_alive) == (pid, True)
+        done.unlink()
+
+    with SlowToStart("127.0.0.1", 0, tmp_path / "mosquitto.conf") as broker:
+        reload_and_wait(broker)
+        first = broker.pid
+        os.kill(first, signal.SIGKILL)
+        wait_until(lambda: broker.pid != first)
+        reload_and_wait(broker)
+        assert broker.restarts == 1
+
+
+@pytest.mark.skipif(find_mosquitto() is None, reason="mosquitto is not installed")
+def test_mosquitto_lives_on_when_it_is_reloaded_at_once(tmp_path):
+    settings = tmp_path / "mosquitto.conf"
+
+    class Plain(ManagedMosquitto):
+        def command(self):
+            settings.write_text(settings_text(self.bind, self.port))
+            return super().command()
+
+    with Plain("127.0.0.1", 0, settings) as broker:
+        pid = broker.pid
+        broker.reload()
+        with Client(broker.port, "porch") as porch:
+            assert porch.is_let_in()
+        assert (broker.pid, broker.restarts) == (pid, 0)
 
 
 def test_coordinator_keeps_its_password_and_is_put_back_where_somebody_removed_it(tmp_path, monkeypatch):

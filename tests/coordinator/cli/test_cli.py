@@ -269,6 +269,7 @@ def test_status_and_doctor_name_the_version_that_serves_where_it_is_another(call
     assert are_told() == {False}, "nobody serves"
 
 
+@pytest.mark.usefixtures("pictures")
 def test_report_names_the_page_and_writes_a_picture(call, tmp_path):
     run = finished_run(tmp_path)
     picture = tmp_path / "picture.svg"

@@ -54,6 +54,7 @@ def test_a_saved_file_is_looked_at_again(call):
     assert [sum(map(bool, one["train"])) for one in first["clients"]] == [1, 1, 1]
 
 
+@pytest.mark.usefixtures("pictures")
 def test_a_table_and_a_picture_for_people(call, tmp_path):
     code, out, err = call("iid", "--clients", 3, "--data", "npz:i.npz", "--plot", "plots/who.svg", "--seed", 7)
     assert code == 0, err
@@ -66,6 +67,7 @@ def test_a_table_and_a_picture_for_people(call, tmp_path):
 
 
 @pytest.mark.parametrize("clients", [1, 60, 61])
+@pytest.mark.usefixtures("pictures")
 def test_a_partition_of_any_size_is_one_picture(clients):
     told = {"rule": "iid", "classes": ["a", "b"], "clients": [{"id": f"c{n}", "train": [n, 3]} for n in range(clients)]}
     chart = partition(told, 1000)

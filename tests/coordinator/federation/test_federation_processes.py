@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
@@ -32,17 +33,42 @@ class ExportingSite(Site):
         return super().coordinator_toml().replace("after_run = false", 'after_run = true\nexporter = "legacy"')
 
 
+NEEDS_MAPS = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
+
+
+@dataclass
+class Undisturbed:
+    """A site after one run in which nothing happened."""
+
+    site: Site
+    encoder_sha256: str
+    looks: list[Look]
+    """The memory of the coordinator before, during and after the run."""
+
+    bundle_bytes: int
+
+
+@dataclass
+class Look:
+    """The memory of a process."""
+
+    has_torch: bool
+    resident_bytes: int
+
+
 @pytest.fixture(scope="module")
-def exporting(tmp_path_factory):
-    """One site for all tests that leave it whole: its four processes take 10 s to start."""
+def undisturbed(tmp_path_factory):
+    """One site for all tests that leave it whole: its four processes take 10 s to start.
+
+    The coordinator is a new one, as in the budget of its memory: what it keeps of earlier runs would count, too.
+    """
     with ExportingSite(tmp_path_factory.mktemp("exporting"), DIGITS) as site:
-        yield site
+        yield run_and_look(site, "fedavg", 6)
 
 
-def test_killed_coordinators_agents_and_brokers_change_no_bit(exporting):
+def test_killed_coordinators_agents_and_brokers_change_no_bit(undisturbed):
     """One undisturbed run; then the same run with each of the three killed by ``kill -9``, one after another."""
-    site = exporting
-    undisturbed = site.finish(site.request(6, local_epochs=6))
+    site = undisturbed.site
     run = site.request(6, local_epochs=6)
 
     def next_round(seen):
@@ -58,7 +84,7 @@ def test_killed_coordinators_agents_and_brokers_change_no_bit(exporting):
     next_round(len(site.opened(run)))
     assert not site.entries(run, "run_finished"), "killed too late for this test to say anything"
     os.kill(site.broker.pid, signal.SIGKILL)
-    assert site.finish(run) == undisturbed
+    assert site.finish(run) == undisturbed.encoder_sha256
     assert site.opened(run) == [(number, 1) for number in range(1, 7)], "no round was opened again"
     assert [entry.id for entry in site.entries(run)][: len(before)] == [entry.id for entry in before]
     assert site.broker.restarts == 1
@@ -336,18 +362,10 @@ def test_a_removed_state_folder_and_a_second_coordinator(tmp_path):
         assert site.finish(site.request(1, lr=0.05))
 
 
-NEEDS_MAPS = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
-
-
 @NEEDS_MAPS
-def test_a_coordinator_has_no_torch_in_memory_before_during_and_after_runs(tmp_path):
-    """It has checked its configuration, built a model and exported it; 90 MB are its budget.
-
-    The coordinator is a new one, as in the budget: what it keeps of earlier runs would count, too. Two agents
-    are enough: each takes 3 s to begin, and keeps an update of 10 kB here.
-    """
-    with ExportingSite(tmp_path, DIGITS, agents=AGENTS[:2]) as site:
-        check_memory_around_a_run(site, "fedavg")
+def test_a_coordinator_has_no_torch_in_memory_before_during_and_after_runs(undisturbed):
+    """It has checked its configuration, built a model and exported it."""
+    check_memory(undisturbed)
 
 
 @NEEDS_MAPS
@@ -362,30 +380,40 @@ def test_a_coordinator_has_no_torch_in_memory_although_a_users_method_imports_it
     (installed / "entry_points.txt").write_text("[headwater.methods]\nown_sums = own_sums:OwnSums\n")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(package), os.environ.get("PYTHONPATH", ""))))
     with ExportingSite(tmp_path, DIGITS) as site:
-        check_memory_around_a_run(site, "own_sums")
+        check_memory(run_and_look(site, "own_sums", 3))
 
 
-def check_memory_around_a_run(site, method):
-    """Look at the memory of the coordinator before, during and after a run that ends with a bundle."""
+def run_and_look(site, method, rounds):
+    """Let nothing disturb a run, and look at the memory of the coordinator before, during and after it."""
+    looks = []
 
     def present():
         return [row for row in read_status(site.folder / "state").agents if row.agent.is_present]
 
-    def check():
+    def look():
         process = Path("/proc") / str(site.processes["serve"].pid)
-        assert "libtorch" not in (process / "maps").read_text()
+        if not (process / "maps").exists():
+            return
         (resident,) = (line for line in (process / "status").read_text().splitlines() if line.startswith("VmRSS"))
-        assert int(resident.split()[1]) * 1024 < 90e6
+        looks.append(Look("libtorch" in (process / "maps").read_text(), int(resident.split()[1]) * 1024))
 
     site.until(lambda: len(present()) == len(site.agents), "all agents are here")
-    check()
-    run = site.request(3, method, local_epochs=6)
+    look()
+    run = site.request(rounds, method, local_epochs=6)
     site.until(lambda: (2, 1) in site.opened(run), "round 2 opens")
-    check()
-    site.finish(run)
-    check()
+    look()
+    encoder_sha256 = site.finish(run)
+    look()
     with site.state.look() as state:
-        assert state.run(run).summary()["bundle"]["bytes"] > 1000
+        bundle_bytes = state.run(run).summary()["bundle"]["bytes"]
+    return Undisturbed(site, encoder_sha256, looks, bundle_bytes)
+
+
+def check_memory(undisturbed):
+    """The memory of the coordinator is below its budget of 90 MB at each of the three looks."""
+    assert [look.has_torch for look in undisturbed.looks] == [False] * 3
+    assert max(look.resident_bytes for look in undisturbed.looks) < 90e6
+    assert undisturbed.bundle_bytes > 1000
 
 
 OWN_METHOD = """

@@ -41,6 +41,8 @@ from coordinator.report.charts import (
 from coordinator.report.pictures import FORMATS, format_of, picture
 from edge_agent.core.errors import UsageError
 
+pytestmark = pytest.mark.usefixtures("pictures")
+
 HOSTILE = "</script><img src=x onerror=alert(1)>\"'&\u2028\u202ename"
 ASSETS = files("coordinator.report").joinpath("assets")
 

@@ -69,6 +69,7 @@ def test_what_clients_reach_alone_is_left_out_on_request(call, images, tmp_path)
     assert len({result["encoder_sha256"] for result in results}) == 1
 
 
+@pytest.mark.usefixtures("pictures")
 def test_a_table_and_where_the_rest_is(call, images, tmp_path):
     code, out, err = call(*images, *SHORT, "--method", "fedper", "--after")
     assert code == 0, err

@@ -1,14 +1,20 @@
 from __future__ import annotations
 
+import re
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+import edge_agent
 from edge_agent.core.errors import StateError
 from edge_agent.core.task import Task, WindowInput
 from edge_agent.methods.values import Client
 from edge_agent.training.loops import lasting, moments, restore
+from edge_agent.training.optimizers import SGD, Adam
 from edge_agent.training.parts import Parts, channels_last
 from edge_agent.wire.tensors import decode, encode
 
@@ -51,6 +57,45 @@ def take_steps(model: Parts, optimizer: torch.optim.Optimizer, seeds) -> None:
 
 def bits(model: Parts) -> bytes:
     return encode({name: tensor.contiguous().numpy() for name, tensor in model.state_dict().items()})
+
+
+OURS = {
+    "adam": lambda p: Adam(p, lr=0.01, weight_decay=0.1),
+    "adam, fused": lambda p: Adam(p, lr=0.01, weight_decay=0.1, fused=True),
+    "sgd": lambda p: SGD(p, lr=0.01, momentum=0.9),
+    "sgd, fused": lambda p: SGD(p, lr=0.01, momentum=0.9, fused=True),
+}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_ours_take_the_same_steps_as_pytorchs_without_importing_its_compiler(name, monkeypatch):
+    theirs = small_model()
+    take_steps(theirs, MAKERS[name](theirs.parameters()), range(4))
+    ours = small_model()
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "torch._dynamo", None)  # an import of it is an error from here on
+        optimizer = OURS[name](ours.parameters())
+        take_steps(ours, optimizer, range(2))
+        again = OURS[name](ours.parameters())
+        again.load_state_dict(optimizer.state_dict())
+        take_steps(ours, again, range(2, 4))
+    assert bits(ours) == bits(theirs)
+    assert all(weight.requires_grad for weight in ours.parameters())
+
+
+def test_ours_keep_no_graph_of_their_steps():
+    weight = nn.Parameter(torch.ones(2))
+    (weight**2).sum().backward()
+    SGD([weight], lr=0.1).step()
+    assert weight.is_leaf
+    assert weight.tolist() == pytest.approx([0.8, 0.8])
+
+
+def test_nothing_on_a_device_makes_an_optimizer_that_imports_the_compiler():
+    """Each process that trains would need a second and 75 MB more."""
+    root = Path(edge_agent.__file__).parent
+    makers = re.compile(r"torch\.optim\.(?!Optimizer\b)\w+\(")
+    assert [str(path) for path in root.rglob("*.py") if makers.search(path.read_text(encoding="utf-8"))] == []
 
 
 @every_optimizer

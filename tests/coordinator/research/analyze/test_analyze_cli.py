@@ -23,6 +23,7 @@ def call(call, tmp_path, monkeypatch):
     return functools.partial(call, "analyze")
 
 
+@pytest.mark.usefixtures("pictures")
 def test_pictures_page_and_numbers(call, runs, tmp_path):
     path, _ = runs("dualfed")
     code, out, err = call(path, "--out", "found", "--json", "--tsne", 1, "--target", 0.1)
@@ -48,6 +49,7 @@ def test_tables_for_people_say_what_is_left_out(call, runs):
     assert "selection" in out
 
 
+@pytest.mark.usefixtures("pictures")
 def test_names_from_data_cannot_break_the_page(call, folder, tmp_path):
     names = ("<script>alert(1)</script>", '"quoted" & co')
     source = write_images(folder / "hostile.npz", 60, names=names)
@@ -69,6 +71,7 @@ def test_other_files_in_the_folder_stay(call, runs, tmp_path):
 
 
 @pytest.mark.browser
+@pytest.mark.usefixtures("pictures")
 def test_page_is_shown_without_errors_requests_or_barriers(call, runs, tmp_path):
     code, _, err = call(runs("dualfed")[0], "--out", "o", "--json", "--tsne", 1)
     assert code == 0, err

@@ -43,6 +43,7 @@ def test_the_rows_of_a_table_share_their_settings_and_may_differ(place):
 # --- running ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("pictures")
 def test_a_table_is_run_written_and_compared_with_the_paper(place, call):
     code, out, err = call("t.toml", "--json")
     assert code == 0, err
@@ -330,6 +331,7 @@ def curve_of(*means):
     return {"rounds": rounds, "last": {"rounds_done": len(before), "acc": last}}
 
 
+@pytest.mark.usefixtures("pictures")
 def test_curves_have_the_published_value_a_band_over_seeds_and_say_what_they_are_of():
     column = Column(name="20 clients")
     rows = [Row(name="FedPAC", method="fedpac", paper={"20 clients": 91.8}), Row(name="Local", method="fedavg")]
