@@ -52,9 +52,10 @@ def begin(request: Request) -> dict[str, Any]:
         Weights.model_validate(request["weights"]).load_into(model)
     fresh = to_arrays(model, method.shared_names(model))
     norm = to_arrays(model, norm_names(model, fresh)) if "encoder" in method.shared else {}
+    returned = {name: fresh[name] for name in method.returned_names(model)}
     return {
         "method": describe(method),
-        "shared": specs_as_json(specs_of(fresh)),
+        "returned": specs_as_json(specs_of(returned)),
         "extras": specs_as_json(specs_of(method.sends(model, task))),
         "norm": specs_as_json(specs_of(norm)),
         "digest": _blobs(request).put(*pieces(method.start(fresh))) if request["is_new"] else None,

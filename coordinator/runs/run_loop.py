@@ -245,7 +245,7 @@ class RunLoop:
         if why_not:
             raise RunFailed(why_not)
         extras = specs_from_json(begun["extras"])
-        update = {**specs_from_json(begun["shared"]), **extras}
+        update = {**specs_from_json(begun["returned"]), **extras}
         self._active.forms = UpdateForms(update, extras, specs_from_json(begun["norm"]))
         if checkpoint is None:
             checkpoint = str(begun["digest"])
