@@ -84,6 +84,11 @@ class Decisions:
 
 def refusal(method: Method, config: CoordinatorConfig) -> str:
     """Return why updates of this method cannot be combined as configured; empty where they can."""
+    if config.cohort.tier == "head" and not method.takes_contributions():
+        return (
+            "cohort.tier = 'head' needs a method with a half for devices without torch, and "
+            f"'{method.name}' has none; choose afl, or set cohort.tier = 'train' or 'any'"
+        )
     if method.server_step_is_mean():
         return ""
     if config.round.mode == "buffered":

@@ -70,6 +70,10 @@ class Described(Method):
         """Return the parameters with their defaults, see `Method.all_params`."""
         return dict(self._values["params"])
 
+    def takes_contributions(self) -> bool:
+        """Return whether devices without torch can take part, see `Method.takes_contributions`."""
+        return bool(self._values["takes_contributions"])
+
     def server_step_is_mean(self) -> bool:
         """Return whether the server's step is a mean of the updates, see `Method.server_step_is_mean`."""
         return bool(self._values["server_step_is_mean"])
@@ -91,6 +95,7 @@ def describe(method: Method) -> dict[str, Any]:
         "bounded_extras": dict(method.bounded_extras),
         "class_statistics": CLASS_STATISTICS.dump_python(method.class_statistics, mode="json"),
         "needs_last_round": method.needs_last_round,
+        "takes_contributions": method.takes_contributions(),
         "server_step_is_mean": method.server_step_is_mean(),
         "one_pass": method.one_pass(),
         "own": [

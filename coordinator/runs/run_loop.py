@@ -24,15 +24,16 @@ from ..config import CoordinatorConfig
 from ..fleet.collection import Collection
 from ..journal.entries import RoundClosed, RoundOpened, RunStarted
 from ..journal.store import Journal, facts_of
-from ..rounds.active_run import ActiveRun, UpdateForms
+from ..rounds.active_run import ActiveRun
 from ..rounds.aggregation import refusal
 from ..rounds.assignment import Assignment, JobSpec
 from ..rounds.buffered import BufferedRounds
 from ..rounds.context import MOST_LISTED, Run, RunHooks, Steps, Waiting
 from ..rounds.figures import Stats
+from ..rounds.forms import UpdateForms
 from ..rounds.pace import Pace
 from ..rounds.round import Rounds
-from ..rounds.selection import Exclusions, Selection, drop_left_out
+from ..rounds.selection import Exclusions, Selection, Tiers, drop_left_out
 from ..rounds.server_side import method_of, specs_from_json
 from ..rounds.server_step import ServerStep
 from ..rounds.synchronous import SynchronousRounds
@@ -247,6 +248,7 @@ class RunLoop:
         extras = specs_from_json(begun["extras"])
         update = {**specs_from_json(begun["returned"]), **extras}
         self._active.forms = UpdateForms(update, extras, specs_from_json(begun["norm"]))
+        self._active.selection.tiers = Tiers.of(context.config, method, self._active.forms)
         if checkpoint is None:
             checkpoint = str(begun["digest"])
             state = decode(context.state.blobs.read(checkpoint))

@@ -135,6 +135,12 @@ class Method:
         """
         return getattr(self.params, "min_class_count", None)
 
+    def takes_contributions(self) -> bool:
+        """Return whether devices without torch can take part in rounds of this method."""
+        from . import contribution
+
+        return contribution(self.name) is not None
+
     def sends(self, model: Parts, task: Task) -> Tensors:
         """Return extra arrays that an update carries beside the parts, as zeros of the very shapes and dtypes.
 

@@ -1,0 +1,223 @@
+"""Analytic federated learning over the protocol: devices of both tiers, those without torch alone, and hostile ones."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from federation_duties import TinyDuties
+from federation_harness import Federation
+
+from edge_agent import methods
+from edge_agent.core.task import ImageInput, Task
+from edge_agent.methods.afl import GRAM, SHARES, SUMS, solve, unpack
+from edge_agent.wire.blobs.chunks import decode_frame
+from edge_agent.wire.messages import down
+from edge_agent.wire.tensors import decode
+
+TASK = Task(
+    input=ImageInput(channels=1, height=8, width=8),
+    class_names=("a", "b", "c"),
+    encoder="small_cnn",
+    encoder_params={"feature_dim": 6, "width": 2},
+)
+PARAMS = {"min_class_count": 2, "scale": 1.0, "ridge": 1e-3}
+
+
+def run(folder, *, train=2, head=2, tier="any", cohort=None, method="afl", rounds=1, aggregation=None, params=PARAMS):
+    """A finished run of agents that train, a0 …, and of devices without torch, h0 …; its state is ``last``."""
+    around = {"cohort": {"tier": tier, **(cohort or {})}, "aggregation": aggregation}
+    with Federation(folder, tasks=TinyDuties, capture=True, task=TASK, agents=train, **around) as fed:
+        for number in range(head):
+            fed.add(f"h{number}", tier="head")
+        fed.settle()
+        fed.request(method, rounds=rounds, params=params)
+        fed.finish()
+        fed.lines = [line for line in fed.metrics() if line["kind"] == "round"]
+        fed.ended = fed.record
+        fed.last = fed.final if fed.ended.status == "finished" else None
+    return fed
+
+
+def sent_by(fed, agent):
+    """The tensors of the updates that an agent has sent, in order; each came in one chunk."""
+    return [decode(bytes(decode_frame(payload).data)) for payload in fed.published(fed.topics.up_chunks(agent))]
+
+
+def ridge_of_all(fed):
+    """The ridge regression of the samples of all devices, on the encoder that the run began with."""
+    torch.manual_seed(0)
+    model = methods.create("afl").build(TASK).eval()
+    gram = np.zeros((6, 6))
+    sums = np.zeros((3, 6))
+    counts = np.zeros(3)
+    for tasks in fed.tasks.values():
+        train, _ = tasks.read_samples(TASK)
+        with torch.no_grad():
+            features = model.features(torch.from_numpy(train.inputs.astype(np.float32))).double().numpy()
+        gram += features.T @ features
+        one_hot = np.eye(3)[train.labels]
+        sums += one_hot.T @ features
+        counts += one_hot.sum(axis=0)
+    total = counts.sum()
+    return solve(gram / total, sums / total, counts / total, 1e-3, has_intercept=True)
+
+
+def test_both_tiers_send_statistics_alone_and_the_classifier_is_that_of_all_samples(tmp_path):
+    fed = run(tmp_path)
+    for agent in ("a0", "a1", "h0", "h1"):
+        (update,) = sent_by(fed, agent)
+        assert set(update) == {GRAM, SUMS, SHARES}
+    weight, bias = ridge_of_all(fed)
+    # Features of an encoder in ONNX and in torch differ by some 1e-7 of their size.
+    np.testing.assert_allclose(fed.last["head.weight"], weight, atol=1e-4)
+    np.testing.assert_allclose(fed.last["head.bias"], bias, atol=1e-4)
+    assert fed.lines[0]["agents"] == ["a0", "a1", "h0", "h1"]
+
+
+def test_the_encoder_stays_as_it_was(tmp_path):
+    fed = run(tmp_path, rounds=2)
+    torch.manual_seed(0)
+    fresh = methods.create("afl").build(TASK).state_dict()
+    assert all(np.array_equal(array, fresh[name]) for name, array in fed.last.items() if name.startswith("encoder."))
+    bundles = {m.bundle.digest for m in fed.messages(fed.topics.down("h0"), down.Job) if m.purpose == "contribute"}
+    assert len(bundles) == 1, "an encoder that nobody changes is exported once"
+
+
+def test_a_federation_without_a_device_that_trains_has_its_round(tmp_path):
+    fed = run(tmp_path, train=0, head=3, tier="head", cohort={"min_agents": 3})
+    weight, _ = ridge_of_all(fed)
+    np.testing.assert_allclose(fed.last["head.weight"], weight, atol=1e-4)
+    assert fed.lines[0]["agents"] == ["h0", "h1", "h2"]
+
+
+def test_devices_that_train_are_left_alone_where_those_without_torch_are_asked(tmp_path):
+    fed = run(tmp_path, train=1, head=2, tier="head", cohort={"min_agents": 2})
+    assert fed.lines[0]["agents"] == ["h0", "h1"]
+    assert not [m for m in fed.messages(fed.topics.down("a0"), down.Job) if m.purpose == "train"]
+
+
+@pytest.mark.parametrize("method, train, head", [("afl", 1, 3), ("fedpac", 1, 3), ("afl", 0, 4), ("fedpac", 0, 4)])
+def test_the_least_number_of_agents_counts_all_that_can_take_part(tmp_path, method, train, head):
+    fed = run(tmp_path, train=train, head=head, cohort={"min_agents": 4}, method=method, params={})
+    assert fed.ended.status == "finished"
+    assert len(fed.lines[0]["agents"]) == 4
+
+
+def test_what_a_round_waits_for_names_the_devices_that_count(tmp_path):
+    around = {"cohort": {"tier": "head", "min_agents": 3}}
+    with Federation(tmp_path, tasks=TinyDuties, task=TASK, agents=1, **around) as fed:
+        fed.add("h0", tier="head")
+        fed.settle()
+        fed.request("afl", rounds=1)
+        fed.until(lambda: fed.coordinator.waiting.what.startswith("round 1"))
+        assert "round 1 needs 3 agents of tier head, 2 more must come; here: h0" in fed.coordinator.waiting.what
+
+
+def test_a_share_of_the_devices_is_drawn_from_all_alike(tmp_path):
+    fed = run(tmp_path, train=2, head=4, cohort={"min_agents": 1, "fraction": 0.5})
+    assert len(fed.lines[0]["agents"]) == 3
+
+
+def test_a_method_without_such_a_half_is_refused_where_only_they_are_asked(tmp_path):
+    fed = run(tmp_path, train=1, head=1, tier="head", cohort={"min_agents": 1}, method="fedavg", params={})
+    assert fed.ended.status == "failed"
+    assert re.search("'fedavg' has none; choose afl, or set cohort.tier = 'train' or 'any'", fed.ended.reason)
+
+
+def test_a_device_that_has_failed_is_replaced_by_one_of_the_other_tier(tmp_path):
+    around = {"cohort": {"tier": "any", "min_agents": 2, "max_agents": 2}, "round": {"quorum": 1.0}}
+    with Federation(tmp_path, tasks=TinyDuties, task=TASK, agents=2, **around) as fed:
+        fed.settle()
+        fed.tasks["a0"].do = fails
+        fed.request("afl", rounds=1)
+        fed.until(lambda: fed.entries("update_refused"))
+        fed.add("h0", tier="head")
+        fed.finish()
+        assert fed.record.status == "finished"
+        (line,) = [line for line in fed.metrics() if line["kind"] == "round"]
+        assert line["agents"] == ["a1", "h0"]
+
+
+def fails(*_):
+    raise RuntimeError("no memory")
+
+
+def test_hostile_statistics_are_refused_and_change_nothing(tmp_path):
+    """The honest ones alone make the classifier."""
+    with Federation(tmp_path, tasks=TinyDuties, capture=True, task=TASK, agents=3, cohort={"min_agents": 2}) as fed:
+        real = fed.tasks["a1"].do
+
+        def lie(job, received, encoder=None):
+            if job.purpose == "train":
+                import edge_agent.methods.afl as afl
+
+                honest = afl.statistics
+                try:
+                    afl.statistics = lambda *given: {**honest(*given), SUMS: 1e6 * honest(*given)[SUMS]}
+                    return real(job, received, encoder)
+                finally:
+                    afl.statistics = honest
+            return real(job, received, encoder)
+
+        fed.tasks["a1"].do = lie
+        fed.settle()
+        fed.request("afl", rounds=1, params=PARAMS)
+        fed.finish()
+        (refused,) = fed.entries("update_refused", agent="a1")
+        assert "cannot be of the same samples" in str(refused)
+        del fed.tasks["a1"]
+        weight, _ = ridge_of_all(fed)
+        np.testing.assert_allclose(fed.final["head.weight"], weight, atol=1e-4)
+
+
+def test_the_scale_of_a_liar_is_bounded_by_the_others(tmp_path):
+    """Statistics that agree with each other, of features a hundred times as long: the median of the round tells."""
+    from coordinator.config import AggregationConfig
+    from coordinator.rounds.aggregation import aggregate
+    from edge_agent.methods import Update
+    from edge_agent.methods.afl import statistics
+
+    rng = np.random.default_rng(0)
+    made = methods.create("afl", PARAMS)
+    labels = np.arange(30) % 3
+    updates = []
+    for number in range(6):
+        features = (rng.standard_normal((30, 6)) + np.eye(6)[labels]).astype(np.float32)
+        scale = 100.0 if number == 5 else 1.0
+        updates.append(Update(f"a{number}", 30.0, statistics(scale * features, labels, 3, made.params.model_dump())))
+    assert made.objection(updates[5].tensors) == ""
+    _, decisions = aggregate(made, {}, lambda: updates, AggregationConfig())
+    assert list(decisions.clipped) == ["a5"]
+    assert "second moments" in decisions.suspects["a5"]
+
+
+def test_statistics_of_another_encoder_have_another_size_and_are_refused(tmp_path):
+    with Federation(tmp_path, tasks=TinyDuties, task=TASK, agents=3, cohort={"min_agents": 2}) as fed:
+        real = fed.tasks["a2"].do
+
+        def other(job, received, encoder=None):
+            import edge_agent.methods.afl as afl
+
+            if job.purpose != "train":
+                return real(job, received, encoder)
+            honest = afl.statistics
+            try:
+                afl.statistics = lambda features, *rest: honest(features[:, :5], *rest)
+                return real(job, received, encoder)
+            finally:
+                afl.statistics = honest
+
+        fed.tasks["a2"].do = other
+        fed.settle()
+        fed.request("afl", rounds=1, params=PARAMS)
+        fed.finish()
+        (refused,) = fed.entries("update_refused", agent="a2")
+        assert re.search("bytes announced|'extra.gram'", str(refused))
+        assert fed.record.status == "finished"
+
+
+def test_a_packed_triangle_is_the_matrix():
+    assert unpack(np.arange(3.0), 2).tolist() == [[0, 1], [1, 2]]
