@@ -87,7 +87,7 @@ def refusal(method: Method, config: CoordinatorConfig) -> str:
     if config.cohort.tier == "head" and not method.takes_contributions():
         return (
             "cohort.tier = 'head' needs a method with a half for devices without torch, and "
-            f"'{method.name}' has none; choose afl, or set cohort.tier = 'train' or 'any'"
+            f"'{method.name}' has none; choose another, such as afl ([run] method), or set cohort.tier = 'train' or 'any'"
         )
     if method.server_step_is_mean():
         return ""
