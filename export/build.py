@@ -39,6 +39,7 @@ _log = logging.getLogger(__name__)
 _GRAPHS: dict[EncoderPrecision, str] = {"fp32": "encoder.onnx", "int8": "encoder.int8.onnx"}
 _GOLDEN = "golden.safetensors"
 _HEAD = "global_head.safetensors"
+_STATISTICS = "shared_statistics.safetensors"
 _MOST_NOTE = 2000
 """The most characters of the manifest's note about int8."""
 
@@ -64,6 +65,9 @@ class TrainedEncoder:
 
     global_head: Tensors | None = None
     """The shared linear classifier: ``weight`` (K, d) and ``bias`` (K,); None where the method has none."""
+
+    statistics: Tensors | None = None
+    """Means over the samples of all clients (`Method.shared_statistics`); None where the method has none."""
 
     norm_note: str = ""
     """A sentence on how batch norm was settled for one common encoder."""
@@ -227,6 +231,8 @@ def _pack(trained: TrainedEncoder, graphs: _Graphs, measured: _Measured, out: Pa
     if trained.global_head:
         head = {key: trained.global_head[key].astype(np.float32) for key in ("weight", "bias")}
         files[_HEAD] = encode(head)
+    if trained.statistics:
+        files[_STATISTICS] = encode({name: array.astype(np.float32) for name, array in trained.statistics.items()})
     # 2. The graph by which a device estimates batch norm again.
     free_norm = None
     if graphs.free_norm is not None:
@@ -255,6 +261,7 @@ def _pack(trained: TrainedEncoder, graphs: _Graphs, measured: _Measured, out: Pa
         "quantization": measured.quantization,
         "golden": _GOLDEN,
         "global_head": None if head is None else _HEAD,
+        "shared_statistics": _STATISTICS if trained.statistics else None,
         "heads": {kind: _card(method, kind) for kind in method.heads},
         "free_norm": free_norm,
         "requires": {"onnxruntime": "1.18"},

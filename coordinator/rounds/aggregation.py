@@ -86,8 +86,8 @@ def refusal(method: Method, config: CoordinatorConfig) -> str:
     """Return why updates of this method cannot be combined as configured; empty where they can."""
     if config.cohort.tier == "head" and not method.takes_contributions():
         return (
-            "cohort.tier = 'head' needs a method with a half for devices without torch, and "
-            f"'{method.name}' has none; choose another, such as afl ([run] method), or set cohort.tier = 'train' or 'any'"
+            f"cohort.tier = 'head' needs a method with a half for devices without torch, and '{method.name}' has none; "
+            "choose another, such as afl ([run] method), or set cohort.tier = 'train' or 'any'"
         )
     if method.server_step_is_mean():
         return ""

@@ -121,7 +121,9 @@ def export_bundle(request: Request) -> dict[str, Any]:
     client_ranges = _tensors(request, "client_ranges") if is_release else {}
     lineage = None if request["lineage"] is None else Lineage.model_validate(request["lineage"])
     model = _model(request, method, task, state)
-    trained = TrainedEncoder(model, method, task, method.global_head(state), norm_note, lineage)
+    # A bundle of one round is for contributions, which need no statistics of others.
+    statistics = method.shared_statistics(state) if is_release else None
+    trained = TrainedEncoder(model, method, task, method.global_head(state), statistics, norm_note, lineage)
     if domains:
         calibration = Calibration.from_domains(domains, client_ranges)
     else:

@@ -110,7 +110,8 @@ class AFL(Method):
     returned = ()
     bounded_extras = MappingProxyType({GRAM: "second moments", SUMS: "second moments"})
     source = "He et al., AFL, CVPR 2025 (arXiv 2405.16240); Fani et al., Fed3R, ICML 2024"
-    heads = ("shared_classifier", "lr", "svm", "mlp", "prototype", "knn")
+    own_norm = False  # the statistics in the bundle are those of features with its own batch norm
+    heads = ("shared_classifier", "ridge_prior", "lr", "svm", "mlp", "prototype", "knn")
     exactness = grades(shared_classifier=("exact", "the shared classifier itself, on the encoder that nobody trains"))
 
     def sends(self, model: Parts, task: Task) -> Tensors:

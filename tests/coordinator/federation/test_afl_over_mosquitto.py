@@ -118,6 +118,6 @@ def test_devices_without_torch_make_the_classifier_of_all_their_samples(tmp_path
 
 @pytest.mark.slow
 def test_twenty_devices_without_torch_take_one_round(tmp_path, capsys):
-    seconds, update_bytes, received = one_round(tmp_path, MANY, 1600)
+    seconds, update_bytes, received = one_round(tmp_path, MANY, 80)
     with capsys.disabled():
         print(f"\n{len(MANY)} devices without torch: {seconds:.1f} s, {update_bytes} bytes each, {received} in all")
