@@ -646,8 +646,6 @@ class CoordinatorConfig(Frozen):
             )
         if self.round.mode == "buffered":
             reasons.append("round.mode = 'synchronous', because masks are of one round and buffered rounds overlap")
-        if self.cohort.tier != "train":
-            reasons.append("cohort.tier = 'train', because devices without torch send what they have unmasked")
         if self.export.client_ranges:
             reasons.append("export.client_ranges = false, because it asks each device for figures of its data")
         if self.hosted:

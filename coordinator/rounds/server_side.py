@@ -51,6 +51,7 @@ class Described(Method):
         """Make the method of the values that `describe` returns."""
         self._values = values
         self.shared = tuple(values["shared"])
+        self.returned = None if values["returned"] is None else tuple(values["returned"])
         self.norm = values["norm"]
         self.weighting = values["weighting"]
         self.bounded_extras = dict(values["bounded_extras"])
@@ -90,6 +91,7 @@ def describe(method: Method) -> dict[str, Any]:
         "name": method.name,
         "params": method.all_params(),
         "shared": list(method.shared),
+        "returned": None if method.returned is None else list(method.returned),
         "norm": method.norm,
         "weighting": method.weighting,
         "bounded_extras": dict(method.bounded_extras),

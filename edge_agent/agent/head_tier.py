@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -755,6 +755,16 @@ def _contribution(config: AgentConfig, job: Job) -> Contribute:
             is_public=True,
         )
     return contribute
+
+
+def weighting_of(config: AgentConfig, job: Job) -> Literal["samples", "uniform"]:
+    """Return what updates of the job's method are weighted by; the method's file needs no torch.
+
+    Raises:
+        MissingCapability: this device does not have the method's file.
+        UsageError: the file that the configuration names cannot be read.
+    """
+    return methods.get(method_for(config.training, job)).weighting
 
 
 def _update_facts(job: Job, data: FitData) -> UpdateFacts:

@@ -185,7 +185,7 @@ class Bundle:
         return result
 
     def shared_statistics(self) -> Tensors | None:
-        """Return means over all clients' samples, or None: ``gram``, ``sums``, ``shares`` (`Manifest.shared_statistics`).
+        """Return ``gram``, ``sums`` and ``shares``, means over all clients' samples (see the manifest), or None.
 
         Raises:
             BundleDamaged: The file holds other arrays, other shapes than the manifest, NaN or infinity.

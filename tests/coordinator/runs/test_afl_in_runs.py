@@ -10,6 +10,7 @@ import torch
 from federation_duties import TinyDuties
 from federation_harness import Federation
 
+from coordinator.config import DifferentialPrivacyConfig
 from edge_agent import methods
 from edge_agent.core.task import ImageInput, Task
 from edge_agent.methods.afl import GRAM, SHARES, SUMS, solve, unpack
@@ -26,10 +27,19 @@ TASK = Task(
 PARAMS = {"min_class_count": 2, "scale": 1.0, "ridge": 1e-3}
 
 
-def run(folder, *, train=2, head=2, tier="any", cohort=None, method="afl", rounds=1, aggregation=None, params=PARAMS):
+class Fleet(Federation):
+    """A federation whose coordinator has a section ``[privacy]``."""
+
+    def __init__(self, folder, privacy, **options):
+        super().__init__(folder, **options)
+        settings = DifferentialPrivacyConfig.model_validate(privacy or {})
+        self.config = self.config.model_copy(update={"privacy": settings})
+
+
+def run(folder, *, train=2, head=2, tier="any", cohort=None, method="afl", rounds=1, privacy=None, params=PARAMS):
     """A finished run of agents that train, a0 …, and of devices without torch, h0 …; its state is ``last``."""
-    around = {"cohort": {"tier": tier, **(cohort or {})}, "aggregation": aggregation}
-    with Federation(folder, tasks=TinyDuties, capture=True, task=TASK, agents=train, **around) as fed:
+    around = {"cohort": {"tier": tier, **(cohort or {})}}
+    with Fleet(folder, privacy, tasks=TinyDuties, capture=True, task=TASK, agents=train, **around) as fed:
         for number in range(head):
             fed.add(f"h{number}", tier="head")
         fed.settle()
@@ -217,6 +227,27 @@ def test_statistics_of_another_encoder_have_another_size_and_are_refused(tmp_pat
         (refused,) = fed.entries("update_refused", agent="a2")
         assert re.search("bytes announced|'extra.gram'", str(refused))
         assert fed.record.status == "finished"
+
+
+@pytest.mark.parametrize("train, head, tier", [(3, 0, "train"), (2, 2, "any"), (0, 4, "head")])
+def test_a_secure_sum_gives_the_same_bits_on_either_tier(tmp_path, train, head, tier):
+    cohort = {"min_agents": train + head}
+    plain = run(tmp_path / "plain", train=train, head=head, tier=tier, cohort=cohort)
+    masked = run(tmp_path / "masked", train=train, head=head, tier=tier, cohort=cohort, privacy={"secure_sum": True})
+    assert masked.last.keys() == plain.last.keys()
+    assert all(masked.last[name].tobytes() == array.tobytes() for name, array in plain.last.items())
+    for agent in masked.tasks:
+        sent = sent_by(masked, agent)
+        assert any("secure.masked" in update for update in sent)
+        assert not any(GRAM in update for update in sent)
+
+
+def test_a_method_of_which_they_send_a_part_has_no_secure_sum_with_them(tmp_path):
+    fed = run(
+        tmp_path, train=2, head=2, cohort={"min_agents": 3}, method="fedpac", params={}, privacy={"secure_sum": True}
+    )
+    assert fed.ended.status == "failed"
+    assert "devices without torch send a part only" in fed.ended.reason
 
 
 def test_a_packed_triangle_is_the_matrix():
