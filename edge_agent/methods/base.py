@@ -137,9 +137,9 @@ class Method:
 
     def takes_contributions(self) -> bool:
         """Return whether devices without torch can take part in rounds of this method."""
-        from . import contribution
+        from ..heads import contribution
 
-        return contribution(self.name) is not None
+        return self.contribute is not None or contribution(self.name) is not None
 
     def sends(self, model: Parts, task: Task) -> Tensors:
         """Return extra arrays that an update carries beside the parts, as zeros of the very shapes and dtypes.

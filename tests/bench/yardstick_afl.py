@@ -20,9 +20,11 @@ import torch
 from coordinator import simulate
 from coordinator.api import SimulationResult, TrainedModel
 from coordinator.research.bench.workloads import FASHION
+from edge_agent import heads
 from edge_agent.core.storage import write_tensors
 from edge_agent.data import partition
 from edge_agent.data.idx import read_idx
+from edge_agent.heads import FitData
 from edge_agent.training.loops import features_of
 
 EACH = 6000
@@ -118,13 +120,70 @@ def rows_of(seed: int, folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
+HEADS = ("lr", "ridge", "shared_classifier", "ridge_prior")
+SAMPLES = (2, 5, 10, 50)
+DEVICES = 20
+
+
+def personal_rows(seed: int, folder: Path) -> list[dict[str, Any]]:
+    """Accuracy of heads on new devices with few samples of four classes, whose camera is like that of others, or not."""
+    images, labels = fashion("train")
+    order = np.random.default_rng(seed).permutation(len(labels))
+    weights = pretrained(folder, seed, images[order[:EACH]], labels[order[:EACH]])
+    mine = order[EACH : 2 * EACH]
+    data = {"all": (images[mine], labels[mine], images[mine][:2], labels[mine][:2])}
+    settings = {"weights": weights, "encoder": "small_cnn", "seed": seed, "local": False}
+    trained = model_after(simulate("afl", data=data, rounds=1, params={"min_class_count": 1}, **settings))
+    known = trained.method.shared_statistics(trained.state)
+    spec = trained.request.task.input
+
+    def features_from(pictures: np.ndarray, noise: float, rng: np.random.Generator) -> np.ndarray:
+        seen = np.clip(pictures[:, None] / 255.0 * (1 - noise) + noise * rng.random((len(pictures), 1, 28, 28)), 0, 1)
+        inputs = ((seen - spec.mean[0]) / spec.std[0]).astype(np.float32)
+        return features_of(trained.model.eval(), torch.from_numpy(inputs)).numpy()
+
+    test_images, test_labels = fashion("t10k")
+    rows = []
+    for camera, noise in (("alike", 0.0), ("noisy", 0.5)):
+        for each in SAMPLES:
+            right: dict[str, list[float]] = {name: [] for name in HEADS}
+            for device in range(DEVICES):
+                rng = np.random.default_rng([seed, each, device])
+                classes = rng.permutation(10)[:4]
+                drawn = [rng.permutation(np.flatnonzero(labels[order[2 * EACH :]] == c))[:each] for c in classes]
+                own = order[2 * EACH :][np.concatenate(drawn)]
+                test = np.flatnonzero(np.isin(test_labels, classes))[:400]
+                fitted_on = features_from(images[own], noise, rng)
+                tested_on = features_from(test_images[test], noise, rng)
+                mean = known["sums"].sum(axis=0)
+                given = FitData(
+                    fitted_on, labels[own], 10, trained.method.global_head(trained.state), {}, {**known, "mean": mean}
+                )
+                for name in HEADS:
+                    head = heads.create(name)
+                    head.fit(given, np.random.default_rng(0))
+                    answers = head.predict_proba(tested_on).argmax(axis=1)
+                    right[name].append(float(np.mean(answers == test_labels[test])))
+            row = {"seed": seed, "camera": camera, "each": each, **{name: np.mean(r) for name, r in right.items()}}
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+    return rows
+
+
 def main() -> None:
     """Print the rows of all seeds."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--only", choices=("splits", "personal"), default=None)
+    arguments = parser.parse_args()
+    made: dict[str, list[dict[str, Any]]] = {"splits": [], "personal": []}
     with tempfile.TemporaryDirectory() as folder:
-        rows = [row for seed in range(parser.parse_args().seeds) for row in rows_of(seed, Path(folder))]
-    print(json.dumps({"rows": rows}))
+        for seed in range(arguments.seeds):
+            if arguments.only != "personal":
+                made["splits"] += rows_of(seed, Path(folder))
+            if arguments.only != "splits":
+                made["personal"] += personal_rows(seed, Path(folder))
+    print(json.dumps(made))
 
 
 if __name__ == "__main__":
