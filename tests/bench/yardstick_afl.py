@@ -126,7 +126,7 @@ DEVICES = 20
 
 
 def personal_rows(seed: int, folder: Path) -> list[dict[str, Any]]:
-    """Accuracy of heads on new devices with few samples of four classes, whose camera is like that of others, or not."""
+    """Accuracy of heads on new devices with few samples of four classes, whose camera is like the others, or not."""
     images, labels = fashion("train")
     order = np.random.default_rng(seed).permutation(len(labels))
     weights = pretrained(folder, seed, images[order[:EACH]], labels[order[:EACH]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 
 import numpy as np
@@ -12,7 +13,11 @@ from federation_harness import Federation
 
 from coordinator.config import DifferentialPrivacyConfig
 from edge_agent import methods
+from edge_agent.agent.head_tier import _contribution
+from edge_agent.core.config import AgentConfig, DataConfig, TrainingConfig
+from edge_agent.core.errors import MissingCapability
 from edge_agent.core.task import ImageInput, Task
+from edge_agent.heads import FitData
 from edge_agent.methods.afl import GRAM, SHARES, SUMS, solve, unpack
 from edge_agent.wire.blobs.chunks import decode_frame
 from edge_agent.wire.messages import down
@@ -248,6 +253,45 @@ def test_a_method_of_which_they_send_a_part_has_no_secure_sum_with_them(tmp_path
     )
     assert fed.ended.status == "failed"
     assert "devices without torch send a part only" in fed.ended.reason
+
+
+OWN = """
+import numpy as np
+from edge_agent.methods import Method
+
+
+class Sizes(Method):
+    returned = ()
+
+    @staticmethod
+    def contribute(data, received, rng):
+        return {"extra.size": np.array([float(len(data.labels))])}
+"""
+
+
+def test_a_device_without_torch_takes_part_by_its_own_copy_of_a_method(tmp_path):
+    """The half is in the method's file, which the device must have, with the hash that the run was started with."""
+    path = tmp_path / "sizes.py"
+    path.write_text(OWN)
+    sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+    training = TrainingConfig(methods=("sizes.py:Sizes",), folder=tmp_path)
+    config = AgentConfig(id="h0", state=tmp_path, data=DataConfig(source="none:"), training=training)
+    job = down.Job(
+        run="run-0001",
+        round=1,
+        rounds=1,
+        seed=0,
+        method="sizes",
+        method_sha256=sha256,
+        task=TASK,
+        blobs=(),
+        deadline_s=9.0,
+    )
+    data = FitData(np.ones((4, 2), np.float32), np.array([0, 0, 1, 1]), 2)
+    assert _contribution(config, job)(data, {}, np.random.default_rng(0))["extra.size"].tolist() == [4.0]
+    other = config.model_copy(update={"training": TrainingConfig(folder=tmp_path)})
+    with pytest.raises(MissingCapability, match="which this device does not have"):
+        _contribution(other, job)
 
 
 def test_a_packed_triangle_is_the_matrix():
