@@ -139,7 +139,7 @@ class Method:
         """Return whether devices without torch can take part in rounds of this method."""
         from ..heads import contribution
 
-        return self.contribute is not None or contribution(self.name) is not None
+        return type(self).contribute is not None or contribution(self.name) is not None
 
     def sends(self, model: Parts, task: Task) -> Tensors:
         """Return extra arrays that an update carries beside the parts, as zeros of the very shapes and dtypes.

@@ -276,17 +276,8 @@ def test_a_device_without_torch_takes_part_by_its_own_copy_of_a_method(tmp_path)
     sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
     training = TrainingConfig(methods=("sizes.py:Sizes",), folder=tmp_path)
     config = AgentConfig(id="h0", state=tmp_path, data=DataConfig(source="none:"), training=training)
-    job = down.Job(
-        run="run-0001",
-        round=1,
-        rounds=1,
-        seed=0,
-        method="sizes",
-        method_sha256=sha256,
-        task=TASK,
-        blobs=(),
-        deadline_s=9.0,
-    )
+    of_run = {"run": "run-0001", "round": 1, "rounds": 1, "seed": 0, "task": TASK, "blobs": (), "deadline_s": 9.0}
+    job = down.Job(method="sizes", method_sha256=sha256, **of_run)
     data = FitData(np.ones((4, 2), np.float32), np.array([0, 0, 1, 1]), 2)
     assert _contribution(config, job)(data, {}, np.random.default_rng(0))["extra.size"].tolist() == [4.0]
     other = config.model_copy(update={"training": TrainingConfig(folder=tmp_path)})

@@ -37,7 +37,7 @@ def test_clients_without_torch_send_what_the_others_would(tmp_path, heads):
     assert all(state[name].tobytes() == plain[name].tobytes() for name in plain)
     assert result.summary["head_clients"] == heads
     # They evaluate the final model as well.
-    assert {name for name, scores in result.clients.items() if scores["acc.personal"] is not None} == set(result.clients)
+    assert all(scores["acc.personal"] is not None for scores in result.clients.values())
 
 
 def test_they_are_not_asked_for_what_they_do_not_send(tmp_path):
