@@ -111,6 +111,9 @@ def rows_of(seed: int, folder: Path) -> list[dict[str, Any]]:
             reference = state["head.weight"]
         row["difference"] = float(np.abs(state["head.weight"] - reference).max() / np.abs(reference).max())
         row["bytes"] = sum(a.nbytes for key, a in state.items() if key.startswith("server.extra."))
+        if len(parts) > 1:
+            fedcof = simulate("fedcof", data=data, rounds=1, params={"min_class_count": 1}, **common)
+            row["fedcof"] = accuracy_of(fedcof, *test)
         if len(parts) == 20:
             fedavg = simulate("fedavg", data=data, rounds=ROUNDS, params=FEDAVG, **common)
             row["fedavg"] = accuracy_of(fedavg, *test)

@@ -77,6 +77,7 @@ OWN = {
     "afl": {"objection", "aggregate"},
     "fedadam": {"aggregate"},
     "fedavgm": {"aggregate"},
+    "fedcof": {"objection", "aggregate"},
     "fedfomo": {"objection", "broadcast", "downlink", "aggregate"},
     "fedkd": {"objection", "broadcast", "aggregate"},
     "fedpac": {"objection", "broadcast", "downlink", "aggregate"},

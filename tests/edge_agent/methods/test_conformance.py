@@ -77,7 +77,13 @@ def test_only_shared_parts_travel(name, federation):
 @every_method
 def test_what_travels_of_batch_norm_can_be_chosen(name, norm, federation, make_method):
     """Two rounds with each choice: of the encoder's batch norm just that is in updates and state, and all is finite."""
-    if (name, norm) in {("pfedhn", "global"), ("afl", "local_stats"), ("afl", "local_all")}:
+    if (name, norm) in {
+        ("pfedhn", "global"),
+        ("afl", "local_stats"),
+        ("afl", "local_all"),
+        ("fedcof", "local_stats"),
+        ("fedcof", "local_all"),
+    }:
         with pytest.raises(ConfigError, match="norm"):
             make_method(name, norm=norm)
         return
