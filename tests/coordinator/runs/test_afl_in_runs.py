@@ -14,6 +14,7 @@ from federation_harness import Federation
 from coordinator.config import DifferentialPrivacyConfig
 from edge_agent import methods
 from edge_agent.agent.head_tier import _contribution
+from edge_agent.bundle.archive import open_bundle
 from edge_agent.core.config import AgentConfig, DataConfig, TrainingConfig
 from edge_agent.core.errors import MissingCapability
 from edge_agent.core.task import ImageInput, Task
@@ -253,6 +254,25 @@ def test_a_method_of_which_they_send_a_part_has_no_secure_sum_with_them(tmp_path
     )
     assert fed.ended.status == "failed"
     assert "devices without torch send a part only" in fed.ended.reason
+
+
+def test_the_bundle_of_a_run_has_the_classifier_and_the_statistics_of_all(tmp_path):
+    export = {"after_run": True, "int8": False, "exporter": "legacy"}
+    with Federation(
+        tmp_path, tasks=TinyDuties, task=TASK, agents=2, cohort={"tier": "any", "min_agents": 3}, export=export
+    ) as fed:
+        fed.add("h0", tier="head")
+        fed.settle()
+        fed.request("afl", rounds=1, params=PARAMS)
+        fed.finish()
+        path = fed.state.run(fed.run).folder / f"{fed.run}.hwb"
+        manifest = open_bundle(path).manifest
+        assert manifest.shared_statistics is not None
+        assert "ridge_prior" in manifest.heads
+        shared = decode(open_bundle(path).read(manifest.global_head))
+        np.testing.assert_array_equal(shared["weight"], fed.final["head.weight"])
+        # The bundle of the round itself, for contributions, carries no statistics of others.
+        assert open_bundle(path.with_name("round.hwb")).manifest.shared_statistics is None
 
 
 OWN = """
