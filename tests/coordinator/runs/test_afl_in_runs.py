@@ -14,9 +14,10 @@ from federation_harness import Federation
 from coordinator.config import DifferentialPrivacyConfig
 from edge_agent import methods
 from edge_agent.agent.head_tier import _contribution
+from edge_agent.agent.tasks.runner import TaskRunner
 from edge_agent.bundle.archive import open_bundle
 from edge_agent.core.config import AgentConfig, DataConfig, TrainingConfig
-from edge_agent.core.errors import MissingCapability
+from edge_agent.core.errors import MissingCapability, UpdateRejected
 from edge_agent.core.task import ImageInput, Task
 from edge_agent.heads import FitData
 from edge_agent.methods.afl import GRAM, SHARES, SUMS, solve, unpack
@@ -246,6 +247,15 @@ def test_a_secure_sum_gives_the_same_bits_on_either_tier(tmp_path, train, head, 
         sent = sent_by(masked, agent)
         assert any("secure.masked" in update for update in sent)
         assert not any(GRAM in update for update in sent)
+
+
+def test_a_device_without_torch_sends_nothing_for_a_sum_whose_keys_it_does_not_have(tmp_path):
+    """A session that it knows nothing of would have it send its statistics without a mask."""
+    config = AgentConfig(id="h0", state=tmp_path, data=DataConfig(source="none:"))
+    of_run = {"run": "run-0001", "round": 1, "rounds": 1, "seed": 0, "task": TASK, "blobs": (), "deadline_s": 9.0}
+    job = down.Job(method="afl", purpose="contribute", session="1" * 32, params={"min_class_count": 2}, **of_run)
+    with pytest.raises(UpdateRejected, match="the keys of this secure sum are gone"):
+        TaskRunner(config, "head").do(job, {}, tmp_path / "encoder.hwb")
 
 
 def test_a_method_of_which_they_send_a_part_has_no_secure_sum_with_them(tmp_path):
