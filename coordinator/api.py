@@ -410,7 +410,9 @@ def export_run(
         sha256 = sha256_of_encoder({**latest.state, **latest.pooled})
         lineage = lineage_of(state, latest.record.run, latest.request, sha256)
     norm_note = NORM_NOTES[method.norm] if latest.pooled else ""
-    trained = TrainedEncoder(latest.model, method, task, method.global_head(latest.state), norm_note, lineage)
+    classifier = method.global_head(latest.state)
+    statistics = method.shared_statistics(latest.state)
+    trained = TrainedEncoder(latest.model, method, task, classifier, statistics, norm_note, lineage)
     if domains:
         inputs = Calibration.from_domains(domains, latest.client_ranges)
     else:

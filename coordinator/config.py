@@ -136,15 +136,16 @@ class RunConfig(Frozen):
 class CohortConfig(Frozen):
     """Who takes part in a round."""
 
-    tier: Literal["train", "any"] = Field(
-        "train", description="any: also devices without torch, where their part of the method is exact"
+    tier: Literal["train", "any", "head"] = Field(
+        "train",
+        description="any: also devices without torch, where the method has a part for them; head: those alone",
     )
     fraction: float = Field(1.0, gt=0, le=1, description="share of the available agents in a round")
     fraction_max: float | None = Field(
         None, gt=0, le=1, description="draw the share for each round between fraction and this"
     )
     min_agents: PositiveCount = Field(
-        1, description="a round starts with this many agents, and waits while fewer can deliver"
+        1, description="a round starts with this many agents of the tiers that take part, and waits for as many"
     )
     max_agents: PositiveCount | None = Field(None, description="upper bound of agents in a round")
     over_selection: float = Field(
@@ -599,6 +600,15 @@ class CoordinatorConfig(Frozen):
         return self
 
     @model_validator(mode="after")
+    def _buffered_rounds_train(self) -> CoordinatorConfig:
+        if self.round.mode == "buffered" and self.cohort.tier == "head":
+            raise ValueError(
+                "cohort.tier = 'head' needs round.mode = 'synchronous': in buffered rounds devices train at their own "
+                "pace, and those without torch do not train"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _noise_adds_up_within_a_round(self) -> CoordinatorConfig:
         if self.privacy.clip is not None and self.round.mode == "buffered":
             raise ValueError(
@@ -610,7 +620,7 @@ class CoordinatorConfig(Frozen):
                 f"privacy.clip needs aggregation.rule = 'mean': what '{self.aggregation.rule}' makes of one update "
                 "depends on the others, for which the noise is not made"
             )
-        if self.privacy.clip is not None and self.cohort.tier == "any":
+        if self.privacy.clip is not None and self.cohort.tier != "train":
             raise ValueError("privacy.clip needs cohort.tier = 'train': devices without torch add no noise")
         return self
 
@@ -636,8 +646,6 @@ class CoordinatorConfig(Frozen):
             )
         if self.round.mode == "buffered":
             reasons.append("round.mode = 'synchronous', because masks are of one round and buffered rounds overlap")
-        if self.cohort.tier == "any":
-            reasons.append("cohort.tier = 'train', because devices without torch send what they have unmasked")
         if self.export.client_ranges:
             reasons.append("export.client_ranges = false, because it asks each device for figures of its data")
         if self.hosted:

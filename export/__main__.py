@@ -102,7 +102,8 @@ def _export(options: argparse.Namespace) -> Report:
     state = read_tensors(options.state)
     if options.samples < 1:
         raise ConfigError("--samples", [f"{options.samples}, expected at least 1"])
-    trained = TrainedEncoder(model_from_state(method, task, state), method, task, method.global_head(state))
+    model = model_from_state(method, task, state)
+    trained = TrainedEncoder(model, method, task, method.global_head(state), method.shared_statistics(state))
     if options.calibration:
         calibration = Calibration.from_domains(domains_of(options.calibration, task))
     else:

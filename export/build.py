@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from edge_agent.bundle.manifest import HeadCard, Lineage, Parity
+from edge_agent.bundle.manifest import NEWEST_SCHEMA, SCHEMA, HeadCard, Lineage, Parity
 from edge_agent.core.errors import ExportRejected
 from edge_agent.core.task import State, Task, Tensors
 from edge_agent.methods.base import Method
@@ -46,6 +46,9 @@ class TrainedEncoder:
     global_head: Tensors | None = None
     """The shared linear classifier: ``weight`` (K, d) and ``bias`` (K,); None where the method has none."""
 
+    statistics: Tensors | None = None
+    """Means over the samples of all clients (`Method.shared_statistics`); None where the method has none."""
+
     norm_note: str = ""
     """A sentence on how batch norm was settled for one common encoder."""
 
@@ -76,6 +79,8 @@ class TrainedEncoder:
             norm_note=self.norm_note,
             heads={kind: _card(method, kind) for kind in method.heads},
             lineage=self.lineage,
+            statistics=self.statistics,
+            schema_version=NEWEST_SCHEMA if self.statistics else SCHEMA,
         )
 
 

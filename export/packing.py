@@ -33,6 +33,7 @@ from .parity import Gate, run, session
 _GRAPHS: dict[EncoderPrecision, str] = {"fp32": "encoder.onnx", "int8": "encoder.int8.onnx"}
 _GOLDEN = "golden.safetensors"
 _HEAD = "global_head.safetensors"
+_STATISTICS = "shared_statistics.safetensors"
 _MOST_NOTE = 2000
 """The most characters of the manifest's note about int8."""
 
@@ -96,6 +97,9 @@ class Origin:
 
     lineage: Lineage | None = None
     """The run that the encoder comes from; None where it comes from none, or that is not known."""
+
+    statistics: Tensors | None = None
+    """Means over the samples of all clients (`Method.shared_statistics`); None where there are none."""
 
     schema_version: int = SCHEMA
     """The form of the manifest; see `edge_agent.bundle.manifest`."""
@@ -200,6 +204,8 @@ def _pack(origin: Origin, graphs: Graphs, measured: _Measured, out: Path, option
     if origin.global_head:
         head = {key: origin.global_head[key].astype(np.float32) for key in ("weight", "bias")}
         files[_HEAD] = encode(head)
+    if origin.statistics:
+        files[_STATISTICS] = encode({name: array.astype(np.float32) for name, array in origin.statistics.items()})
     # 2. The graph by which a device estimates batch norm again.
     free_norm = None
     if graphs.free_norm is not None:
@@ -229,6 +235,7 @@ def _pack(origin: Origin, graphs: Graphs, measured: _Measured, out: Path, option
         "quantization": measured.quantization,
         "golden": _GOLDEN,
         "global_head": None if head is None else _HEAD,
+        "shared_statistics": _STATISTICS if origin.statistics else None,
         "heads": {kind: card.model_dump(mode="json") for kind, card in origin.heads.items()},
         "free_norm": free_norm,
         "requires": {"onnxruntime": "1.18"},

@@ -82,7 +82,13 @@ class Collection:
 
     @property
     def training(self) -> tuple[str, ...]:
-        """Cohort members that train; all of them where none does."""
+        """Cohort members whose update has all that the round collects: those that train.
+
+        All of them where none trains, or where the update of a device without torch is the same as that of the others.
+        """
+        # Asked after each event of rounds with thousands of agents.
+        if not self.joining or self.extras == self.expected:
+            return self.cohort
         return tuple(agent for agent in self.cohort if agent not in self.joining) or self.cohort
 
     @property

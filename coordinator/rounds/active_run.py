@@ -6,7 +6,7 @@ goes on. What only one kind of round needs lives in the class of that kind.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,12 +17,12 @@ from edge_agent.core.task import Tensors
 from edge_agent.wire.blobs.chunks import Outgoing
 from edge_agent.wire.messages.down import Cancel
 from edge_agent.wire.messages.fields import Purpose
-from edge_agent.wire.tensors import Spec
 
 from ..fleet.collection import Collection
 from ..journal.store import Journal
 from .assignment import Assignment, JobSpec, make_assignment
 from .context import Run, Steps, Waiting, computed
+from .forms import UpdateForms
 from .selection import Selection
 from .server_side import OwnFunctions
 
@@ -30,20 +30,6 @@ Result = TypeVar("Result")
 
 ROUND_IS_OVER = "the round has closed"
 """The reason that agents get whose job is called off at the end of a round."""
-
-
-@dataclass(frozen=True)
-class UpdateForms:
-    """The tensors that agents of a run send, by name."""
-
-    update: Mapping[str, Spec] = field(default_factory=dict)
-    """The tensors in the update of an agent that trains."""
-
-    extras: Mapping[str, Spec] = field(default_factory=dict)
-    """The tensors in the update of a device without torch, a subset of ``update``."""
-
-    kept_norm: Mapping[str, Spec] = field(default_factory=dict)
-    """Batch norm tensors of the encoder, which stay on devices and are asked for once, to be pooled."""
 
 
 @dataclass
@@ -82,6 +68,12 @@ class ActiveRun:
     def open_collection(self) -> Collection | None:
         """What is being collected now; None where nothing is."""
         return self.run.context.collector.open_round
+
+    def release_frozen(self) -> None:
+        """Forget the frozen encoder of the round before, unless no update of the method changes the encoder."""
+        is_changed = any(name.startswith("encoder.") for name in self.forms.update)
+        if is_changed:
+            self.frozen = None
 
     # --- asking and collecting -------------------------------------------------------------------------------------
 

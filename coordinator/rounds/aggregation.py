@@ -81,6 +81,9 @@ class Decisions:
 
 def refusal(method: Method, config: CoordinatorConfig) -> str:
     """Return why updates of this method cannot be combined as configured; empty where they can."""
+    about_tiers = _refusal_of_tiers(method, config)
+    if about_tiers:
+        return about_tiers
     if method.server_step_is_mean():
         return ""
     if config.round.mode == "buffered":
@@ -99,6 +102,26 @@ def refusal(method: Method, config: CoordinatorConfig) -> str:
         f"aggregation.rule = '{config.aggregation.rule}' needs a method whose server step is a mean of the updates; "
         f"'{method.name}' computes its own from each of them; set aggregation.rule = 'mean' or 'clipped'"
     )
+
+
+def _refusal_of_tiers(method: Method, config: CoordinatorConfig) -> str:
+    """Return why devices without torch cannot take part as configured; empty where they can, or are not asked."""
+    if config.cohort.tier == "train":
+        return ""
+    if not method.takes_contributions():
+        if config.cohort.tier == "any":
+            return ""
+        return (
+            f"cohort.tier = 'head' needs a method with a half for devices without torch, and '{method.name}' has none; "
+            "choose another, such as afl ([run] method), or set cohort.tier = 'train' or 'any'"
+        )
+    sends_tensors = method.returned is None or len(method.returned) > 0
+    if config.privacy.secure_sum and sends_tensors:
+        return (
+            f"privacy.secure_sum = true needs cohort.tier = 'train' with method '{method.name}': of its updates "
+            "devices without torch send a part only, which adds up with no other; or choose another method"
+        )
+    return ""
 
 
 def notes(decided: Aggregation) -> dict[str, str]:

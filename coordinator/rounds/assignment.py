@@ -154,10 +154,26 @@ class Assignment:
         self.context.roster.note_asked(agent)
         self.context.send(agent, self._jobs[agent].model_copy(update=update))
 
-    def extend(self, until: float, work: Mapping[str, float], agents: Sequence[str]) -> Steps:
-        """Ask more agents, with another deadline for all."""
+    def extend(
+        self,
+        until: float,
+        work: Mapping[str, float],
+        agents: Sequence[str],
+        *,
+        joining: tuple[str, ...],
+        frozen: Outgoing | None,
+    ) -> Steps:
+        """Ask more agents, with another deadline for all.
+
+        Args:
+            until: The deadline, by `Roster.heard_s`.
+            work: Slow agent -> its share (0..1) of local training.
+            agents: Those that are asked now.
+            joining: All devices without torch, old and new ones.
+            frozen: The encoder for them, where there are some.
+        """
         self.until = until
-        self.maker = replace(self.maker, spec=replace(self.spec, work=work))
+        self.maker = replace(self.maker, spec=replace(self.spec, work=work, joining=joining), frozen=frozen)
         yield from self.ask(agents)
 
     def withdraw(self) -> None:

@@ -84,11 +84,13 @@ class MethodValues(Travelling):
     name: str
     params: dict[str, Any] = Field(description="with their defaults")
     shared: tuple[str, ...] = Field(description="`Method.shared`")
+    returned: tuple[str, ...] | None = Field(description="`Method.returned`")
     norm: Literal["global", "local_stats", "local_all"] = Field(description="`Method.norm`")
     weighting: Literal["samples", "uniform"] = Field(description="`Method.weighting`")
     bounded_extras: dict[str, str] = Field(description="`Method.bounded_extras`")
     class_statistics: ClassStatistics | None = Field(description="`Method.class_statistics`")
     needs_last_round: bool = Field(description="`Method.needs_last_round`")
+    takes_contributions: bool = Field(description="`Method.takes_contributions`")
     server_step_is_mean: bool = Field(description="`Method.server_step_is_mean`")
     one_pass: bool = Field(description="`Method.one_pass`")
     own: tuple[str, ...] = Field(description="what the method computes for the coordinator by functions of its own")
@@ -102,7 +104,7 @@ class Begun(Travelling):
     """The method, and the forms of what travels between coordinator and agents."""
 
     method: MethodValues
-    shared: Forms = Field(description="of the tensors that all share")
+    returned: Forms = Field(description="of the tensors of the model that an update has")
     extras: Forms = Field(description="of what an update has beside them")
     norm: Forms = Field(description="of the encoder's batch norm that stays on clients")
     digest: str | None = Field(description="of the first state; None: the run has one already")

@@ -105,7 +105,10 @@ class RunContext:
     """Whether rounds continue without agents that fail; a simulation ends instead."""
 
     is_simulation: bool = False
-    """Whether all agents are clients of this machine, which nobody can repair or wait for."""
+    """Whether all agents are clients of this machine, which nobody can repair or wait for.
+
+    Those without torch get the encoder as tensors, and evaluate the final model as the others do.
+    """
 
     compute: Compute = field(default_factory=InlineCompute)
     """Calls the functions that need torch."""

@@ -99,13 +99,18 @@ class Rounds(ABC):
         else:
             self.active.run.privacy_budget.check_terms(number, resumed.fact)
             opened = resumed
-        if opened.joining:
-            self.active.frozen = yield from self.active.freeze(self.active.run)
+        self.active.release_frozen()
+        yield from self.freeze_for(opened.joining)
         stats.waiting_s += self.active.run.context.stopwatch() - begin
         # From here on its jobs are out, and the time of the round counts.
         collecting = yield from self.open(opened, is_new=resumed is None)
         collected = yield from self.collect(collecting, stats)
         yield from self.server.close(collected, stats)
+
+    def freeze_for(self, joining: tuple[str, ...]) -> Steps:
+        """Export the encoder for devices without torch, where some take part and it is not there yet."""
+        if joining and self.active.frozen is None:
+            self.active.frozen = yield from self.active.freeze(self.active.run)
 
     @abstractmethod
     def plan(self, number: int) -> Generator[Waiting, None, OpenRound]:

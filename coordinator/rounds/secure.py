@@ -90,6 +90,9 @@ class SecureSumRounds(Rounds):
             RunFailed: No attempt gave a sum, or updates of this method cannot be added up.
         """
         objection = check_forms(self.active.forms.update)
+        tiers = self.active.selection.tiers
+        if not objection and tiers.contributes and not tiers.are_alike:
+            objection = "devices without torch send a part of an update only, which adds up with no other"
         if objection:
             raise RunFailed(f"{objection}; set privacy.secure_sum = false, or choose another method")
         stats = Stats.begin(self.active.run.context)
@@ -107,12 +110,15 @@ class SecureSumRounds(Rounds):
             if bound_to and resumed is not None:
                 self.active.run.privacy_budget.check_terms(number, resumed.fact)
             planned = yield from self.plan(number)
+            self.active.release_frozen()
+            yield from self.freeze_for(planned.joining)
             stats.waiting_s += stopwatch() - waits_since
             # 2. Each attempt has a session and keys of its own, and all members begin again.
             least = len(bound_to) or self.active.run.context.config.cohort.min_agents
             self._sums = SecureSum(self.active.run.id, number, new_id(), self.active.forms.update, least)
             cohort = self.active.selection.draw(planned.cohort, layout.MOST_CLIENTS, number)
-            fact = planned.fact.changed(session=self._sums.session, again=tuple(cohort))
+            joining = self.active.selection.contributors(cohort)
+            fact = planned.fact.changed(session=self._sums.session, again=tuple(cohort), joining=joining)
             opened = opened.next_attempt(cohort, fact)
             # 3. The phases of the protocol, each of which may end the attempt.
             try:
@@ -141,7 +147,8 @@ class SecureSumRounds(Rounds):
         if not bound_to:
             return (yield from plan_cohort(self.active, number))
         yield from self._await_all(bound_to, number)
-        fact = self.active.run.privacy_budget.opens(RoundOpened(joining=(), wanted=len(bound_to), work={}))
+        joining = self.active.selection.contributors(bound_to)
+        fact = self.active.run.privacy_budget.opens(RoundOpened(joining=joining, wanted=len(bound_to), work={}))
         return OpenRound(number, 1, bound_to, fact)
 
     def _await_all(self, bound_to: tuple[str, ...], number: int) -> Steps:
@@ -191,7 +198,7 @@ class SecureSumRounds(Rounds):
         collection = self._accept_masked_updates(opened)
         self.active.selection.note_opened(collection)
         work = opened.fact.work
-        spec = JobSpec(opened.round, work=work, session=sums.session, own=sums.for_training)
+        spec = JobSpec(opened.round, joining=opened.joining, work=work, session=sums.session, own=sums.for_training)
         deadline = yield from self.active.ask(collection.outstanding, spec)
         self.active.selection.note_asked(collection.outstanding)
         return Collecting(opened, collection, deadline)
@@ -291,7 +298,7 @@ class SecureSumRounds(Rounds):
             dict(opened.updates),
             dict(opened.rejected),
             joining=opened.joining,
-            extras=active.forms.extras,
+            extras=self._sums.expects("train"),
             on_trial=active.selection.on_trial,
             left_out=dict(opened.fact.left_out),
             session=self._sums.session,

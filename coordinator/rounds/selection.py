@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from edge_agent.core.errors import RunFailed
+from edge_agent.methods import Method
 
 from ..config import CohortConfig, CoordinatorConfig
 from ..fleet.collection import Collection, share_of
@@ -26,6 +27,7 @@ from ..journal.store import Journal, facts_of
 from ..text import counted, listed
 from ..views.runs import OpenRound, Rejection, RunRecord, step
 from .context import RunContext, Waiting
+from .forms import UpdateForms
 from .pace import Pace, Times, find_slowed, make_times
 
 log = logging.getLogger(__name__)
@@ -329,6 +331,39 @@ class LeftOutAgent:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class Tiers:
+    """The agents that a run asks in its rounds, by their tiers."""
+
+    trains: bool = True
+    """Whether devices that train encoders are asked."""
+
+    contributes: bool = False
+    """Whether devices without torch are asked."""
+
+    are_alike: bool = False
+    """Whether both send the same arrays, so that a round draws from all of them alike."""
+
+    @classmethod
+    def of(cls, config: CoordinatorConfig, method: Method, forms: UpdateForms) -> Tiers:
+        """Return the tiers that take part in a run of this method, whose updates have these forms."""
+        tier = config.cohort.tier
+        # In buffered rounds devices go on from round to round, which those without torch have no part in.
+        is_contributed = config.round.mode == "synchronous" and method.takes_contributions()
+        return cls(
+            trains=tier != "head",
+            contributes=tier != "train" and is_contributed,
+            are_alike=tier == "head" or forms.extras == forms.update,
+        )
+
+    @property
+    def called(self) -> str:
+        """What agents of these tiers are called in messages."""
+        if self.trains and not self.contributes:
+            return "train agent"
+        return "agent" if self.trains else "agent of tier head"
+
+
 @dataclass
 class Selection:
     """Selects the agents of the rounds of one run."""
@@ -339,6 +374,9 @@ class Selection:
     pace: Pace = field(default_factory=Pace)
     fewest: int = 1
     """No round closes with fewer updates: the noise of differential privacy was divided among so many."""
+
+    tiers: Tiers = field(default_factory=Tiers)
+    """Who takes part, once the method is known."""
 
     _asked: dict[str, tuple[float, str, float]] = field(default_factory=dict)
     """Member of the open round -> when it was asked (`Roster.heard_s`), its start, and `Roster.deaf_s` then."""
@@ -374,8 +412,19 @@ class Selection:
         return self.exclusions.left_out(number, self.boot)
 
     def willing(self) -> list[str]:
-        """Return the train agents that are present and whose own policy has not refused the run's jobs."""
-        return drop_left_out(self.context.roster.present("train"), self.exclusions.refusing(self.boot))
+        """Return the agents of the run's tiers that are present and whose own policy has not refused the run's jobs."""
+        roster = self.context.roster
+        present = roster.present("train") if self.tiers.trains else []
+        if self.tiers.contributes:
+            present = sorted([*present, *roster.present("head")])
+        return drop_left_out(present, self.exclusions.refusing(self.boot))
+
+    def contributors(self, agents: Iterable[str]) -> tuple[str, ...]:
+        """Return those of these agents that are devices without torch, in their order."""
+        if not self.tiers.contributes:
+            return ()
+        heads = set(self.context.roster.present("head"))
+        return tuple(agent for agent in agents if agent in heads)
 
     @property
     def on_trial(self) -> frozenset[str]:
@@ -386,9 +435,11 @@ class Selection:
 
     def least(self, collection: Collection) -> int:
         """Return how many updates a round needs in any case, however few of its cohort can still deliver."""
+        # What is missing in the updates of devices without torch is the part of the others alone.
+        whole = len(collection.training)
         if not self.context.excludes_failing:
-            return len(collection.cohort)
-        return self.context.config.cohort.min_agents
+            return whole
+        return min(self.context.config.cohort.min_agents, whole)
 
     def has_quorum(self, collection: Collection) -> bool:
         """Return whether enough updates have arrived to close the round."""
@@ -409,7 +460,8 @@ class Selection:
         # 2. The cohort is chosen as soon as there are enough.
         chosen = self.choose_cohort(number)
         while not chosen:
-            yield Waiting(f"round {number} needs {describe_lack(self.willing(), self.context.config)}")
+            lack = describe_lack(self.willing(), self.context.config, self.tiers)
+            yield Waiting(f"round {number} needs {lack}")
             chosen = self.choose_cohort(number)
         return chosen
 
@@ -424,7 +476,7 @@ class Selection:
         present = self.willing()
         # Agents that have failed are asked only where the others are too few: then a trial costs nothing.
         for available in (drop_left_out(present, self.left_out(number)), present):
-            chosen = choose(available, self.context.config.cohort, seed=self.seed, round_number=number)
+            chosen = self._choose(available, number)
             if chosen:
                 return chosen
         return ()
@@ -704,9 +756,11 @@ class Selection:
         needed = counted(max(1, self.context.config.cohort.min_agents), "update")
         got = f"round {collection.round}: {collection.delivered} of the {needed} that it needs"
         failed = f"; failed: {failures(collection)}" if collection.rejected else ""
-        missing = "a train agent has to come"
+        another = self.tiers.called
+        article = "an" if another.startswith("agent") else "a"
+        missing = f"{article} {another} has to come"
         if collection.outstanding:
-            missing = f"{listed(collection.outstanding)} must come back, or another train agent has to come"
+            missing = f"{listed(collection.outstanding)} must come back, or another {another} has to come"
         return f"{got} (cohort.min_agents) are here{failed}; {missing}"
 
     def note_closed(self, done: OpenRound, fact: RoundClosed, run: str) -> None:
@@ -759,6 +813,21 @@ class Selection:
         return member.boot
 
     # --- inside ----------------------------------------------------------------------------------------------------
+
+    def _choose(self, available: Sequence[str], number: int) -> tuple[str, ...]:
+        """Return the cohort of a round, of those who are available; empty while they are too few."""
+        config = self.context.config.cohort
+        contributors = self.contributors(available)
+        if self.tiers.are_alike or not contributors:
+            return choose(available, config, seed=self.seed, round_number=number)
+        # Devices that send a part only join whoever is drawn to train; with too few of those all are needed.
+        trainers = drop_left_out(available, set(contributors))
+        chosen = choose(trainers, config, seed=self.seed, round_number=number)
+        if not chosen and len(available) >= config.min_agents:
+            chosen = tuple(trainers)
+        elif not chosen:
+            return ()
+        return (*chosen, *contributors)
 
     @property
     def _is_adaptive(self) -> bool:
@@ -924,10 +993,12 @@ def choose(available: Sequence[str], config: CohortConfig, *, seed: int, round_n
     return tuple(sorted(ordered[index] for index in chosen))
 
 
-def describe_lack(present: Sequence[str], config: CoordinatorConfig) -> str:
-    """Say how many train agents a round needs and lacks, which are present, and which hosted ones are offline."""
+def describe_lack(present: Sequence[str], config: CoordinatorConfig, tiers: Tiers) -> str:
+    """Say how many agents a round needs and lacks, which are present, and which hosted ones are offline."""
     least = config.cohort.min_agents
-    needed = counted(least, "train agent")
+    needed = counted(least, tiers.called)
+    if least > 1 and tiers.called.startswith("agent of"):
+        needed = f"{least} agents of tier head"
     text = f"{needed}, {least - len(present)} more must come; here: {listed(present)}"
     offline = [client.id for client in config.hosted if client.id not in present]
     if offline:

@@ -58,6 +58,7 @@ class Described(Method):
         """Make the method of the values that `describe` returns."""
         self._values = values
         self.shared = values.shared
+        self.returned = values.returned
         self.norm = values.norm
         self.weighting = values.weighting
         self.bounded_extras = values.bounded_extras
@@ -77,6 +78,10 @@ class Described(Method):
         """Return the parameters with their defaults, see `Method.all_params`."""
         return dict(self._values.params)
 
+    def takes_contributions(self) -> bool:
+        """Return whether devices without torch can take part, see `Method.takes_contributions`."""
+        return self._values.takes_contributions
+
     def server_step_is_mean(self) -> bool:
         """Return whether the server's step is a mean of the updates, see `Method.server_step_is_mean`."""
         return self._values.server_step_is_mean
@@ -92,11 +97,13 @@ def describe(method: Method) -> MethodValues:
         name=method.name,
         params=method.all_params(),
         shared=method.shared,
+        returned=method.returned,
         norm=method.norm,
         weighting=method.weighting,
         bounded_extras=dict(method.bounded_extras),
         class_statistics=method.class_statistics,
         needs_last_round=method.needs_last_round,
+        takes_contributions=method.takes_contributions(),
         server_step_is_mean=method.server_step_is_mean(),
         one_pass=method.one_pass(),
         own=tuple(request for request, functions in _FUNCTIONS.items() if _defines_any(type(method), functions)),

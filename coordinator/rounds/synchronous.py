@@ -10,8 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator, Mapping, Sequence
 
-from edge_agent import heads
-
 from ..fleet.collection import Collection
 from ..journal.entries import RoundOpened
 from ..text import listed
@@ -148,11 +146,13 @@ class SynchronousRounds(Rounds):
         before = collecting.opened
         cohort = (*before.cohort, *new)
         added = tuple(sorted({*before.fact.added, *new}))
+        joining = (*before.joining, *self.active.selection.contributors(new))
+        yield from self.freeze_for(joining)
         # Members that were asked before have begun with the share that they were given then.
         shares = shares_of_work(self.active, before.round, cohort)
         shares_of_new = {agent: share for agent, share in shares.items() if agent in new}
         work = {**before.fact.work, **shares_of_new}
-        fact = before.fact.changed(added=added, work=work, again=again)
+        fact = before.fact.changed(added=added, joining=joining, work=work, again=again)
         if overdue is not None:
             fact = fact.changed(overdue=overdue)
         opened = before.next_attempt(cohort, fact)
@@ -168,7 +168,7 @@ class SynchronousRounds(Rounds):
         assignment = active.assignment
         if assignment is not None and new:
             deadline = active.run.context.roster.heard_s() + active.run.context.config.round.deadline_s
-            yield from assignment.extend(deadline, work, new)
+            yield from assignment.extend(deadline, work, new, joining=opened.joining, frozen=active.frozen)
         else:
             active.selection.note_opened(collection)
             yield from self.prepare_earlier_jobs(opened)
@@ -183,14 +183,13 @@ def plan_cohort(active: ActiveRun, number: int) -> Generator[Waiting, None, Open
     run = active.run
     config = run.context.config
     cohort = yield from active.selection.await_cohort(number)
-    # Devices without torch join where the method has a task for them in a round.
-    joining: list[str] = []
-    if config.cohort.tier == "any" and heads.contribution(run.method.name) is not None:
-        joining = drop_left_out(run.context.roster.present("head"), active.selection.left_out(number))
-    aim = aim_of_cohort(len(cohort), config.cohort.over_selection)
+    # Of devices without torch a method may get a part only: it does not count as an update that the round aims for.
+    joining = active.selection.contributors(cohort)
+    whole = cohort if active.selection.tiers.are_alike else drop_left_out(cohort, set(joining))
+    wanted = aim_of_cohort(len(whole), config.cohort.over_selection)
     work = shares_of_work(active, number, cohort)
-    fact = run.privacy_budget.opens(RoundOpened(joining=tuple(joining), wanted=aim, work=work))
-    return OpenRound(number, 1, (*cohort, *joining), fact)
+    fact = run.privacy_budget.opens(RoundOpened(joining=joining, wanted=wanted, work=work))
+    return OpenRound(number, 1, cohort, fact)
 
 
 def shares_of_work(active: ActiveRun, number: int, cohort: Sequence[str]) -> dict[str, float]:

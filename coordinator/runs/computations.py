@@ -58,9 +58,10 @@ def begin(body: Request) -> dict[str, Any]:
         request.weights.load_into(model)
     fresh = to_arrays(model, method.shared_names(model))
     norm = to_arrays(model, norm_names(model, fresh)) if "encoder" in method.shared else {}
+    returned = {name: fresh[name] for name in method.returned_names(model)}
     begun = Begun(
         method=describe(method),
-        shared=forms_of(specs_of(fresh)),
+        returned=forms_of(specs_of(returned)),
         extras=forms_of(specs_of(method.sends(model, task))),
         norm=forms_of(specs_of(norm)),
         digest=_blobs(request).put(*pieces(method.start(fresh))) if request.is_new else None,
@@ -131,7 +132,9 @@ def export_bundle(body: Request) -> dict[str, Any]:
     norm_note = NORM_NOTES[method.norm] if request.pooled else ""
     client_ranges = _tensors(request, request.client_ranges) if is_release else {}
     model = _model(request, method, state)
-    trained = TrainedEncoder(model, method, task, method.global_head(state), norm_note, request.lineage)
+    # A bundle of one round is for contributions, which need no statistics of others.
+    statistics = method.shared_statistics(state) if is_release else None
+    trained = TrainedEncoder(model, method, task, method.global_head(state), statistics, norm_note, request.lineage)
     if domains:
         calibration = Calibration.from_domains(domains, client_ranges)
     else:

@@ -24,23 +24,32 @@ from ..config import CoordinatorConfig
 from ..fleet.collection import Collection
 from ..journal.entries import RoundClosed, RoundOpened, RunStarted
 from ..journal.store import Journal, facts_of
-from ..rounds.active_run import ActiveRun, UpdateForms
+from ..rounds.active_run import ActiveRun
 from ..rounds.aggregation import refusal
 from ..rounds.assignment import Assignment, JobSpec
 from ..rounds.buffered import BufferedRounds
 from ..rounds.compute_requests import BeginRequest, Begun
 from ..rounds.context import MOST_LISTED, Run, RunHooks, Steps, Waiting
 from ..rounds.figures import Stats
+from ..rounds.forms import UpdateForms
 from ..rounds.pace import Pace
 from ..rounds.round import Rounds
-from ..rounds.selection import Exclusions, LeftOutAgent, Selection, drop_left_out
+from ..rounds.selection import Exclusions, LeftOutAgent, Selection, Tiers, drop_left_out
 from ..rounds.server_side import method_of, specs_from_forms
 from ..rounds.server_step import ServerStep
 from ..rounds.synchronous import SynchronousRounds
 from ..state.privacy_spent import PrivacySpent
 from ..state.store import retain_checkpoint
 from ..views.runs import Rejection, RunRecord, replay
-from .release import encoder_of, freeze, release_during_run, stop_reason, with_client_ranges, with_pooled_norm
+from .release import (
+    encoder_of,
+    freeze,
+    freeze_as_tensors,
+    release_during_run,
+    stop_reason,
+    with_client_ranges,
+    with_pooled_norm,
+)
 from .results import finish_run, restore
 
 log = logging.getLogger(__name__)
@@ -103,7 +112,7 @@ class RunLoop:
             Pace.replay(journal, run.id),
             fewest=run.privacy_budget.least,
         )
-        self._active = ActiveRun(run, selection, freeze)
+        self._active = ActiveRun(run, selection, freeze_as_tensors if run.context.is_simulation else freeze)
         self._server = ServerStep(self._active)
         self._rounds: Rounds = SynchronousRounds(self._active, self._server)
         """The kind that the configuration asks for, once the run has begun."""
@@ -252,8 +261,9 @@ class RunLoop:
         if why_not:
             raise RunFailed(why_not)
         extras = specs_from_forms(begun.extras)
-        update = {**specs_from_forms(begun.shared), **extras}
+        update = {**specs_from_forms(begun.returned), **extras}
         self._active.forms = UpdateForms(update, extras, specs_from_forms(begun.norm))
+        self._active.selection.tiers = Tiers.of(context.config, method, self._active.forms)
         if checkpoint is None:
             checkpoint = str(begun.digest)
             state = decode(context.state.blobs.read(checkpoint))
@@ -346,7 +356,7 @@ class RunLoop:
         members_of_last = set[str]()
         if opened:
             members_of_last = set(opened[-1].cohort) - set(opened[-1].joining)
-        present = self.run.context.roster.present("train")
+        present = self.run.context.roster.present(self._personalizing_tier)
         refusing = self.selection.exclusions.refusing(self.selection.boot)
         agents = tuple(drop_left_out(sorted({*members_of_last, *present}), refusing))
         assignment = yield from self._active.assign(self.run, JobSpec(self.run.request.rounds, "personalize"))
@@ -384,13 +394,18 @@ class RunLoop:
     def _config(self) -> CoordinatorConfig:
         return self.run.context.config
 
+    @property
+    def _personalizing_tier(self) -> str | None:
+        """The tier that evaluates the final model; None: all. Devices without torch evaluate the bundle instead."""
+        return None if self.run.context.is_simulation else "train"
+
     def _concerns(self, agent: str) -> bool:
         """Return whether the job on offer is for this agent, and not done by it."""
         assignment = self.assignment
         if assignment is not None and assignment.spec.purpose == "personalize":
             member = self.run.context.roster.get(agent)
-            is_trainer = member is not None and member.tier == "train"
-            return is_trainer and agent not in self.run.reports.reports
+            is_asked = member is not None and self._personalizing_tier in {None, member.tier}
+            return is_asked and agent not in self.run.reports.reports
         collection = self._active.open_collection
         if collection is None or agent not in self._active.members:
             return False

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from edge_agent import data, heads, methods, models
+from edge_agent import data, methods, models
 from edge_agent.core.config import DataConfig, check_tls
 from edge_agent.core.errors import ConfigError, HeadwaterError, UsageError
 from edge_agent.core.task import Task
@@ -125,10 +125,10 @@ def _check_signing(method: Method, config: CoordinatorConfig) -> None:
             "export.release = 'manual', or give the coordinator a key that signs alone ('headwater keys rotate "
             "--release-key')"
         )
-    if config.cohort.tier == "any" and heads.contribution(method.name) is not None:
+    if config.cohort.tier != "train" and method.takes_contributions():
         raise UsageError(
-            "cohort.tier = 'any' sends devices without torch the encoder of each round before anybody can sign it, and "
-            f"{people}; set cohort.tier = 'train'"
+            f"cohort.tier = '{config.cohort.tier}' sends devices without torch the encoder of each round before "
+            f"anybody can sign it, and {people}; set cohort.tier = 'train'"
         )
 
 

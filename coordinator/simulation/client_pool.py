@@ -34,6 +34,9 @@ log = logging.getLogger(__name__)
 
 BOOT = "simulated"
 
+IN_ROUNDS = ("train", "contribute")
+"""The purposes of jobs whose updates a round collects."""
+
 RESUMABLE = "; --resume tries that again"
 """The end of error messages after which the run can be resumed."""
 
@@ -60,11 +63,13 @@ class Population:
     Attributes:
         samples: Client -> number of its training samples.
         new_clients: Those that never train.
+        head_clients: Those without torch.
         dropouts: Who drops out of which round; None: nobody does.
     """
 
     samples: Mapping[str, int]
     new_clients: Collection[str]
+    head_clients: Collection[str]
     dropouts: Dropouts | None
 
 
@@ -113,6 +118,7 @@ class SimulatedClients:
         self._transport = broker.transport()
         self._samples = population.samples
         self._new_clients = frozenset(population.new_clients)
+        self._head_clients = frozenset(population.head_clients)
         self._absent = tuple(self._new_clients)
         self._dropouts = population.dropouts
         self._attempt = attempt
@@ -172,7 +178,8 @@ class SimulatedClients:
 
     def _register(self, clients: Iterable[str]) -> None:
         for client in clients:
-            hello = up.Hello(boot=BOOT, software=__version__, tier="train", samples=self._samples[client])
+            tier: Literal["train", "head"] = "head" if client in self._head_clients else "train"
+            hello = up.Hello(boot=BOOT, software=__version__, tier=tier, samples=self._samples[client])
             self._roster.hello(client, hello)
 
     def _on_control(self, client: str, message: fields.Control) -> None:
@@ -189,12 +196,12 @@ class SimulatedClients:
         elif isinstance(message, down.Cancel):
             self._forget_update(client)
             self._cancel(client, message)
-        elif not isinstance(message, down.Welcome):
+        elif not isinstance(message, down.Welcome | down.TaskNotice):
             log.warning("not_expected client=%s message=%s", client, message)
 
     def _on_job(self, client: str, job: down.Job) -> None:
         """Queue a job: the longest first, so that no worker runs it alone at the end."""
-        if job.purpose == "train" and job.round == job.rounds and self._absent:
+        if job.purpose in IN_ROUNDS and job.round == job.rounds and self._absent:
             self._register(self._absent)  # the last cohort has been selected, so they do not train
             self._absent = ()
         self._received += 1
@@ -234,11 +241,13 @@ class SimulatedClients:
     def _take_blobs(self, client: str, job: down.Job) -> tuple[Outgoing, ...] | None:
         """Return what a job starts from; None where a blob of it is not on offer any more."""
         blobs = []
-        for ref in job.blobs:
+        # A device without torch has the encoder in a bundle; here it is one more blob of tensors.
+        refs = job.blobs if job.bundle is None else (job.bundle, *job.blobs)
+        for ref in refs:
             blob = self._distributor.take(client, ref.digest)
             if blob is not None:
                 blobs.append(blob)
-        if len(blobs) < len(job.blobs):
+        if len(blobs) < len(refs):
             return None
         if client in self._new_clients:
             blobs += self._beside(job)
@@ -247,7 +256,7 @@ class SimulatedClients:
     def _fate(self, client: str, job: down.Job) -> Fate:
         if job.purpose == "train" and client in self._new_clients:  # a last round that all others dropped out of
             return "vanishes"
-        if self._dropouts is None or job.purpose != "train":
+        if self._dropouts is None or job.purpose not in IN_ROUNDS:
             return "delivers"
         return self._dropouts.fate(client, job.round, self._attempt(job.round))
 

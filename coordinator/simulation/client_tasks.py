@@ -13,14 +13,14 @@ from typing import Annotated, Any, TypeAlias, TypeVar
 import numpy as np
 from pydantic import Field, TypeAdapter
 
-from edge_agent import heads
+from edge_agent import heads, methods
 from edge_agent.agent.tasks.resources import Resources
 from edge_agent.agent.tasks.runner import TaskRunner
 from edge_agent.agent.tasks.table import state_before
 from edge_agent.agent.transfers import Outbox, manifest_of
 from edge_agent.client import Built, ClientState, Session
 from edge_agent.core.config import AgentConfig, DataConfig, HeadConfig, Precision, PrivacyConfig, TrainingConfig
-from edge_agent.core.errors import HeadwaterError
+from edge_agent.core.errors import HeadwaterError, MissingCapability
 from edge_agent.core.task import Task, Tensors
 from edge_agent.data import Samples
 from edge_agent.data.partition import Division
@@ -139,6 +139,11 @@ class Shared:
         """Clients that never train; after the last round they fit a head on the frozen encoder."""
         return self.plan.new_clients_of(tuple(self.division.clients))
 
+    @property
+    def head_clients(self) -> tuple[str, ...]:
+        """Clients without torch; after the last round they fit a head on the frozen encoder."""
+        return self.plan.head_clients_of(tuple(self.division.clients))
+
 
 def state_files_in(folder: Path, client: str, run: str, keep_every: int = 0) -> ClientStateFiles:
     """Return the state files of one of the clients whose folders are in ``folder``."""
@@ -232,9 +237,14 @@ def answer(shared: Shared, client: str, job: down.Job, received: Tensors) -> Ans
     content = list[bytes | memoryview]()
 
     def work() -> up.UpdateManifest | up.Report:
+        reply: up.UpdateManifest | up.Report
         resources = SimulatedResources(shared, client)
         tasks = resources.tasks()
-        if job.purpose == "personalize" and client in shared.new_clients:
+        if job.purpose == "contribute":
+            reply = contribute(tasks, job, received)
+            content.extend(resources.outbox.content)
+            return reply
+        if job.purpose == "personalize" and client in {*shared.new_clients, *shared.head_clients}:
             return tasks.report(job, *fit_head(tasks.session(job), received, rounds=job.rounds))
         reply = tasks.do(job, received)
         content.extend(resources.outbox.content)
@@ -287,6 +297,22 @@ def _memory_advice(job: down.Job) -> str:
     size = job.params.get("batch_size")
     batch = "a smaller batch_size" if size is None else f"a smaller batch_size than {size}"
     return f"try {batch}, fewer --workers, or a smaller encoder"
+
+
+def contribute(tasks: TaskRunner, job: down.Job, received: Tensors) -> up.UpdateManifest:
+    """Take part in a round as a device without torch does, and put the update into the outbox.
+
+    Features are those of the encoder in torch, which a device has as a graph: it is exported for no simulation.
+    """
+    session = tasks.session(job)
+    client = session.before_round(received, ClientState(), round_number=job.round, rounds=job.rounds)
+    half = methods.contribution(session.method.name)
+    if half is None:
+        raise MissingCapability(f"method '{session.method.name}' has no half for devices without torch")
+    features = features_of(client.model, client.train_inputs).cpu().numpy()
+    labels = client.train_labels.cpu().numpy()
+    data = FitData(features, labels, client.task.num_classes, None, session.method.all_params())
+    return tasks.offer(job, half(data, received, client.rng), client.samples, {})
 
 
 def fit_head(session: Session, received: Tensors, *, rounds: int) -> tuple[str, float | None, np.ndarray | None]:

@@ -100,6 +100,13 @@ class Plan(Frozen):
         le=100_000,
         description="the last so many clients by name never train; after the run they fit a head: acc.new",
     )
+    head_clients: int = Field(
+        0,
+        ge=0,
+        le=100_000,
+        description="the first so many clients by name are devices without torch, which take part where the method has "
+        "a half for them; after the run they fit a head",
+    )
     rounds: int = Field(10, ge=1, le=1_000_000, description="number of rounds")
     seed: int = Field(0, ge=0, lt=1 << 63, description="seed of partition, first weights, cohorts and clients")
     encoder: str | None = Field(
@@ -202,6 +209,10 @@ class Plan(Frozen):
     def new_clients_of(self, clients: Sequence[str]) -> tuple[str, ...]:
         """Return the clients that never train: the last ``new_clients``."""
         return tuple(clients[len(clients) - self.new_clients :])
+
+    def head_clients_of(self, clients: Sequence[str]) -> tuple[str, ...]:
+        """Return the clients without torch: the first ``head_clients``."""
+        return tuple(clients[: self.head_clients])
 
     @property
     def method_name(self) -> str:

@@ -84,6 +84,7 @@ def result_of(state: StateFolder, run: str, prepared: Prepared) -> dict[str, Any
         "scored_on": "validation" if "validation" in division.settings else "test",
         "clients": len(division.clients),
         "new_clients": plan.new_clients,
+        "head_clients": plan.head_clients,
         "scored_clients": len(set(tested_clients).difference(prepared.new_clients)),
         "fraction": plan.fraction if plan.fraction_max is None else [plan.fraction, plan.fraction_max],
         "dropout": plan.dropout,

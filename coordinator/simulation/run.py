@@ -187,7 +187,7 @@ def _population_of(prepared: Prepared) -> Population:
     dropouts = None
     if plan.dropout:
         dropouts = Dropouts(plan.dropout, plan.seed)
-    return Population(samples, prepared.new_clients, dropouts)
+    return Population(samples, prepared.new_clients, prepared.head_clients, dropouts)
 
 
 @contextlib.contextmanager

@@ -89,6 +89,14 @@ class Prepared:
             raise UsageError(
                 f"new_clients = {plan.new_clients} of {len(division.clients)} clients; at least one client must train"
             )
+        most = len(division.clients) - plan.new_clients
+        if plan.head_clients > most:
+            raise UsageError(f"head_clients = {plan.head_clients}, but only {most} clients take part; give fewer")
+        if plan.head_clients and not method.takes_contributions():
+            raise UsageError(
+                f"head_clients = {plan.head_clients}, and method '{method.name}' has no half for devices without "
+                "torch; leave it out, or choose a method that has one, such as afl"
+            )
         weights_path = plan.weights_path
         if weights_path is not None:
             # A simulation that is resumed has a copy of its own: the original may have changed since.
@@ -124,6 +132,11 @@ class Prepared:
     def new_clients(self) -> tuple[str, ...]:
         """Clients that never train, and get a head after the last round."""
         return self.plan.new_clients_of(tuple(self.division.clients))
+
+    @property
+    def head_clients(self) -> tuple[str, ...]:
+        """Clients without torch."""
+        return self.plan.head_clients_of(tuple(self.division.clients))
 
     def settled_precision(self) -> Precision:
         """Choose the precision of training steps: as planned, but float32 where bfloat16 is not faster here.
@@ -167,7 +180,11 @@ class Prepared:
             "federation": FEDERATION,
             "state": folder,
             "task": self.task,
-            "cohort": {"fraction": plan.fraction, "fraction_max": plan.fraction_max},
+            "cohort": {
+                "tier": "any" if plan.head_clients else "train",
+                "fraction": plan.fraction,
+                "fraction_max": plan.fraction_max,
+            },
             "round": {"lease_s": LEASE_S, **closing},
             # The papers' own means; nobody is hostile here.
             "aggregation": {**NO_BOUNDS, "max_loss": None},

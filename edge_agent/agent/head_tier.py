@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -43,7 +43,7 @@ from ..data.collected import Collection, labelled
 from ..data.images import visible
 from ..data.partition import is_collected, own_samples
 from ..heads import FitData, saved
-from ..heads.base import softmax
+from ..heads.base import Contribute, softmax
 from ..heads.saved import SavedHead
 from ..personal.encoder import Encoder, remove_features, trim_features
 from ..personal.fitting import FitOptions
@@ -63,6 +63,7 @@ from ..wire.faults import public_text
 from ..wire.messages.down import Install, Job
 from ..wire.messages.up import Report
 from .new_samples import FileMark, file_mark, is_settled, samples_folder
+from .own_method import method_for
 from .release_record import CANDIDATE_FOLDER, candidate_folder, clean
 
 log = logging.getLogger(__name__)
@@ -718,13 +719,7 @@ def contribute_round(
         BundleError: the bundle is damaged.
         TrainingFailed: training on this device diverged.
     """
-    contribute = heads.contribution(job.method)
-    if contribute is None:
-        raise MissingCapability(
-            f"a round of method '{job.method}' has nothing for a device of tier 'head'; "
-            "the coordinator's cohort.tier should be 'train'",
-            is_public=True,
-        )
+    contribute = _contribution(config, job)
     first = admit(config, archive.open_bundle(encoder))
     run_folder = config.state / "runs" / job.run
     make_folder(run_folder, RUN_FOLDER)
@@ -740,6 +735,37 @@ def contribute_round(
     sent = contribute(result, received, rng)
     check_update(config.privacy, sent, _update_facts(job, result))
     return sent, _scores(session, test, received, sent) if job.evaluate else {}
+
+
+def _contribution(config: AgentConfig, job: Job) -> Contribute:
+    """Return the method's half for devices without torch: that of a head of its name, or of its own file.
+
+    Raises:
+        MissingCapability: the method has none, or this device does not have the method's file.
+        UsageError: the file that the configuration names cannot be read.
+    """
+    try:
+        name = job.method if job.method in heads.names() else method_for(config.training, job)
+        contribute = methods.contribution(name)
+    except ImportError:  # a method whose file needs torch has no such half
+        contribute = None
+    if contribute is None:
+        raise MissingCapability(
+            f"a round of method '{job.method}' has nothing for a device of tier 'head'; "
+            "the coordinator's cohort.tier should be 'train'",
+            is_public=True,
+        )
+    return contribute
+
+
+def weighting_of(config: AgentConfig, job: Job) -> Literal["samples", "uniform"]:
+    """Return what updates of the job's method are weighted by; the method's file needs no torch.
+
+    Raises:
+        MissingCapability: this device does not have the method's file.
+        UsageError: the file that the configuration names cannot be read.
+    """
+    return methods.get(method_for(config.training, job)).weighting
 
 
 def _update_facts(job: Job, data: FitData) -> UpdateFacts:

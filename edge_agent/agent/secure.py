@@ -128,7 +128,10 @@ def origin_of(job: Job, received: Tensors) -> str:
 
     Run, round and seed are no part of it: where all samples are one batch, they change nothing but the last bits.
     """
-    training = json.dumps([job.task.model_dump(mode="json"), job.method, job.params], sort_keys=True)
+    about = [job.task.model_dump(mode="json"), job.method, job.params]
+    if job.bundle is not None:  # a device without torch has the encoder in it
+        about.append(job.bundle.digest)
+    training = json.dumps(about, sort_keys=True)
     return sha256_of(training.encode(), *pieces(received))
 
 

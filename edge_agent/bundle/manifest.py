@@ -34,7 +34,10 @@ SCHEMA: Literal[3] = 3
 """The version of the manifest's form that is written of encoders that a run has trained."""
 
 NEWEST_SCHEMA: Literal[4] = 4
-"""The newest version that is read. It is written of encoders that no run has trained, which may have no classes."""
+"""The newest version that is read.
+
+It is written of encoders that no run has trained, which may have no classes, and of those with shared statistics.
+"""
 
 OLDEST_SCHEMA = 2
 """The oldest version of the manifest's form that is read."""
@@ -228,6 +231,10 @@ class Manifest(Frozen):
     global_head: str | None = Field(
         None, description="file with 'weight' (K, d) and 'bias' (K,) of the shared classifier"
     )
+    shared_statistics: str | None = Field(
+        None,
+        description="file with 'gram' (d (d + 1) / 2,), 'sums' (K, d), 'shares' (K,): means over all clients' samples",
+    )
     heads: dict[str, HeadCard] = Field(default_factory=dict)
     free_norm: FreeNorm | None = Field(
         None, description="batch norm that a device may estimate again; None: the encoder or its method has none"
@@ -321,6 +328,8 @@ def dump_manifest(manifest: Manifest) -> bytes:
     content = manifest.model_dump(mode="json")
     if manifest.lineage is None:  # as in bundles that were made before it was written
         del content["lineage"]
+    if manifest.shared_statistics is None:
+        del content["shared_statistics"]
     if manifest.schema_version < 3:
         content = {name: value for name, value in content.items() if value is not None or name not in _SINCE_3}
     return json.dumps(content, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
@@ -401,6 +410,8 @@ def _files_referred_to(manifest: Manifest) -> list[str]:
     names.append(manifest.golden)
     if manifest.global_head is not None:
         names.append(manifest.global_head)
+    if manifest.shared_statistics is not None:
+        names.append(manifest.shared_statistics)
     if manifest.free_norm is not None:
         names.append(manifest.free_norm.probe)
     return names

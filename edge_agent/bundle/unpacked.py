@@ -185,6 +185,27 @@ class Bundle:
             raise BundleDamaged(f"global head: '{name}' holds NaN or infinity; export the bundle again")
         return result
 
+    def shared_statistics(self) -> Tensors | None:
+        """Return ``gram``, ``sums`` and ``shares``, means over all clients' samples (see the manifest), or None.
+
+        Raises:
+            BundleDamaged: The file holds other arrays, other shapes than the manifest, NaN or infinity.
+        """
+        name = self.manifest.shared_statistics
+        if name is None:
+            return None
+        classes = self.manifest.task.num_classes
+        size = self.manifest.feature_dim
+        expected = {"gram": (size * (size + 1) // 2,), "sums": (classes, size), "shares": (classes,)}
+        result = self._tensors(name, 8 * (size * (size + 1) // 2 + classes * (size + 1)))
+        shapes = {key: array.shape for key, array in result.items()}
+        if shapes != expected:
+            raise BundleDamaged(f"shared statistics have {shapes}, expected {expected}; export the bundle again")
+        not_finite = first_non_finite(result)
+        if not_finite is not None:
+            raise BundleDamaged(f"shared statistics: '{not_finite}' holds NaN or infinity; export the bundle again")
+        return result
+
 
 def open_folder(folder: Path) -> Bundle:
     """Return the bundle unpacked in ``folder``, after verifying every file again, because flash memory may lose bits.

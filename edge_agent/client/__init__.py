@@ -131,6 +131,7 @@ class Session:
         self._model = built.model
         self._fresh = built.fresh
         self._shared = method.shared_names(self._model)
+        self._returned = method.returned_names(self._model)
         self._personal = personal_names(self._model, self._shared)
         self._norms = own_layers(self._model, self._personal) if method.params.refresh_stats else []
         self._train = self._on_device(train)
@@ -138,8 +139,13 @@ class Session:
 
     @property
     def shared(self) -> tuple[str, ...]:
-        """Names of the model's tensors that travel."""
+        """Names of the model's tensors that are received."""
         return self._shared
+
+    @property
+    def returned(self) -> tuple[str, ...]:
+        """Names of the model's tensors that an update carries."""
+        return self._returned
 
     def train(
         self,
@@ -220,12 +226,13 @@ class Session:
 
     @functools.cached_property
     def shared_buffers(self) -> frozenset[str]:
-        """Names of the shared tensors that no gradient moves, and that are not batch norm's running statistics."""
+        """Names of the returned tensors that no gradient moves, and that are not batch norm's running statistics."""
         trained = dict(self._model.named_parameters())
-        return frozenset(name for name in self._shared if name not in trained and not name.endswith(RUNNING_STATISTICS))
+        buffers = (name for name in self._returned if name not in trained)
+        return frozenset(name for name in buffers if not name.endswith(RUNNING_STATISTICS))
 
     def announced_extras(self) -> Tensors:
-        """Return what an update carries beside the shared tensors, as zeros of the very shapes and dtypes."""
+        """Return what an update carries beside the model's tensors, as zeros of the very shapes and dtypes."""
         return self.method.sends(self._model, self.task)
 
     @property
@@ -247,8 +254,8 @@ class Session:
         return self._outcome(client, update, metrics)
 
     def sent(self) -> Tensors:
-        """Return the model's shared tensors as they are now: the update of a method with the standard local update."""
-        return to_arrays(self._model, self._shared)
+        """Return the tensors that travel back as they are now: the update of standard local training."""
+        return to_arrays(self._model, self._returned)
 
     def before_round(
         self, received: Tensors, kept: ClientState, *, round_number: int, rounds: int, salt: int = 0

@@ -23,7 +23,10 @@ class FitData:
     """The data from which a head may learn: cached features, and what came with the bundle.
 
     ``features`` (n, d) float32 with n >= 1, ``labels`` (n,) int64 in 0..num_classes-1. ``global_head`` holds the shared
-    linear classifier (``weight`` (K, d), ``bias`` (K,)) where the bundle has one.
+    linear classifier (``weight`` (K, d), ``bias`` (K,)) where the bundle has one. ``statistics`` are means over the
+    samples of all clients, where the bundle has them: ``gram`` (d (d + 1) / 2,), the upper triangle of z z'; ``mean``
+    (d,) of the features; ``sums`` (K, d) of those of each class, and ``shares`` (K,) of the classes, zeros for classes
+    that the federation does not know.
     """
 
     features: np.ndarray
@@ -31,6 +34,7 @@ class FitData:
     num_classes: int
     global_head: Tensors | None = None
     method_params: Mapping[str, Any] = field(default_factory=dict)
+    statistics: Tensors | None = None
 
     def __post_init__(self) -> None:
         if self.features.ndim != 2 or self.labels.shape != self.features.shape[:1]:

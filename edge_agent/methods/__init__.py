@@ -19,6 +19,7 @@ from ..core.errors import UsageError
 from ..core.registry import PinnedFile, Registry, own_name
 
 if TYPE_CHECKING:
+    from ..heads.base import Contribute
     from .base import Method, weighted_mean
     from .values import Client, MethodParams, Update, grades, ours, paper_values, refreshed_stats
 
@@ -28,6 +29,7 @@ __all__ = [
     "MethodParams",
     "Update",
     "add",
+    "contribution",
     "create",
     "get",
     "grades",
@@ -105,6 +107,20 @@ def create(name: str, params: Mapping[str, Any] | None = None, *, paper: bool = 
     kind = get(name)
     values = {**(paper_values(kind.Params) if paper else {}), **(params or {})}
     return kind(parse(kind.Params, values, where=f"parameters of method '{name}'"))
+
+
+def contribution(name: str) -> Contribute | None:
+    """Return how a device without torch takes part in rounds of a method: by the head of its name, or by its own file.
+
+    None: it cannot. Only a method that is not the name of a head with that half is imported.
+
+    Raises:
+        UnknownName, UsageError: See `get`.
+        ImportError: The method's file needs torch, which is not installed here; then it has no such half.
+    """
+    from ..heads import contribution as of_head
+
+    return of_head(name) or get(name).contribute
 
 
 def __getattr__(name: str) -> Any:

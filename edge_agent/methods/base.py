@@ -25,6 +25,7 @@ from .values import ClassStatistics, Client, Exactness, Grade, MethodParams, Nor
 if TYPE_CHECKING:
     import torch
 
+    from ..heads.base import Contribute
     from ..training.loops import Loss
     from ..training.parts import Parts
 
@@ -44,6 +45,13 @@ class Method:
     Params: ClassVar[type[MethodParams]] = MethodParams
     shared: Any = ("encoder", "head")
     """Parts that travel; everything else never leaves the device. A property where it depends on ``params``."""
+
+    returned: Any = None
+    """Those of the ``shared`` parts that an update carries back; None: all of them.
+
+    A method whose devices use an encoder as it is broadcasts it and returns none: its updates are the arrays of `sends`
+    alone, and a part that nobody returns stays as it was in the first state.
+    """
 
     frozen: ClassVar[tuple[str, ...]] = ()
     """Parts that local training leaves as they are: no gradient, in eval mode."""
@@ -81,6 +89,13 @@ class Method:
 
     source: ClassVar[str] = ""
     """Paper: authors, title, venue."""
+
+    contribute: ClassVar[Contribute | None] = None
+    """The half for devices without torch: a static function from features to the tensors of an update.
+
+    It gives the `sends` arrays. A method that has it must not import torch where its file is loaded. None: the head of
+    the method's name has that half, or there is none (`edge_agent.methods.contribution`).
+    """
 
     def __init__(self, params: MethodParams | None = None) -> None:
         self.params: Any = params if params is not None else self.Params()
@@ -120,8 +135,14 @@ class Method:
         """
         return getattr(self.params, "min_class_count", None)
 
+    def takes_contributions(self) -> bool:
+        """Return whether devices without torch can take part in rounds of this method."""
+        from ..heads import contribution
+
+        return type(self).contribute is not None or contribution(self.name) is not None
+
     def sends(self, model: Parts, task: Task) -> Tensors:
-        """Return extra arrays that an update carries beside the shared parts, as zeros of the very shapes and dtypes.
+        """Return extra arrays that an update carries beside the parts, as zeros of the very shapes and dtypes.
 
         Their names start with ``extra.``. Each update carries all of them: what a client does not have (a class, say)
         is marked inside, by a count of 0.
@@ -159,10 +180,18 @@ class Method:
         return encoder_and_head(task)
 
     def shared_names(self, model: Parts) -> tuple[str, ...]:
-        """Return names of the tensors that travel both ways, sorted: the shared parts under this norm policy."""
+        """Return names of the tensors that clients receive, sorted: the shared parts under this norm policy."""
         from ..training.parts import names_that_travel
 
         return names_that_travel(model, self.shared, self.norm)
+
+    def returned_names(self, model: Parts) -> tuple[str, ...]:
+        """Return names of those of the `shared_names` that an update carries back, sorted."""
+        from ..training.parts import names_that_travel
+
+        if self.returned is None:
+            return self.shared_names(model)
+        return names_that_travel(model, self.returned, self.norm)
 
     # --- coordinator -----------------------------------------------------------------------------------------------
 
@@ -247,10 +276,10 @@ class Method:
         return self.sent(client)
 
     def sent(self, client: Client) -> Tensors:
-        """Return the shared tensors as they are in the client's model now."""
+        """Return the shared tensors that travel back, as they are in the client's model now."""
         from ..training.parts import to_arrays
 
-        return to_arrays(client.model, self.shared_names(client.model))
+        return to_arrays(client.model, self.returned_names(client.model))
 
     def predict(self, client: Client, inputs: torch.Tensor) -> torch.Tensor:
         """Return class probabilities (n, K) float32 of this client's personal model."""
@@ -301,6 +330,14 @@ class Method:
         if "head.weight" not in state:
             return None
         return {"weight": state["head.weight"], "bias": state["head.bias"]}
+
+    def shared_statistics(self, state: State) -> Tensors | None:
+        """Return statistics of all clients' features for the bundle, from which devices fit heads; None without any.
+
+        They are means over samples, float64: ``gram`` (d (d + 1) / 2,), the upper triangle of z z'; ``sums`` (K, d),
+        the features of each class; ``shares`` (K,) of the classes.
+        """
+        return None
 
 
 def _split_extras(tensors: Tensors) -> tuple[Tensors, Tensors]:

@@ -145,9 +145,14 @@ def best_head(
     return replace(options, head=choice.name), choice
 
 
+OF_STATISTICS = "ridge_prior"
+"""The head that is nothing without the bundle's shared statistics."""
+
+
 def heads_to_compare(bundle: Bundle, class_names: tuple[str, ...]) -> tuple[str, ...]:
     """Return the heads that are compared for samples of these classes."""
-    return candidates(bundle.manifest.heads, has_shared=shared_classifier(bundle, class_names) is not None)
+    offered = [name for name in bundle.manifest.heads if name != OF_STATISTICS or bundle.manifest.shared_statistics]
+    return candidates(offered, has_shared=shared_classifier(bundle, class_names) is not None)
 
 
 def divisions_of(samples: Samples, options: FitOptions) -> list[Fold]:
@@ -225,7 +230,14 @@ def fit(
     manifest = bundle.manifest
     fitted = heads.create(options.head, params_of(bundle, options))
     names = manifest.task.class_names if class_names is None else class_names
-    fit_data = FitData(features, labels, len(names), shared_classifier(bundle, names), manifest.method_params)
+    fit_data = FitData(
+        features,
+        labels,
+        len(names),
+        shared_classifier(bundle, names),
+        manifest.method_params,
+        shared_statistics(bundle, names),
+    )
     fitted.fit(fit_data, np.random.default_rng(options.seed))
     return fitted
 
@@ -274,3 +286,23 @@ def answers_in_folds(
 def shared_classifier(bundle: Bundle, class_names: tuple[str, ...]) -> Tensors | None:
     """Return the bundle's shared classifier; None where it has none, or one for other classes."""
     return bundle.global_head() if class_names == bundle.manifest.task.class_names else None
+
+
+def shared_statistics(bundle: Bundle, class_names: tuple[str, ...]) -> Tensors | None:
+    """Return the bundle's statistics for these classes, as `FitData.statistics`; None where it has none.
+
+    Classes are matched by their names: those that the bundle does not know have zeros.
+    """
+    statistics = bundle.shared_statistics()
+    if statistics is None:
+        return None
+    # Before classes that this device lacks are dropped: their samples are part of the mean, as of the products.
+    mean = statistics["sums"].sum(axis=0) / max(float(statistics["shares"].sum()), 1e-12)
+    row_of = {name: row for row, name in enumerate(bundle.manifest.task.class_names)}
+    sums = np.zeros((len(class_names), len(mean)), np.float32)
+    shares = np.zeros(len(class_names), np.float32)
+    for row, name in enumerate(class_names):
+        if name in row_of:
+            sums[row] = statistics["sums"][row_of[name]]
+            shares[row] = statistics["shares"][row_of[name]]
+    return {"gram": statistics["gram"], "mean": mean, "sums": sums, "shares": shares}

@@ -176,9 +176,10 @@ def example(method: Method) -> Example:
     task = _small_task()
     model = method.build(task)
     shared = to_arrays(model, method.shared_names(model))
+    returned = {name: shared[name] for name in method.returned_names(model)}
     return Example(
         received=shared,
-        update={**shared, **method.sends(model, task)},
+        update={**returned, **method.sends(model, task)},
         model_shapes={name: tuple(tensor.shape) for name, tensor in model.state_dict().items()},
         features=int(task.encoder_params["feature_dim"]),
         classes=task.num_classes,
@@ -196,7 +197,7 @@ def tensors(method: Method) -> Iterator[Item]:
     task = _small_task()
     sizes = {3: "K", 7: "d", 7 * 8 // 2: "d (d + 1) / 2"}
     model = method.build(task)
-    names = method.shared_names(model)
+    names = method.returned_names(model)
     least = method.least_class_count
 
     def item(name: str, meaning: str) -> Item:
@@ -216,7 +217,7 @@ def tensors(method: Method) -> Iterator[Item]:
             listed[name] = f"{array.dtype} [{', '.join(sizes.get(size, str(size)) for size in array.shape)}]"
     yield from (item(name, meaning) for name, meaning in listed.items())
     if "encoder" in method.shared:
-        if norm_names(model, names):
+        if norm_names(model, method.shared_names(model)):
             meaning = "batch norm of the encoder, which otherwise stays here, once after the last round"
             yield Item("batch_norm_stats", "encoder.*", meaning, "privacy.batch_norm_stats")
         meaning = "smallest and largest activation of each step of the encoder on own samples, where it is asked for"

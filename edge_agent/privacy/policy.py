@@ -51,7 +51,7 @@ def check_job(policy: PrivacyConfig, job: Job, least: int | None) -> None:
     if job.purpose in OUTSIDE_ROUNDS and not getattr(policy, job.purpose):
         reasons.append(f"privacy.{job.purpose} is false: they stay here")
     # A personal head stays on the device, so nothing of it can be seen.
-    is_masked = bool(job.session) and job.purpose in {*EXCHANGES, "train"}
+    is_masked = bool(job.session) and job.purpose in {*EXCHANGES, "train", "contribute"}
     is_visible = not is_masked and job.purpose != "personalize"
     if policy.secure_sum == "required" and is_visible:
         reasons.append(

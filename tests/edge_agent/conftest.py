@@ -96,6 +96,7 @@ def make_bundle(tmp_path: Path) -> Callable[..., Made]:
         seed: int = 0,
         int8: bool = False,
         global_head: bool = False,
+        statistics: bool = False,
         extra: Mapping[str, Any] | None = None,
         spoilt: Mapping[str, np.ndarray] | None = None,
         golden_error: float = 0.0,
@@ -121,6 +122,14 @@ def make_bundle(tmp_path: Path) -> Callable[..., Made]:
             shared = {key: array.astype(np.float32) for key, array in drawn.items()}
             golden["logits"] = golden["features_fp32"] @ shared["weight"].astype(np.float64).T + shared["bias"]
             files["global_head.safetensors"] = encode(shared)
+        if statistics:
+            classes = task.num_classes
+            known = {
+                "gram": np.eye(dim, dtype=np.float32)[np.triu_indices(dim)],
+                "sums": np.full((classes, dim), 0.1 / classes, np.float32),
+                "shares": np.full(classes, 1 / classes, np.float32),
+            }
+            files["shared_statistics.safetensors"] = encode(known)
         files["golden.safetensors"] = encode({**golden, **(spoilt or {})})
         fields: dict[str, Any] = {
             "name": "test",
@@ -140,6 +149,8 @@ def make_bundle(tmp_path: Path) -> Callable[..., Made]:
         }
         if global_head:
             fields["global_head"] = "global_head.safetensors"
+        if statistics:
+            fields["shared_statistics"] = "shared_statistics.safetensors"
         manifest = archive.pack(tmp_path / name, {**fields, **(extra or {})}, files)
         return Made(tmp_path / name, weight, manifest)
 

@@ -7,6 +7,7 @@ from ...wire.messages.down import Job
 from ...wire.messages.up import UpdateManifest
 from .purpose import Device, Inputs, PurposeTask
 from .train import TrainTask
+from .update_steps import SumMask, mask_for
 
 
 class ContributeTask(PurposeTask):
@@ -18,11 +19,17 @@ class ContributeTask(PurposeTask):
         # cannot.
         if inputs.encoder is None:
             return TrainTask().run(device, job, inputs)
-        from ..head_tier import contribute_round
+        from ..head_tier import contribute_round, weighting_of
 
         # The method's file needs torch; its parameters are all in the job.
         check_job(device.config.privacy, job, declared_least(job.params))
         device.remove_ended_runs(job.run)
+        # Keys that are gone are refused before anything is computed.
+        mask, received = mask_for(device, job, inputs)
         parts = device.read_samples(job.task)
-        update, metrics = contribute_round(device.config, job, inputs.tensors, inputs.encoder, parts, device.now)
-        return device.offer(job, update, len(parts[0]), metrics)
+        update, metrics = contribute_round(device.config, job, received, inputs.encoder, parts, device.now)
+        samples = len(parts[0])
+        if isinstance(mask, SumMask):
+            update = mask.of_update(weighting_of(device.config, job), received, update, samples)
+            samples = 1  # the weight is in the sum
+        return device.offer(job, update, samples, metrics)

@@ -12,10 +12,10 @@ from abc import abstractmethod
 from typing import ClassVar
 
 from ...core.task import Tensors
-from ...privacy.policy import check_job
+from ...privacy.policy import check_job, declared_least
 from ...wire.messages.down import Job
 from ...wire.messages.up import UpdateManifest
-from .purpose import Device, Inputs, PurposeTask, require_training_tier
+from .purpose import Device, Inputs, PurposeTask
 from .sessions import check_announced
 
 
@@ -28,7 +28,6 @@ class _ExchangeTask(PurposeTask):
         """Put what this exchange sends into the outbox; see `PurposeTask.run`."""
         from ...privacy.secure_sum.tensors import parted
 
-        require_training_tier(device)
         device.remove_ended_runs(job.run)
         received, _ = parted(inputs.tensors)
         return device.offer_exchange(job, self.answer(device, job, received))
@@ -49,6 +48,10 @@ class SecureKeysTask(_ExchangeTask):
 
     def answer(self, device: Device, job: Job, received: Tensors) -> Tensors:  # noqa: ARG002 - the first exchange
         """Return the keys, unless the update that would follow is known to be refused on this device."""
+        if device.tier != "train":
+            # Without torch there is no session; its parameters say all that the policy asks for.
+            check_job(device.config.privacy, job, declared_least(job.params))
+            return device.secure_sums.begin(job)
         session = device.session(job)
         check_job(device.config.privacy, job, session.method.least_class_count)
         check_announced(device, job, session)

@@ -45,7 +45,7 @@ def check_announced(device: Device, job: Job, session: Session) -> None:
     Raises:
         PrivacyRefused: the update would hold more than ``[privacy]`` lets out.
     """
-    check_tensors(device.config.privacy, session.shared)
+    check_tensors(device.config.privacy, session.returned)
     facts = update_facts(device, job, session, {})
     if not facts.is_shipped:
         check_update(device.config.privacy, session.announced_extras(), facts)
@@ -69,7 +69,7 @@ def update_facts(device: Device, job: Job, session: Session, received: Tensors) 
         method=job.method,
         is_shipped=methods.registry.is_shipped(job.method),
         declared_least=session.method.least_class_count,
-        shared=frozenset(session.shared),
+        shared=frozenset(session.returned),
         model_shapes=session.model_shapes,
         features=session.features,
         class_counts=np.bincount(train.labels, minlength=job.task.num_classes),

@@ -7,7 +7,7 @@ asks for neither, the value that does nothing takes their place, so that the tra
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from ...core.task import Tensors
 from ...privacy.policy import Ledger, sample_count
@@ -90,17 +90,22 @@ class SumMask:
 
     def apply(self, method: Method, received: Tensors, outcome: Outcome) -> Outcome:
         """Return the outcome with its update as masked integers, which hold its weight, too."""
+        masked = self.of_update(method.weighting, received, outcome.update, outcome.samples)
+        return replace(outcome, update=masked, samples=1)  # the weight is in the sum
+
+    def of_update(
+        self, weighting: Literal["samples", "uniform"], received: Tensors, update: Tensors, samples: int
+    ) -> Tensors:
+        """Return an update as masked integers, which hold its weight, too."""
         from ..secure import origin_of
 
         job = self._job
-        count = sample_count(self._device.config.privacy, outcome.samples)
-        weight = 1 if method.weighting == "uniform" else count
+        weight = 1 if weighting == "uniform" else sample_count(self._device.config.privacy, samples)
         origin = origin_of(job, received)
-        masked = self._device.secure_sums.masked(job, self._exchanged, outcome.update, weight, origin)
-        return replace(outcome, update=masked, samples=1)  # the weight is in the sum
+        return self._device.secure_sums.masked(job, self._exchanged, update, weight, origin)
 
 
-def mask_for(device: Device, job: Job, inputs: Inputs) -> tuple[UpdateStep, Tensors]:
+def mask_for(device: Device, job: Job, inputs: Inputs) -> tuple[SumMask | Unchanged, Tensors]:
     """Return how a job's update is masked, and the tensors that its training starts from.
 
     Raises:

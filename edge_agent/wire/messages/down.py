@@ -104,8 +104,9 @@ class Job(Command):
     compute on features of the encoder in ``bundle``. ``personalize``: after the last round, personalize and report.
     ``batch_norm_stats``: after round ``round``, send the encoder's batch norm tensors that stay on devices otherwise.
     ``activation_ranges``: then, send the smallest and largest value of each step of that encoder on own samples.
-    With a ``session`` the update of ``train`` leaves masked, and is part of a sum. Before it, ``secure_keys`` asks for
-    public keys, and ``secure_shares`` for shares of their secrets; after it, ``secure_unmask`` for shares of others.
+    With a ``session`` the update of ``train`` or ``contribute`` leaves masked, and is part of a sum. Before it,
+    ``secure_keys`` asks for public keys, and ``secure_shares`` for shares of their secrets; after it, ``secure_unmask``
+    for shares of others.
     """
 
     model_config = ConfigDict(populate_by_name=True)
@@ -162,8 +163,8 @@ class Job(Command):
 
     @model_validator(mode="after")
     def _check_session(self) -> Job:
-        """Require a session of a secure sum for its exchanges, and allow one for ``train`` beside them."""
-        if self.session and self.purpose not in {*EXCHANGES, "train"}:
+        """Require a session of a secure sum for its exchanges, and allow one for updates of a round beside them."""
+        if self.session and self.purpose not in {*EXCHANGES, "train", "contribute"}:
             raise ValueError(f"a job '{self.purpose}' is part of no secure sum and names a session of one")
         if self.purpose in EXCHANGES and not self.session:
             raise ValueError(f"a job '{self.purpose}' is part of a secure sum and names no session")

@@ -74,8 +74,10 @@ class Elsewhere(InlineCompute):
 
 
 OWN = {
+    "afl": {"objection", "aggregate"},
     "fedadam": {"aggregate"},
     "fedavgm": {"aggregate"},
+    "fedcof": {"objection", "aggregate"},
     "fedfomo": {"objection", "broadcast", "downlink", "aggregate"},
     "fedkd": {"objection", "broadcast", "aggregate"},
     "fedpac": {"objection", "broadcast", "downlink", "aggregate"},
@@ -119,7 +121,7 @@ def uploads(fed):
 def test_uploads_hold_exactly_the_names_that_the_method_declares(first_of, method):
     fed = first_of(method)
     made = methods.create(method, quick_params(method))
-    declared = {*made.shared_names(made.build(TASK)), *made.sends(made.build(TASK), TASK)}
+    declared = {*made.returned_names(made.build(TASK)), *made.sends(made.build(TASK), TASK)}
     sent = list(uploads(fed))
     assert len(sent) == 2 * 3
     assert all(set(tensors) == declared for _, tensors in sent)

@@ -468,7 +468,6 @@ def test_a_device_counts_masked_updates_without_noise_and_no_exchange_of_keys(tm
     ({"aggregation": {"rule": "multi_krum"}}, "'multi_krum' looks at single updates"),
     ({"aggregation": {"rule": "clipped"}}, "'clipped' looks at single updates"),
     ({"aggregation": {"max_norm": 3.0}}, "no aggregation.max_norm"),
-    ({"cohort": {"min_agents": 3, "tier": "any"}}, "cohort.tier = 'train'"),
     ({"export": {"client_ranges": True}}, "export.client_ranges = false"),
     ({"hosted": [{"id": "h", "data": {"source": "none:"}}]}, r"no \[\[hosted\]\] clients"),
 ])  # fmt: skip

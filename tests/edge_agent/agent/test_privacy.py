@@ -49,8 +49,10 @@ JOB = Job(run="run-1", round=1, rounds=2, seed=0, method="fedavg", blobs=(), dea
           task=BlobRef(digest="0" * 64, size_bytes=1, chunk_bytes=64))  # fmt: skip
 
 
-@pytest.mark.parametrize("session", ["", "1" * 32])
-@pytest.mark.parametrize("purpose", ["contribute", "batch_norm_stats", "activation_ranges"])
+@pytest.mark.parametrize("purpose, session", [
+    ("contribute", ""), ("batch_norm_stats", ""), ("activation_ranges", ""),
+    ("batch_norm_stats", "1" * 32), ("activation_ranges", "1" * 32),
+])  # fmt: skip
 def test_device_that_insists_on_a_secure_sum_refuses_what_no_mask_is_put_on_whatever_session_it_names(purpose, session):
     with pytest.raises(PrivacyRefused, match="'required', and the coordinator would see the single update"):
         check_job(
@@ -59,8 +61,8 @@ def test_device_that_insists_on_a_secure_sum_refuses_what_no_mask_is_put_on_what
 
 
 @pytest.mark.parametrize("purpose, session", [
-    ("train", "1" * 32), ("secure_keys", "1" * 32), ("secure_shares", "1" * 32), ("secure_unmask", "1" * 32),
-    ("personalize", ""),
+    ("train", "1" * 32), ("contribute", "1" * 32), ("secure_keys", "1" * 32), ("secure_shares", "1" * 32),
+    ("secure_unmask", "1" * 32), ("personalize", ""),
 ])  # fmt: skip
 def test_device_that_insists_on_a_secure_sum_takes_part_in_one_and_personalizes(purpose, session):
     policy = PrivacyConfig(secure_sum="required")
@@ -68,8 +70,8 @@ def test_device_that_insists_on_a_secure_sum_takes_part_in_one_and_personalizes(
 
 
 @pytest.mark.parametrize("purpose, session", [
-    ("contribute", "1" * 32), ("batch_norm_stats", "1" * 32), ("activation_ranges", "1" * 32),
-    ("personalize", "1" * 32), ("secure_keys", ""), ("secure_shares", ""), ("secure_unmask", ""),
+    ("batch_norm_stats", "1" * 32), ("activation_ranges", "1" * 32), ("personalize", "1" * 32),
+    ("secure_keys", ""), ("secure_shares", ""), ("secure_unmask", ""),
 ])  # fmt: skip
 def test_job_with_a_session_where_no_secure_sum_is_or_without_one_where_it_is_is_no_message(purpose, session):
     with pytest.raises(ValidationError, match="session"):

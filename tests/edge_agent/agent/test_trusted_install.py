@@ -15,7 +15,7 @@ from federation_harness import Killed
 from full_disk import DyingProcess
 from signing import NOW, Federation, now
 
-from edge_agent import heads
+from edge_agent import methods
 from edge_agent.agent.head_tier import contribute_round, install_bundle, trust_configured
 from edge_agent.bundle import archive, installed
 from edge_agent.bundle.trust import TrustStore, dump
@@ -270,11 +270,12 @@ def test_signed_bundles_are_refused_soon_and_without_memory(config, make_bundle,
 def test_the_encoder_of_a_round_counts_where_it_is_signed_for_that_and_is_never_installed(
     config, make_bundle, home, monkeypatch
 ):
-    monkeypatch.setattr(heads, "contribution", lambda _: lambda data, received, rng: {"rows": data.features})
+    monkeypatch.setattr(methods, "contribution", lambda _: lambda data, received, rng: {"rows": data.features})
     config = config.model_copy(update={"privacy": PrivacyConfig(statistics=("rows",))})
     made = make_bundle()
     task = made.manifest.task
-    job = SimpleNamespace(run="run-0001", round=1, seed=0, method="m", task=task, params={}, evaluate=False)
+    of_run = {"run": "run-0001", "round": 1, "seed": 0, "method": "m", "method_sha256": "", "params": {}}
+    job = SimpleNamespace(task=task, evaluate=False, **of_run)
     inputs = np.zeros((2, *task.input_shape), np.float32)
     samples = Samples(inputs, np.array([0, 1]), task.class_names, task.input)
 

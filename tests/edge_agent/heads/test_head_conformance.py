@@ -32,9 +32,21 @@ def global_head():
     return {"weight": np.eye(K, D, dtype=np.float32), "bias": np.zeros(K, np.float32)}
 
 
+def statistics(size=D):
+    """What a federation that knows the four clouds has of them: means over its samples."""
+    centres = 4 * np.eye(K, size)
+    gram = centres.T @ centres / K + 0.16 * np.eye(size)
+    return {
+        "gram": gram[np.triu_indices(size)],
+        "mean": centres.mean(axis=0),
+        "sums": centres / K,
+        "shares": np.full(K, 1 / K),
+    }
+
+
 def fitted(name, features, labels, seed=1):
     head = heads.create(name)
-    head.fit(FitData(features, labels, K, global_head()), np.random.default_rng(seed))
+    head.fit(FitData(features, labels, K, global_head(), statistics=statistics()), np.random.default_rng(seed))
     return head
 
 
@@ -75,7 +87,7 @@ def test_it_leaves_what_it_was_given_alone(name):
     shared = global_head()
     given = [features.copy(), labels.copy(), shared["weight"].copy()]
     head = heads.create(name)
-    head.fit(FitData(features, labels, K, shared), np.random.default_rng(0))
+    head.fit(FitData(features, labels, K, shared, statistics=statistics()), np.random.default_rng(0))
     head.predict_proba(features)
     for now, before in zip((features, labels, shared["weight"]), given, strict=True):
         assert (now == before).all()
@@ -98,7 +110,10 @@ def test_features_that_never_change_do_no_harm(name):
     features = np.concatenate([features, np.zeros((40, 1)), np.full((40, 1), 1e6), features[:, :1]], 1).astype("f")
     head = heads.create(name)
     weight = np.concatenate([np.eye(K, D), np.zeros((K, 3))], axis=1).astype(np.float32)
-    head.fit(FitData(features, labels, K, {**global_head(), "weight": weight}), np.random.default_rng(0))
+    head.fit(
+        FitData(features, labels, K, {**global_head(), "weight": weight}, statistics=statistics(D + 3)),
+        np.random.default_rng(0),
+    )
     assert np.isfinite(head.predict_proba(features)).all()
 
 
@@ -145,10 +160,12 @@ from edge_agent import heads
 x = np.random.default_rng(0).normal(size=(12, 4)).astype("f")
 y = np.arange(12) % 2
 shared = {"weight": np.eye(2, 4, dtype="f"), "bias": np.zeros(2, "f")}
+gram = np.eye(4)[np.triu_indices(4)]
+known = {"gram": gram, "mean": np.zeros(4), "sums": np.zeros((2, 4)), "shares": np.full(2, 0.5)}
 before = 0
 for name in sys.argv[1].split(","):
     head = heads.create(name)
-    head.fit(heads.FitData(x, y, 2, shared), np.random.default_rng(0))
+    head.fit(heads.FitData(x, y, 2, shared, statistics=known), np.random.default_rng(0))
     head.predict_proba(x)
     loaded = sum(module.partition(".")[0] in {"torch", "torchvision"} for module in sys.modules)
     print(name, loaded - before)

@@ -49,6 +49,7 @@ class Federation:
         self.rounds = rounds
         model = self.fresh_model(0)
         self.shared = method.shared_names(model)
+        self.returned = method.returned_names(model)
         self.state = method.start(to_arrays(model, self.shared))
         self.clients: dict[str, Client] = {}
         self.round = 0

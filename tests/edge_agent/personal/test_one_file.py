@@ -107,7 +107,7 @@ def fit(make_bundle, tmp_path):
         **options,
     ):
         task = TASKS[kind]
-        bundle = make_bundle(task=task, int8=True, int8_steps=8, global_head=shared)
+        bundle = make_bundle(task=task, int8=True, int8_steps=8, global_head=shared, statistics=head == "ridge_prior")
         labels = np.arange(count) % len(classes)
         names = np.array([classes[label] for label in labels])
         names[:wrong] = np.roll(names[:wrong], 1)

@@ -1,0 +1,126 @@
+"""Statistics of a federation in a bundle: what a device reads of them, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from edge_agent import methods
+from edge_agent.bundle.archive import open_bundle, pack
+from edge_agent.bundle.installed import install
+from edge_agent.core.errors import BundleDamaged
+from edge_agent.methods import Update
+from edge_agent.methods.afl import statistics, unpack
+from edge_agent.personal.personalize import FitOptions, fit, heads_to_compare, shared_statistics
+from edge_agent.training.parts import to_arrays
+from edge_agent.wire.tensors import decode, encode
+from export import BundleOptions, Calibration, TrainedEncoder, build_bundle, synthetic_inputs
+
+PARAMS = {"min_class_count": 1, "scale": 1.0}
+
+
+@pytest.fixture(scope="module")
+def afl():
+    return methods.create("afl", PARAMS)
+
+
+@pytest.fixture(scope="module")
+def exported(task, images, afl, tmp_path_factory):
+    """The state of a round, and the bundle of it."""
+    torch.manual_seed(0)
+    model = afl.build(task).eval()
+    rng = np.random.default_rng(0)
+    updates = []
+    for name in ("a", "b"):
+        labels = rng.integers(task.num_classes, size=40)
+        features = (rng.standard_normal((40, 12)) + np.eye(task.num_classes, 12)[labels]).astype(np.float32)
+        updates.append(Update(name, 40.0, statistics(features, labels, task.num_classes, afl.all_params())))
+    state = afl.aggregate(afl.start(to_arrays(model, afl.shared_names(model))), updates)
+    trained = TrainedEncoder(model, afl, task, afl.global_head(state), afl.shared_statistics(state))
+    out = tmp_path_factory.mktemp("bundle") / "afl.hwb"
+    options = BundleOptions("run-1", exporter="legacy", int8=False, own_norm=False)
+    build_bundle(trained, Calibration.from_inputs(synthetic_inputs(task)), out, options)
+    return state, out
+
+
+def test_a_device_reads_the_classifier_and_the_statistics_of_all(exported, tmp_path, afl):
+    state, path = exported
+    bundle = install(path, tmp_path)
+    np.testing.assert_array_equal(bundle.global_head()["weight"], state["head.weight"])
+    known = bundle.shared_statistics()
+    for name, array in afl.shared_statistics(state).items():
+        np.testing.assert_allclose(known[name], array, rtol=1e-6, atol=1e-7)
+    assert all(array.dtype == np.float32 for array in known.values())
+
+
+def test_classes_are_matched_by_their_names(exported, tmp_path, task):
+    _, path = exported
+    bundle = install(path, tmp_path)
+    whole = bundle.shared_statistics()
+    last = task.class_names[-1]
+    found = shared_statistics(bundle, (last, "of the device alone"))
+    np.testing.assert_array_equal(found["sums"][0], whole["sums"][-1])
+    assert not found["sums"][1].any()
+    assert found["shares"].tolist() == [whole["shares"][-1], 0.0]
+    # The mean of the features is that of all samples, as their products are.
+    np.testing.assert_allclose(found["mean"], whole["sums"].sum(axis=0), rtol=1e-5)
+    assert unpack(found["gram"], 12).trace() == pytest.approx(unpack(whole["gram"], 12).trace())
+
+
+def test_a_personal_head_begins_with_them(exported, tmp_path, task):
+    _, path = exported
+    bundle = install(path, tmp_path)
+    rng = np.random.default_rng(5)
+    labels = np.arange(8) % task.num_classes
+    features = (rng.standard_normal((8, 12)) + np.eye(task.num_classes, 12)[labels]).astype(np.float32)
+    head = fit(bundle, features, labels, FitOptions(head="ridge_prior"))
+    assert head.arrays["prior_samples"][0] > 0
+    assert "ridge_prior" in heads_to_compare(bundle, task.class_names)
+
+
+def test_a_bundle_without_statistics_offers_no_such_head(exported, tmp_path, task):
+    _, path = exported
+    without = changed(path, tmp_path / "without.hwb", None)
+    bundle = install(without, tmp_path / "bundles")
+    assert bundle.shared_statistics() is None
+    assert "ridge_prior" not in heads_to_compare(bundle, task.class_names)
+    assert b"shared_statistics" not in (bundle.folder / "manifest.json").read_bytes()
+
+
+@pytest.mark.parametrize("array", ["gram", "sums", "shares"])
+def test_statistics_of_another_encoder_are_refused(exported, tmp_path, array):
+    _, path = exported
+    known = decode(open_bundle(path).read("shared_statistics.safetensors"))
+    bundle = install(changed(path, tmp_path / "b.hwb", {**known, array: known[array][:-1]}), tmp_path / "bundles")
+    with pytest.raises(BundleDamaged, match="shared statistics have"):
+        bundle.shared_statistics()
+
+
+def test_statistics_that_are_not_finite_are_refused(exported, tmp_path):
+    _, path = exported
+    known = {
+        name: np.array(array) for name, array in decode(open_bundle(path).read("shared_statistics.safetensors")).items()
+    }
+    known["gram"][0] = np.nan
+    bundle = install(changed(path, tmp_path / "b.hwb", known), tmp_path / "bundles")
+    with pytest.raises(BundleDamaged, match="'gram' holds NaN or infinity"):
+        bundle.shared_statistics()
+
+
+def changed(path, out, known):
+    """A bundle like the one at ``path`` with other statistics; None: with none."""
+    opened = open_bundle(path)
+    fields = json.loads(opened.manifest.model_dump_json())
+    files = {name: opened.read(name) for name in opened.manifest.files}
+    fields["variants"] = {precision: variant["file"] for precision, variant in fields["variants"].items()}
+    del fields["files"]
+    if known is None:
+        del files["shared_statistics.safetensors"]
+        fields["shared_statistics"] = None
+    else:
+        files["shared_statistics.safetensors"] = encode(known)
+    pack(out, fields, files)
+    return out
