@@ -14,7 +14,7 @@ from edge_agent.bundle.installed import install
 from edge_agent.core.errors import BundleDamaged
 from edge_agent.methods import Update
 from edge_agent.methods.afl import statistics, unpack
-from edge_agent.personal.personalize import FitOptions, fit, heads_to_compare, shared_statistics
+from edge_agent.personal.fitting import FitOptions, fit, heads_to_compare, shared_statistics
 from edge_agent.training.parts import to_arrays
 from edge_agent.wire.tensors import decode, encode
 from export import BundleOptions, Calibration, TrainedEncoder, build_bundle, synthetic_inputs
