@@ -112,16 +112,24 @@ def choose_model(
         HeadwaterError: No head can be fitted.
     """
     only_blend = options.head == BLEND and not options.params
-    options, choice = best_head(bundle, samples, encoded, replace(options, head=AUTO) if only_blend else options)
-    has_local = local is not None and local.name != MAJORITY
-    if only_blend and not has_local:
+    # 1. What a blend would be with: the most frequent class is no model of the inputs.
+    if local is not None and local.name == MAJORITY:
+        local = None
+    if only_blend and local is None:
         raise UsageError(
             "head 'blend' needs a model of the raw inputs, and there is none: give samples of two classes or more, "
             "leave out --no-local, or name another head"
         )
-    if local is None or not has_local or choice is None or not (options.blend or only_blend):
-        return Chosen(options, choice)
-    return _choose_blend(bundle, samples, encoded, Chosen(options, choice), local.features, only_blend=only_blend)
+    # 2. The best head.
+    if only_blend:
+        options = replace(options, head=AUTO)
+    options, choice = best_head(bundle, samples, encoded, options)
+    head = Chosen(options, choice)
+    # 3. Whether it is better blended. A head that was named stays as it is.
+    is_blend_tried = only_blend or options.blend
+    if local is None or choice is None or not is_blend_tried:
+        return head
+    return _choose_blend(bundle, samples, encoded, head, local.features, only_blend=only_blend)
 
 
 def best_head(
