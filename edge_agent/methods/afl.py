@@ -77,14 +77,21 @@ class AFLParams(MethodParams):
         1e-4,
         paper=0.0,
         ge=0,
-        description="added to the diagonal of G / n, in units of the mean square of a feature; 0: the pseudo-inverse",
+        description="ours: added to the diagonal of G / n, in mean squares of a feature; 0: the pseudo-inverse",
     )
     intercept: bool = ours(
-        default=True, paper=False, description="an intercept for each class, not penalised, which takes no more bytes"
+        default=True,
+        paper=False,
+        description="ours: an intercept for each class, not penalised, which takes no more bytes",
     )
-    scale: float = ours(10.0, paper=1.0, gt=0, description="factor of the scores in probabilities; changes no answer")
+    scale: float = ours(
+        10.0, paper=1.0, gt=0, description="ours: factor of the scores in probabilities; changes no answer"
+    )
     min_class_count: int = ours(
-        2, paper=1, ge=1, description="classes of fewer samples at a client are left out; 1: exact for any division"
+        2,
+        paper=1,
+        ge=1,
+        description="ours: classes of fewer samples at a client are left out; 1: exact for any division",
     )
     sent_as: Literal["float64", "float32"] = Field(
         "float64", description="float32 halves the bytes, and costs digits where G is nearly singular"
@@ -112,7 +119,9 @@ class AFL(Method):
     source = "He et al., AFL, CVPR 2025 (arXiv 2405.16240); Fani et al., Fed3R, ICML 2024"
     own_norm = False  # the statistics in the bundle are those of features with its own batch norm
     heads = ("shared_classifier", "ridge_prior", "lr", "svm", "mlp", "prototype", "knn")
-    exactness = grades(shared_classifier=("exact", "the shared classifier itself, on the encoder that nobody trains"))
+    exactness = grades(
+        shared_classifier=("same form", "the shared classifier itself, which answers only classes that the device has")
+    )
 
     def sends(self, model: Parts, task: Task) -> Tensors:
         """Return the upper triangle of z z' (d (d + 1) / 2,), sums (K, d) and shares of classes (K,)."""

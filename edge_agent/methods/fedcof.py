@@ -61,8 +61,10 @@ class FedCOFParams(MethodParams):
         0.1, ge=0, description="gamma, added to each covariance, in units of the mean variance of a feature"
     )
     ridge: float = Field(0.01, ge=0, description="lambda, in the same units, for each sample")
-    scale: float = ours(10.0, paper=1.0, gt=0, description="factor of the scores in probabilities; changes no answer")
-    min_class_count: int = ours(2, paper=1, ge=1, description="class means of fewer samples are withheld")
+    scale: float = ours(
+        10.0, paper=1.0, gt=0, description="ours: factor of the scores in probabilities; changes no answer"
+    )
+    min_class_count: int = ours(2, paper=1, ge=1, description="ours: class means of fewer samples are withheld")
 
     @field_validator("norm")
     @classmethod
@@ -82,7 +84,9 @@ class FedCOF(Method):
     class_statistics = ClassStatistics(means=(MEANS,), counts=COUNTS)
     source = "Goswami et al., FedCOF, NeurIPS 2025 (arXiv 2412.14326)"
     heads = ("shared_classifier", "lr", "svm", "mlp", "prototype", "knn")
-    exactness = grades(shared_classifier=("exact", "the shared classifier itself, on the encoder that nobody trains"))
+    exactness = grades(
+        shared_classifier=("same form", "the shared classifier itself, which answers only classes that the device has")
+    )
 
     def sends(self, model: Parts, task: Task) -> Tensors:
         """Return class means (K, d) float32 and counts (K,) int64."""

@@ -55,7 +55,7 @@ def test_words_of_another_start_leave_the_condition_of_an_agent(fed, stray):
     before = member.fault
     fed.coordinator.handle("a0", "up", codec.encode(stray))
     assert (member.condition, member.fault) == ("fault", before)
-    assert before["error"] == "ValueError"
+    assert before.error == "ValueError"
 
 
 def test_a_fault_of_the_start_on_the_roster_counts_after_its_lease_ran_out(fed):
@@ -64,7 +64,7 @@ def test_a_fault_of_the_start_on_the_roster_counts_after_its_lease_ran_out(fed):
     member = fed.coordinator.roster.get("a0")
     fed.coordinator.roster.mark_offline("a0")
     say(fed, "a0", up.Fault(boot=member.boot, error="TrainingFailed", message="diverged"))
-    assert member.fault["error"] == "TrainingFailed"
+    assert member.fault.error == "TrainingFailed"
 
 
 FAILED = {"error": "TrainingFailed", "message": "diverged"}
@@ -84,7 +84,7 @@ def test_a_fault_about_other_work_of_the_run_leaves_the_agent_in_round_and_resul
     fed.wait(1)
     late.link.send(up.Fault(**FAILED, run=fed.run_id, round=number))
     fed.settle()
-    assert fed.coordinator.roster.get("a1").fault["error"] == "TrainingFailed", "it is its own last fault"
+    assert fed.coordinator.roster.get("a1").fault.error == "TrainingFailed", "it is its own last fault"
     fed.finish()
     assert [entry.body["clients"] for entry in fed.entries("round_closed")] == [2, 2, 2]
     assert fed.entries("update_refused") == []
@@ -103,7 +103,7 @@ def test_a_fault_about_an_order_that_was_never_given_changes_nothing_of_the_run(
     run = f"run-0007-{new_id()}" if case == "other run" else run
     fed.agents[who].link.send(up.Fault(**FAILED, run=run, round=1))
     fed.settle()
-    assert fed.coordinator.roster.get(who).fault["error"] == "TrainingFailed"
+    assert fed.coordinator.roster.get(who).fault.error == "TrainingFailed"
     fed.finish()
     assert [entry.body["clients"] for entry in fed.entries("round_closed")] == [1, 1]
     assert summary(fed)["faults"] == {}

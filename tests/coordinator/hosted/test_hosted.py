@@ -13,7 +13,7 @@ from simulation_harness import small_plan, write_images
 from coordinator.config import NO_BOUNDS
 from coordinator.hosted.agents import HostedAgents
 from coordinator.hosted.transport import CombinedTransport
-from coordinator.rounds.selection import describe_lack
+from coordinator.rounds.selection import Tiers, describe_lack
 from coordinator.simulation.run import open_simulation
 from coordinator.simulation.setup import PARTITION, Prepared
 from edge_agent.agent.tasks.runner import TaskRunner
@@ -205,7 +205,7 @@ def test_a_hosted_client_that_is_away_is_in_the_status_with_the_reason(mixed):
         fed.coordinator.config = fed.config
         unheard = {agent["id"]: (agent["present"], agent["notes"]) for agent in fed.coordinator.status()["agents"]}
         assert unheard == {"c0": (False, ["its process ended, signal 9"]), "c2": (False, [])}
-        words = describe_lack(["c1", "c2"], fed.config)
+        words = describe_lack(["c1", "c2"], fed.config, Tiers())
         assert words == "4 train agents, 2 more must come; here: c1, c2; hosted, but away: c0"
         fed.settle()
         away.clear()

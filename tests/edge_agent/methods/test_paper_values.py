@@ -8,6 +8,8 @@ from edge_agent import methods
 from edge_agent.core.errors import ConfigError
 
 PUBLISHED = {
+    "afl": {"ridge": 0.0, "intercept": False, "scale": 1.0, "min_class_count": 1},
+    "fedcof": {"scale": 1.0, "min_class_count": 1},
     "dualfed": {"contrastive_weight": 40.0, "batch_size": 256, "refresh_stats": False},
     "fedpick": {"batch_size": 32, "refresh_stats": False},
     "fedrir": {
@@ -19,7 +21,9 @@ PUBLISHED = {
         "refresh_stats": False,
     },
 }
-"""DualFed: Sec. 5.3 and the official script for PACS. FedPick: FedBN's code, as its own is lost.
+"""AFL and FedCOF: plain sums and means of all samples.
+
+DualFed: Sec. 5.3 and the official script for PACS. FedPick: FedBN's code, as its own is lost.
 
 FedRIR: Sec. 4.2, Eq. 10 and the authors' code."""
 
