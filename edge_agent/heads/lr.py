@@ -16,7 +16,7 @@ from ._layers import minimise
 MOST_IN_SPAN = 1000
 """The most samples for which `fit_in_span` is used: the principal axes of n samples take time with the cube of n.
 
-On one core of an x86 server they take 0.2 s for 1,000 samples and 6 s for 3,000, more than the search saves.
+On one core of an x86 server they take 0.2 s for 1,000 samples and 4 s for 3,000, more than the search saves.
 """
 
 
