@@ -10,11 +10,12 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
+from ..core.errors import UsageError
 from ..core.graph import DOUBLE, Graph, Value
 from ..core.task import Tensors
-from . import create
+from . import check, create
 from .base import FitData, Head, HeadParams, softmax
 
 FLOOR = 1e-3
@@ -38,6 +39,9 @@ class BlendParams(HeadParams):
     share: float = Field(
         0.5, ge=0, le=1, description="the power of the first head's probabilities; the others get the rest to 1"
     )
+    second_samples: int = Field(
+        0, ge=0, description="the second head learns from at most so many samples, drawn at random; 0: from all"
+    )
 
     @field_validator("first", "second")
     @classmethod
@@ -45,6 +49,13 @@ class BlendParams(HeadParams):
         if name == "blend":
             raise ValueError("a blend is of two other heads; name one of those, such as lr")
         return name
+
+    @model_validator(mode="after")
+    def _has_two_heads(self) -> BlendParams:
+        """Find mistakes in both heads before anything is computed; they are errors as of the heads themselves."""
+        check(self.first, self.first_params)
+        check(self.second, self.second_params)
+        return self
 
 
 class BlendHead(Head):
@@ -75,13 +86,27 @@ class BlendHead(Head):
 
     def _fit(self, data: FitData, classes: np.ndarray, rng: np.random.Generator) -> Tensors:
         first, second = self._new_parts()
+        split = self.params.split
+        if split >= self.feature_dim:
+            raise UsageError(
+                f"head 'blend' with split = {split} needs more features than that, and there are {self.feature_dim} "
+                "features; give a lower split, or 0"
+            )
         first_columns, second_columns = self._columns(data.features)
-        first.fit(replace(data, features=first_columns), rng)
-        # The shared classifier and the method belong to the encoder's features.
-        if self.params.split:
-            second.fit(FitData(second_columns, data.labels, data.num_classes), rng)
-        else:
-            second.fit(replace(data, features=second_columns), rng)
+        # The shared classifier and the method belong to the encoder's features, and to all of them.
+        first_data = replace(data, features=first_columns)
+        shared = data.global_head
+        if shared is not None and shared["weight"].shape[1] != first_columns.shape[1]:
+            first_data = replace(first_data, global_head=None)
+        first.fit(first_data, rng)
+        second_data = replace(data, features=second_columns)
+        if split:
+            second_data = FitData(second_columns, data.labels, data.num_classes)
+        most = self.params.second_samples
+        if most and len(data.labels) > most:
+            rows = np.sort(rng.permutation(len(data.labels))[:most])
+            second_data = replace(second_data, features=second_columns[rows], labels=data.labels[rows])
+        second.fit(second_data, rng)
         return {
             **{f"{_FIRST}{name}": array for name, array in first.arrays.items()},
             **{f"{_SECOND}{name}": array for name, array in second.arrays.items()},

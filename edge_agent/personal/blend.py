@@ -61,13 +61,16 @@ def add_blends(
     best = choice.trials[0]
     folds = len(best.answers)
     if not folds or len(local.answers) < folds:
-        # Too few samples for folds, or no time for the local model: nothing speaks for a blend, or for a share in it.
+        # Too few samples for folds, too many classes, or no time for the local model: nothing speaks for a blend, or
+        # for a share in it.
         trials = (*choice.trials, local, both) if folds else choice.trials
         unmeasured = replace(choice, name=BLEND if only_blend else choice.name, trials=trials)
         return Blending(unmeasured, 0.5 if only_blend else 1.0)
     blend = try_blend(best, local, labels[:folds])
     share = best_share(best.answers[:folds], local.answers[:folds], labels[:folds])
-    taken = blend if only_blend else _surest([best, blend, both], folds)
+    # With all of the share the head answers as it does alone, but for the floor: the local model would be of no use.
+    compared = [best, both] if share == 1.0 else [best, blend, both]
+    taken = blend if only_blend else _surest(compared, folds)
     others = [trial for trial in (best, blend, both, local) if trial is not taken]
     changed = replace(choice, name=taken.name, why=taken.reason(), trials=(taken, *others, *choice.trials[1:]))
     return Blending(changed, share)

@@ -22,10 +22,10 @@ from ..core.task import Tensors
 from ..data import Samples
 from ..heads import AUTO, FitData, Head
 from .blend import BLEND, BOTH, LOCAL, add_blends
-from .choice import BUDGET_S, FOLDS, HeadChoice, candidates, choose, cross_validate, thin_out
+from .choice import BUDGET_S, FOLDS, HeadChoice, Trial, candidates, choose, cross_validate, thin_out
 from .confidence import LEAST_FOR_CALIBRATION, Confidence, OutOfFold, estimate_confidence, out_of_fold
 from .encoder import Progress
-from .local.models import MAJORITY, HeadInput, LocalFeatures, LocalModel, prepare_refits
+from .local.models import MAJORITY, MOST_SAMPLES, HeadInput, LocalFeatures, LocalModel, prepare_refits
 from .local.models import candidates as local_candidates
 from .local.validation import Fold, folds, sitting_of
 
@@ -113,23 +113,45 @@ def choose_model(
     """
     only_blend = options.head == BLEND and not options.params
     # 1. What a blend would be with: the most frequent class is no model of the inputs.
-    if local is not None and local.name == MAJORITY:
-        local = None
-    if only_blend and local is None:
-        raise UsageError(
-            "head 'blend' needs a model of the raw inputs, and there is none: give samples of two classes or more, "
-            "leave out --no-local, or name another head"
-        )
+    has_local = local is not None and local.name != MAJORITY
+    if only_blend and not has_local:
+        raise UsageError(_why_no_blend(local))
     # 2. The best head.
     if only_blend:
         options = replace(options, head=AUTO)
     options, choice = best_head(bundle, samples, encoded, options)
     head = Chosen(options, choice)
     # 3. Whether it is better blended. A head that was named stays as it is.
-    is_blend_tried = only_blend or options.blend
+    is_blend_tried = has_local and (only_blend or options.blend)
     if local is None or choice is None or not is_blend_tried:
         return head
     return _choose_blend(bundle, samples, encoded, head, local.features, only_blend=only_blend)
+
+
+def _why_no_blend(local: LocalModel | None) -> str:
+    """Return why there is no blend with this local model, and what to do."""
+    if local is None:
+        return (
+            "head 'blend' needs a model of the raw inputs, and none was fitted; fit without --no-local (agents: "
+            "head.local = true) and on all samples at once, or name another head"
+        )
+    return (
+        f"head 'blend' needs a model of the raw inputs, and none is better here than the {MAJORITY}; give more "
+        "samples, of two classes or more, or name another head"
+    )
+
+
+def _why_no_blend(local: LocalModel | None) -> str:
+    """Return why there is no blend with this local model, and what to do."""
+    if local is None:
+        return (
+            "head 'blend' needs a model of the raw inputs, and none was fitted; fit without --no-local (agents: "
+            "head.local = true) and on all samples at once, or name another head"
+        )
+    return (
+        f"head 'blend' needs a model of the raw inputs, and none is better here than the {MAJORITY}; give more "
+        "samples, of two classes or more, or name another head"
+    )
 
 
 def best_head(
@@ -185,7 +207,7 @@ def _choose_blend(
     names = samples.class_names
     takes = HeadInput(local, encoded.shape[1])
     # 1. The local model, and a head on the features of both, on the folds of the best head, in the time that is left.
-    divisions = divisions_of(samples, options)[: len(head.choice.trials[0].right)]
+    divisions = divisions_of(samples, options)[: len(head.choice.trials[0].answers)]
     left_s = BUDGET_S - sum(trial.seconds for trial in head.choice.trials)
     local_rows, refit_local = prepare_refits(local, samples.inputs, labels, len(names), options.seed)
     of_local = cross_validate(LOCAL, refit_local, local_rows, labels, divisions, budget_s=left_s)
@@ -196,7 +218,9 @@ def _choose_blend(
         return fit(bundle, both_rows[rows], labels[rows], both, names)
 
     left_s -= of_local.seconds
-    of_both = cross_validate(BOTH, fit_both, both_rows, labels, divisions, budget_s=left_s)
+    of_both = Trial(BOTH, dropped=f"more than {MOST_SAMPLES} samples: it has no memory for all features of each")
+    if len(samples) <= MOST_SAMPLES:
+        of_both = cross_validate(BOTH, fit_both, both_rows, labels, divisions, budget_s=left_s)
     # 2. The surest of the three.
     tested = [labels[fold.test] for fold in divisions]
     blending = add_blends(head.choice, of_local, of_both, tested, only_blend=only_blend)
@@ -214,6 +238,7 @@ def _choose_blend(
         "second_params": dict(kind.params),
         "split": encoded.shape[1],
         "share": round(blending.share, 4),
+        "second_samples": MOST_SAMPLES,
     }
     return Chosen(replace(options, head=BLEND, params=params), blending.choice, takes)
 

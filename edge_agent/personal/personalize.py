@@ -16,7 +16,7 @@ import numpy as np
 
 from ..bundle.manifest import EncoderPrecision
 from ..bundle.unpacked import Bundle
-from ..core.errors import HeadwaterError, UsageError
+from ..core.errors import HeadwaterError, StateError, UsageError
 from ..data import Samples, split
 from ..data.base import same_sitting
 from ..heads import Head, saved
@@ -655,9 +655,13 @@ def load_head(folder: Path, bundle: Bundle, precision: Literal["auto", "fp32", "
 
     Raises:
         FingerprintMismatch: it was fitted on another encoder or another variant of it.
-        StateError: no head there, or a damaged one.
+        StateError: no head there, a damaged one, or one that takes raw inputs of another form than the bundle's.
     """
     fingerprints = bundle.fingerprints
-    return saved.load(
+    head = saved.load(
         folder, fingerprints if precision == "auto" else {precision: bundle.variant(precision).fingerprint}
     )
+    local = head.takes.local
+    if local is not None and local.input != bundle.manifest.task.input:
+        raise StateError(f"{folder}: head '{head.title}' takes inputs of another form than the bundle's; fit it again")
+    return head

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import combinations
+from itertools import chain, combinations
 
 import numpy as np
 
@@ -124,12 +124,10 @@ def convolution_features(windows: np.ndarray, learned: Mapping[str, np.ndarray])
     All 84 kernels of nine weights of which three are 2 and six are -1, dilated by powers of two while they fit. Windows
     (n, channels, length) shorter than nine values are padded with zeros.
     """
-    rows = iter(learned["thresholds"])
+    kernels = chain.from_iterable(_outputs(windows, learned["channels"]))
     shares = []
-    for of_dilation in _outputs(windows, learned["channels"]):
-        for outputs in of_dilation:
-            thresholds = next(rows)
-            shares.append(np.stack([(outputs > each).mean(axis=1, dtype=np.float32) for each in thresholds], axis=1))
+    for outputs, thresholds in zip(kernels, learned["thresholds"], strict=True):
+        shares.append(np.stack([(outputs > each).mean(axis=1, dtype=np.float32) for each in thresholds], axis=1))
     return np.concatenate(shares, axis=1)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from edge_agent import heads
-from edge_agent.core.errors import ConfigError, StateError
+from edge_agent.core.errors import ConfigError, StateError, UnknownName, UsageError
 from edge_agent.heads import FitData, saved
 from edge_agent.heads.blend import pool
 
@@ -103,6 +103,37 @@ def test_a_new_fit_replaces_both_parts():
 def test_impossible_parameters_are_refused(params, message):
     with pytest.raises(ConfigError, match=message):
         heads.create("blend", params)
+
+
+def test_mistakes_in_the_parts_are_found_before_anything_is_fitted():
+    with pytest.raises(UnknownName, match="nope"):
+        heads.check("blend", {"first": "nope"})
+    with pytest.raises(ConfigError, match="neighbour"):
+        heads.check("blend", {"second": "knn", "second_params": {"neighbour": 3}})
+
+
+@pytest.mark.parametrize("split", [5, 100])
+def test_a_split_that_leaves_nothing_to_the_second_head_is_refused(split):
+    features, labels = clouds()
+    with pytest.raises(UsageError, match=f"split = {split}.*5 features"):
+        fitted(features, labels, split=split)
+
+
+def test_the_shared_classifier_of_all_features_is_not_used_for_a_part_of_them():
+    features, labels = clouds()
+    shared = {"weight": np.ones((3, 5), np.float32), "bias": np.zeros(3, np.float32)}
+    with pytest.raises(UsageError, match="no shared classifier"):
+        fitted(features, labels, shared, first="tuned", second="lr", split=2)
+    assert fitted(features, labels, shared, first="tuned", second="lr").arrays["first.weight"].shape == (3, 5)
+
+
+def test_the_second_head_learns_from_as_many_samples_as_it_may():
+    """A neighbour keeps every sample that it has learned from, so they can be counted."""
+    features, labels = clouds(300)
+    bounded = fitted(features, labels, first="knn", second="knn", split=2, second_samples=50)
+    rows = {name: len(array) for name, array in bounded.arrays.items() if array.ndim == 2 and len(array) in (50, 300)}
+    assert {name.split(".")[0]: count for name, count in rows.items()} == {"first": 300, "second": 50}
+    assert np.isfinite(bounded.predict_proba(features)).all()
 
 
 def test_a_head_without_arrays_says_what_to_do():

@@ -17,13 +17,13 @@ from edge_agent.core.task import ImageInput, Task
 from edge_agent.data import Samples
 from edge_agent.heads import saved
 from edge_agent.heads.blend import BlendHead, floored_logarithms
-from edge_agent.personal import blend
+from edge_agent.personal import blend, fitting
 from edge_agent.personal.blend import BLEND, BOTH, LOCAL, add_blends, best_share, try_blend
-from edge_agent.personal.choice import HeadChoice, Trial
+from edge_agent.personal.choice import MOST_CLASSES, HeadChoice, Trial
 from edge_agent.personal.encoder import Encoder
 from edge_agent.personal.fitting import FitOptions, choose_model
 from edge_agent.personal.one_file import TOLERANCE
-from edge_agent.personal.personalize import extract, personalize
+from edge_agent.personal.personalize import extract, load_head, personalize
 from edge_agent.personal.personalizer import Personalizer, load_bundle
 from edge_agent.serving.pair import Pair
 
@@ -122,6 +122,26 @@ def test_without_time_for_the_local_model_the_head_stays(folds):
     assert (asked_for.choice.name, asked_for.share) == (BLEND, 0.5)
 
 
+def test_a_blend_that_leaves_the_local_model_no_share_is_not_chosen(folds, monkeypatch):
+    rng, labels = folds
+    head = trial("lr", [answers(rng, part, 1.5) for part in labels], labels)
+    local = trial(LOCAL, [answers(rng, part, 1.5) for part in labels], labels)
+    both = trial(BOTH, [answers(rng, part, 0.1) for part in labels], labels)
+    monkeypatch.setattr(blend, "best_share", lambda first, *_: 0.5 if len(first) < len(labels) else 1.0)
+    found = add_blends(HeadChoice("lr", (head,), "0.7"), local, both, labels)
+    assert (found.choice.name, found.share) == ("lr", 1.0)
+    assert add_blends(HeadChoice("lr", (head,), "0.7"), local, both, labels, only_blend=True).choice.name == BLEND
+
+
+def test_answers_over_very_many_classes_are_not_kept():
+    few = Trial("lr")
+    few.add(np.full((3, MOST_CLASSES), 1 / MOST_CLASSES), np.zeros(3, int))
+    many = Trial("lr")
+    many.add(np.full((3, MOST_CLASSES + 1), 1 / (MOST_CLASSES + 1)), np.zeros(3, int))
+    assert (len(few.answers), len(many.answers)) == (1, 0)
+    assert many.loss(1) == pytest.approx(np.log(MOST_CLASSES + 1))
+
+
 # --- from samples to answers ------------------------------------------------------------------------------------------
 
 
@@ -204,7 +224,7 @@ def test_commands_fit_score_and_predict_with_a_blend(made, tmp_path, capsys, mon
     assert main(["fit", *words, "--no-blend", "--out", "plain", "--json"]) == 0
     assert not json.loads(capsys.readouterr().out)["head"].startswith(("blend", "lr of"))
     assert main(["fit", *words, "--head", "blend", "--no-local", "--out", "none"]) == 2
-    assert "leave out --no-local" in capsys.readouterr().err
+    assert "fit without --no-local" in capsys.readouterr().err
     assert not (tmp_path / "none").exists()
 
 
@@ -217,7 +237,7 @@ def test_one_class_and_few_samples_have_no_blend(made):
     result = personalize(bundle, (one, one.take(np.arange(0))), encoder, FitOptions("auto"))
     assert result.takes.local is None
     features = extract(bundle, (one, one.take(np.arange(0))), encoder, FitOptions("auto"))
-    with pytest.raises(UsageError, match="two classes or more"):
+    with pytest.raises(UsageError, match="more samples, of two classes"):
         choose_model(bundle, one, features.train_features, FitOptions(BLEND), features.local.model)
     two = data.from_arrays(pictures(np.array([0, 1])), np.array(["cat", "dog"]), IMAGES.input, CLASSES)
     assert personalize(bundle, (two, one), encoder, FitOptions("auto")).takes.local is None
@@ -239,6 +259,35 @@ def test_a_damaged_blend_is_refused(fitted, tmp_path, change, message):
     path.write_text(json.dumps(card))
     with pytest.raises(StateError, match=message):
         saved.load(tmp_path / "head")
+
+
+def test_a_head_of_other_inputs_than_the_bundle_has_is_refused(fitted, made, tmp_path):
+    fitted.save(tmp_path / "head")
+    path = tmp_path / "head" / "head.json"
+    card = json.loads(path.read_text())
+    card["local"]["input"]["mean"] = [0.1, 0.2, 0.3]
+    path.write_text(json.dumps(card))
+    with pytest.raises(StateError, match="inputs of another form"):
+        load_head(tmp_path / "head", load_bundle(*made))
+
+
+def test_a_blend_that_cannot_be_is_refused_before_heads_are_compared(made, monkeypatch):
+    path, cache = made
+    labels = np.arange(40) % 4
+    person = Personalizer.open(path, cache=cache)
+    person.fit(pictures(labels), np.array(CLASSES)[labels], head=BLEND)
+    monkeypatch.setattr(fitting, "best_head", lambda *_: pytest.fail("heads were compared"))
+    with pytest.raises(UsageError, match=r"head\.local = true"):
+        person.partial_fit(pictures(labels), np.array(CLASSES)[labels])
+
+
+def test_of_very_many_samples_the_local_part_learns_from_some(made, monkeypatch):
+    path, cache = made
+    labels = np.arange(160) % 4
+    monkeypatch.setattr(fitting, "MOST_SAMPLES", 60)
+    person = Personalizer.open(path, cache=cache).fit(pictures(labels), np.array(CLASSES)[labels], head=BLEND)
+    assert person.head.head.params.second_samples == 60
+    assert "60 samples" in next(one.dropped for one in person.choice.trials if one.name == BOTH)
 
 
 def test_a_blend_learns_from_added_samples_as_well(made):

@@ -6,8 +6,9 @@ import pytest
 from edge_agent import data, heads
 from edge_agent.core.task import WindowInput
 from edge_agent.data import Samples
-from edge_agent.heads import FitData
+from edge_agent.heads import FitData, lr
 from edge_agent.personal.local import models
+from edge_agent.personal.local.features import convolution_features, learn_convolutions
 from edge_agent.personal.local.models import fit_local
 
 
@@ -69,6 +70,29 @@ def test_few_samples_of_many_features_are_fitted_in_fewer_dimensions_with_the_sa
     others = rng.standard_normal((9, 200)).astype(np.float32)
     assert found.predict_proba(others) == pytest.approx(plain.predict_proba(others), abs=1e-4)
     assert found.predict_proba(others)[:, 1].tolist() == [0] * 9
+
+
+def test_many_samples_are_fitted_in_the_space_of_their_features(monkeypatch):
+    """The axes of n samples take time with n cubed: beyond some hundreds the detour costs more than it saves."""
+    monkeypatch.setattr(lr, "fit_in_span", lambda *_: pytest.fail("took the detour"))
+    rng = np.random.default_rng(0)
+    count = lr.MOST_IN_SPAN + 1
+    features = rng.normal(size=(count, count + 1)).astype(np.float32)
+    head = heads.create("lr", {"in_span": True, "max_iterations": 1})
+    head.fit(FitData(features, np.arange(count) % 2, 2), rng)
+
+
+@pytest.mark.parametrize("count", [10, 84, 200])
+def test_thresholds_of_other_kernels_are_refused(count):
+    """84 kernels look at windows of 16 values; a file may hold thresholds of fewer or more of them."""
+    windows = np.random.default_rng(0).normal(size=(4, 1, 16)).astype(np.float32)
+    learned = learn_convolutions(windows, np.random.default_rng(0))
+    learned["thresholds"] = np.resize(learned["thresholds"], (count, learned["thresholds"].shape[1]))
+    if count == 84:
+        assert len(convolution_features(windows, learned)) == 4
+        return
+    with pytest.raises(ValueError, match="zip"):
+        convolution_features(windows, learned)
 
 
 def test_large_data_are_learned_from_in_part(monkeypatch):
