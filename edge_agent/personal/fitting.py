@@ -141,19 +141,6 @@ def _why_no_blend(local: LocalModel | None) -> str:
     )
 
 
-def _why_no_blend(local: LocalModel | None) -> str:
-    """Return why there is no blend with this local model, and what to do."""
-    if local is None:
-        return (
-            "head 'blend' needs a model of the raw inputs, and none was fitted; fit without --no-local (agents: "
-            "head.local = true) and on all samples at once, or name another head"
-        )
-    return (
-        f"head 'blend' needs a model of the raw inputs, and none is better here than the {MAJORITY}; give more "
-        "samples, of two classes or more, or name another head"
-    )
-
-
 def best_head(
     bundle: Bundle, samples: Samples, features: np.ndarray, options: FitOptions
 ) -> tuple[FitOptions, HeadChoice | None]:
