@@ -108,6 +108,8 @@ def fit(arguments: argparse.Namespace) -> int:
     try:
         heads.check(arguments.head, params)  # mistakes are found before the features are computed
     except UnknownName as error:
+        if error.name != arguments.head:  # a part of a blend
+            raise
         raise UnknownName("head", arguments.head, [*error.known, *numeric.names(), heads.AUTO]) from error
     check_no_state(arguments.out)
     check_writable(arguments.out)

@@ -226,6 +226,8 @@ def test_commands_fit_score_and_predict_with_a_blend(made, tmp_path, capsys, mon
     assert main(["fit", *words, "--head", "blend", "--no-local", "--out", "none"]) == 2
     assert "fit without --no-local" in capsys.readouterr().err
     assert not (tmp_path / "none").exists()
+    assert main(["fit", *words, "--head", "blend", "--param", "first=nope", "--out", "none"]) == 2
+    assert "unknown head 'nope'" in capsys.readouterr().err
 
 
 def test_one_class_and_few_samples_have_no_blend(made):
