@@ -125,10 +125,12 @@ def convolution_features(windows: np.ndarray, learned: Mapping[str, np.ndarray])
     (n, channels, length) shorter than nine values are padded with zeros.
     """
     kernels = chain.from_iterable(_outputs(windows, learned["channels"]))
-    shares = []
+    # Counted by a product with ones, which takes half the time of a mean. Whole numbers are exact in any order.
+    ones = np.ones(windows.shape[2], np.float32)
+    counts = []
     for outputs, thresholds in zip(kernels, learned["thresholds"], strict=True):
-        shares.append(np.stack([(outputs > each).mean(axis=1, dtype=np.float32) for each in thresholds], axis=1))
-    return np.concatenate(shares, axis=1)
+        counts += [(outputs > threshold).astype(np.float32) @ ones for threshold in thresholds]
+    return np.asarray(np.stack(counts, axis=1) / np.float32(windows.shape[2]))
 
 
 def dilations(length: int) -> list[int]:
