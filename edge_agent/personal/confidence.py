@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -224,12 +224,24 @@ class OutOfFold:
     probabilities: np.ndarray
     folds: np.ndarray
 
+    @classmethod
+    def of_folds(cls, tested: Sequence[np.ndarray], answers: Sequence[np.ndarray]) -> OutOfFold:
+        """Return the answers of all folds in one piece.
+
+        Args:
+            tested: The positions (m,) of the samples that each fold was tested on; at least one fold.
+            answers: The probabilities (m, K) there.
+        """
+        sizes = [len(rows) for rows in tested]
+        return cls(np.concatenate(tested), np.concatenate(answers), np.repeat(np.arange(len(tested)), sizes))
+
 
 def out_of_fold(
     samples: Samples,
     features: np.ndarray,
     fit: Callable[[np.ndarray], Callable[[np.ndarray], np.ndarray]],
     seed: int = 0,
+    most_folds: int = _FOLDS,
 ) -> OutOfFold | None:
     """Return the answers of cross-validation to training samples; None if they cannot be divided into folds.
 
@@ -237,19 +249,15 @@ def out_of_fold(
         samples: The training samples.
         features: Their features, (n, d).
         fit: Takes the positions of the samples to learn from. Returns a function from features (m, d) to
-            probabilities (m, K). It is called once for each of five folds.
-        seed: The seed by which samples are divided.
+            probabilities (m, K). It is called once for each fold.
+        seed: The seed by which samples are divided into five folds.
+        most_folds: Only the samples of so many of the folds are answered.
     """
-    parts = folds(samples, _FOLDS, np.random.default_rng(seed))
+    parts = folds(samples, _FOLDS, np.random.default_rng(seed))[:most_folds]
     if not parts:
         return None
     answers = [fit(fold.train)(features[fold.test]) for fold in parts]
-    sizes = [len(fold.test) for fold in parts]
-    return OutOfFold(
-        np.concatenate([fold.test for fold in parts]),
-        np.concatenate(answers),
-        np.repeat(np.arange(len(parts)), sizes),
-    )
+    return OutOfFold.of_folds([fold.test for fold in parts], answers)
 
 
 def estimate_confidence(samples: Samples, features: np.ndarray, answers: OutOfFold | None, rate: float) -> Confidence:

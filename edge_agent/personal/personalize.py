@@ -10,7 +10,7 @@ import tracemalloc
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -25,14 +25,14 @@ from ..heads.blend import BlendHead
 from ..heads.saved import SavedHead, SavedNumeric, title_of
 from .batch_norm import OwnNorm, grade, remains
 from .blend import BLEND
-from .choice import HeadChoice, cross_validate
-from .confidence import Confidence
+from .choice import MOST_ROWS, HeadChoice, cross_validate
+from .confidence import Confidence, OutOfFold, estimate_confidence
 from .encoder import Encoder, Progress, features_of
 from .fitting import (
     FitOptions,
     answers_in_folds,
+    answers_to_calibrate_by,
     choose_model,
-    confidence_of,
     divisions_of,
     fit,
     heads_to_compare,
@@ -179,6 +179,9 @@ class Result:
     choice: HeadChoice | None = None
     """How the head was chosen; None where it was named."""
 
+    answers: OutOfFold | None = None
+    """What heads like it answered in cross-validation on the training samples; None: there was none."""
+
     learned: np.ndarray | None = None
     """Digests of the training samples, as in `SavedHead`."""
 
@@ -272,6 +275,13 @@ class Budget:
         }
 
 
+class Rows(NamedTuple):
+    """What a head takes of training and of held-out samples, (n, d) float32 each."""
+
+    train: np.ndarray
+    test: np.ndarray
+
+
 @dataclass(frozen=True)
 class Features:
     """Training and held-out samples with their features, which every head of one bundle is fitted and scored on.
@@ -291,11 +301,11 @@ class Features:
     local: Alone | None
     steps: Mapping[str, float] = field(default_factory=dict)
 
-    def rows(self, takes: HeadInput) -> tuple[np.ndarray, np.ndarray]:
-        """Return what a head takes of the training samples, and of the held-out samples, (n, d) float32 each."""
+    def rows(self, takes: HeadInput) -> Rows:
+        """Return what a head takes of all samples. With features of the raw inputs that can take seconds."""
         train = takes.rows(lambda: self.train_features, lambda: self.train.ready().inputs)
         test = takes.rows(lambda: self.test_features, lambda: self.test.ready().inputs)
-        return train, test
+        return Rows(train, test)
 
     def scores(self, probabilities: np.ndarray) -> Scores:
         """Return the scores for a head's ``probabilities`` (n, K) of the held-out samples."""
@@ -316,12 +326,13 @@ def personalize(bundle: Bundle, samples: Given, encoder: Encoder, options: FitOp
     started_at = options.clock()
     features = extract(bundle, samples, encoder, options)
     fit_begin = options.clock()
-    result = _fit_and_score(features, options)
+    result, rows = _fit_and_score(features, options)
     fitted = options.clock()
-    rows, _ = features.rows(result.takes)
-    confidence = confidence_of(bundle, result.head, features.train, rows, features.train_features, options)
+    answers = answers_to_calibrate_by(bundle, result.head, features.train, rows.train, options, result.answers)
+    confidence = estimate_confidence(features.train, features.train_features, answers, options.unknown)
+    result = replace(result, answers=answers)
     if options.doubtful_labels:
-        result = with_doubtful_labels(features, result)
+        result = _with_doubtful_labels(features, result, rows)
     unknown = confidence.is_unknown(features.test_features)
     false_alarms = None if unknown is None or not len(unknown) else round(float(unknown.mean()), 4)
     steps = {**features.steps, "head": fitted - fit_begin, "confidence": options.clock() - fitted}
@@ -389,13 +400,12 @@ def _measured(features: Features, options: FitOptions) -> Result:
     try:
         before = tracemalloc.get_traced_memory()[0]
         started_at = options.clock()
-        result = _fit_and_score(features, options)
+        result, rows = _fit_and_score(features, options)
         seconds = options.clock() - started_at
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    train_rows, _ = features.rows(result.takes)
-    some_rows = train_rows[:256]
+    some_rows = rows.train[:256]
     started_at = options.clock()
     result.head.predict_proba(some_rows)
     answer_s = (options.clock() - started_at) / len(some_rows)
@@ -405,15 +415,25 @@ def _measured(features: Features, options: FitOptions) -> Result:
 
 def with_doubtful_labels(features: Features, result: Result) -> Result:
     """Return the result of a head with the worst of all samples, and near-duplicates that have different labels."""
+    return _with_doubtful_labels(features, result, features.rows(result.takes))
+
+
+def _with_doubtful_labels(features: Features, result: Result, rows: Rows) -> Result:
+    """Return what `with_doubtful_labels` does; ``rows``: what the head takes."""
     train = features.train
     test = features.test
-    train_rows, test_rows = features.rows(result.takes)
-    try:
-        answers = answers_in_folds(features.bundle, result.head, train, train_rows, features.options)
-    except HeadwaterError as error:  # a head that needs more samples than a fold has
-        _log.warning("labels_not_looked_at head=%s reason=%s", result.head.name, error)
-        answers = None
-    probabilities = result.head.predict_proba(test_rows)
+    answers = result.answers
+    # Answers by which the head was chosen or calibrated serve here, too, if they are to all samples. Otherwise heads
+    # learn from as many samples as heads are compared on: time does not grow with what was collected.
+    if answers is None or len(answers.rows) < len(train):
+        try:
+            answers = answers_in_folds(
+                features.bundle, result.head, train, rows.train, features.options, most_rows=MOST_ROWS
+            )
+        except HeadwaterError as error:  # a head that needs more samples than a fold has
+            _log.warning("labels_not_looked_at head=%s reason=%s", result.head.name, error)
+            answers = None
+    probabilities = result.head.predict_proba(rows.test)
     return replace(
         result,
         worst=tuple(worst_samples(train, answers, test, probabilities)),
@@ -436,8 +456,8 @@ def curve(features: Features, result: Result) -> LearningCurve:
     return learning_curve(score, features.train, np.random.default_rng(options.seed))
 
 
-def _fit_and_score(features: Features, options: FitOptions) -> Result:
-    """Fit a head on the training samples and score it on the held-out ones.
+def _fit_and_score(features: Features, options: FitOptions) -> tuple[Result, Rows]:
+    """Fit a head on the training samples and score it on the held-out ones; returns what it takes of them, too.
 
     Raises:
         HeadwaterError: as `fit`.
@@ -447,17 +467,17 @@ def _fit_and_score(features: Features, options: FitOptions) -> Result:
     encoder = features.encoder
     local = None if features.local is None else features.local.model
     chosen = choose_model(features.bundle, train, features.train_features, options, local)
-    train_rows, test_rows = features.rows(chosen.takes)
-    fitted = fit(features.bundle, train_rows, train.labels, chosen.options, names)
+    rows = features.rows(chosen.takes)
+    fitted = fit(features.bundle, rows.train, train.labels, chosen.options, names)
     exactness = "not stated"
     card = features.bundle.manifest.heads.get(fitted.name)
     if card is not None:
         exactness = card.exactness
     if fitted.uses_shared and shared_classifier(features.bundle, names) is None:
         exactness = "approximate"  # it answers without the shared classifier
-    answers = fitted.predict_proba(test_rows)
+    answers = fitted.predict_proba(rows.test)
     test = features.test
-    return Result(
+    result = Result(
         head=fitted,
         fingerprint=encoder.fingerprint,
         precision=encoder.precision,
@@ -474,10 +494,12 @@ def _fit_and_score(features: Features, options: FitOptions) -> Result:
         classes=tuple(class_counts(train, test, answers.argmax(axis=1))),
         worst=tuple(worst_samples(train, None, test, answers)),
         choice=chosen.choice,
+        answers=chosen.answers,
         takes=chosen.takes,
-        encoder_part=score_encoder_part(fitted, chosen.takes, test_rows, test.labels),
+        encoder_part=score_encoder_part(fitted, chosen.takes, rows.test, test.labels),
         same_sitting=same_sitting(train, features.test),
     )
+    return result, rows
 
 
 def norm_metrics(bundle: Bundle, encoder: Encoder) -> dict[str, float | int | str | None]:

@@ -29,9 +29,9 @@ from ..heads.numeric import NumericHead
 from ..heads.saved import SavedHead, SavedNumeric, title_of
 from .blend import BLEND
 from .choice import HeadChoice
-from .confidence import Confidence
+from .confidence import Confidence, estimate_confidence
 from .encoder import Encoder
-from .fitting import Chosen, FitOptions, choose_model, confidence_of, fit
+from .fitting import Chosen, FitOptions, answers_to_calibrate_by, choose_model, fit
 from .local.models import HeadInput, LocalModel, fit_local
 from .numeric import fit_numeric, score_numeric
 from .personalize import (
@@ -371,7 +371,8 @@ class Personalizer:
             _log.warning("one_class class=%s: the head can only answer that", samples.class_names[present[0]])
         rows = chosen.takes.rows(lambda: learned.features, lambda: samples.inputs)
         fitted = fit(self.bundle, rows, samples.labels, chosen.options, samples.class_names)
-        confidence = confidence_of(self.bundle, fitted, samples, rows, learned.features, chosen.options)
+        answers = answers_to_calibrate_by(self.bundle, fitted, samples, rows, chosen.options, chosen.answers)
+        confidence = estimate_confidence(samples, learned.features, answers, chosen.options.unknown)
         self.choice = chosen.choice
         metrics: dict[str, float | int | str | None] = {
             "head": title_of(fitted, chosen.takes),

@@ -17,11 +17,14 @@ from edge_agent.core.task import ImageInput, Task
 from edge_agent.data import Samples
 from edge_agent.heads import saved
 from edge_agent.heads.blend import BlendHead, floored_logarithms
-from edge_agent.personal import blend, fitting
+from edge_agent.personal import blend, choice, fitting
+from edge_agent.personal import personalize as personalize_module
 from edge_agent.personal.blend import BLEND, BOTH, LOCAL, add_blends, best_share, try_blend
 from edge_agent.personal.choice import MOST_CLASSES, HeadChoice, Trial
+from edge_agent.personal.confidence import calibrate
+from edge_agent.personal.detectors import Detector
 from edge_agent.personal.encoder import Encoder
-from edge_agent.personal.fitting import FitOptions, choose_model
+from edge_agent.personal.fitting import FitOptions, answers_in_folds, choose_model
 from edge_agent.personal.one_file import TOLERANCE
 from edge_agent.personal.personalize import extract, load_head, personalize
 from edge_agent.personal.personalizer import Personalizer, load_bundle
@@ -304,5 +307,79 @@ def test_a_blend_learns_from_added_samples_as_well(made):
     result = personalize(bundle, parts, encoder, FitOptions(BLEND))
     assert result.learned.tolist() == parts[0].row_digests().tolist()
     assert result.false_alarms is not None
-    assert result.confidence.unknown.scorer is not None
+    assert isinstance(result.confidence.unknown.detector, Detector)
     assert 0 <= result.encoder_share <= 1
+
+
+def fit_on_pictures(made, options, count=160):
+    """The features and the result of a fit on so many pictures, with a quarter of them held out."""
+    path, cache = made
+    bundle = load_bundle(path, cache)
+    labels = np.arange(count) % 4
+    every = data.from_arrays(pictures(labels), np.array(CLASSES)[labels], IMAGES.input, CLASSES)
+    encoder = Encoder.open(bundle, "fp32")
+    features = extract(bundle, every, encoder, options)
+    return features, personalize(bundle, every, encoder, options)
+
+
+@pytest.mark.parametrize("name", ["auto", BLEND])
+def test_a_chosen_model_is_calibrated_by_the_answers_of_the_choice(made, monkeypatch, name):
+    monkeypatch.setattr(fitting, "out_of_fold", lambda *_: pytest.fail("the folds were fitted once more"))
+    features, result = fit_on_pictures(made, FitOptions(name, doubtful_labels=True))
+    labels = features.train.labels
+    assert sorted(result.answers.rows.tolist()) == list(range(120))
+    right = result.answers.probabilities.argmax(axis=1) == labels[result.answers.rows]
+    assert right.tolist() == result.choice.trials[0].all_right.tolist()
+    assert not any(trial.answers for trial in result.choice.trials), "they are large"
+    assert result.confidence.calibration == calibrate(
+        result.answers.probabilities, labels[result.answers.rows], result.answers.folds
+    )
+
+
+def test_answers_of_the_choice_are_those_of_fits_on_the_same_folds(made):
+    features, result = fit_on_pictures(made, FitOptions("auto", blend=False))
+    again = answers_in_folds(
+        features.bundle, result.head, features.train, features.train_features, FitOptions("auto", blend=False)
+    )
+    np.testing.assert_array_equal(result.answers.rows, again.rows)
+    np.testing.assert_array_equal(result.answers.folds, again.folds)
+    np.testing.assert_array_equal(result.answers.probabilities, again.probabilities)
+
+
+def test_many_samples_are_calibrated_by_two_folds_of_heads_that_learned_from_all_others(made, monkeypatch):
+    monkeypatch.setattr(choice, "MOST_ROWS", 60)
+    monkeypatch.setattr(fitting, "MOST_ROWS", 60)
+    features, result = fit_on_pictures(made, FitOptions("auto"))
+    rows, _ = features.rows(result.takes)
+    every = answers_in_folds(features.bundle, result.head, features.train, rows, FitOptions("auto"))
+    assert np.unique(result.answers.folds).tolist() == [0, 1]
+    is_answered = every.folds < 2
+    np.testing.assert_array_equal(result.answers.rows, every.rows[is_answered])
+    np.testing.assert_array_equal(result.answers.probabilities, every.probabilities[is_answered])
+
+
+def test_doubtful_labels_of_many_samples_are_looked_for_by_heads_that_learn_from_some(made, monkeypatch):
+    monkeypatch.setattr(choice, "MOST_ROWS", 60)
+    monkeypatch.setattr(personalize_module, "MOST_ROWS", 60)
+    learned = []
+    fit_head = fitting.fit
+
+    def noted(bundle, rows, *others):
+        learned.append(len(rows))
+        return fit_head(bundle, rows, *others)
+
+    monkeypatch.setattr(fitting, "fit", noted)
+    answered = []
+    monkeypatch.setattr(personalize_module, "worst_samples", lambda _train, answers, *_: answered.append(answers) or [])
+    fit_on_pictures(made, FitOptions("auto", doubtful_labels=True))
+    assert max(learned) == 60, "of 96 in each fold"
+    assert len(answered[-1].rows) == 120, "all samples are looked at"
+
+
+def test_a_blend_that_was_not_measured_is_calibrated_by_fits_of_its_own(made, monkeypatch):
+    monkeypatch.setattr(fitting, "BUDGET_S", -1.0)
+    features, result = fit_on_pictures(made, FitOptions(BLEND))
+    assert isinstance(result.head, BlendHead)
+    rows, _ = features.rows(result.takes)
+    again = answers_in_folds(features.bundle, result.head, features.train, rows, FitOptions(BLEND))
+    np.testing.assert_array_equal(result.answers.probabilities, again.probabilities)
