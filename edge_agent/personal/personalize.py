@@ -260,7 +260,10 @@ class Result:
 
 @dataclass(frozen=True)
 class Budget:
-    """What a head costs a device: peak memory of its fit and its saved size, bytes, and seconds for one answer."""
+    """What a head costs a device beside the encoder: peak memory of its fit, saved size and seconds for one answer.
+
+    Sizes are in bytes. What a blend takes out of the raw inputs is part of all three.
+    """
 
     fit_bytes: int
     saved_bytes: int
@@ -405,12 +408,24 @@ def _measured(features: Features, options: FitOptions) -> Result:
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
+    # An answer takes features of the raw inputs, where the head has any; those of the encoder cost all heads the same.
     some_rows = rows.train[:256]
+    some_inputs = features.train.take(np.arange(len(some_rows))).ready().inputs
     started_at = options.clock()
+    if result.takes.local is not None:
+        result.takes.local(some_inputs)
     result.head.predict_proba(some_rows)
     answer_s = (options.clock() - started_at) / len(some_rows)
-    size = sum(array.nbytes for array in result.head.arrays.values())
-    return replace(result, seconds=seconds, budget=Budget(peak - before, size, answer_s))
+    budget = Budget(peak - before, bytes_saved(result.head, result.takes), answer_s)
+    return replace(result, seconds=seconds, budget=budget)
+
+
+def bytes_saved(head: Head, takes: HeadInput) -> int:
+    """Return the bytes of the arrays that are saved of a head, with those that its features of raw inputs need."""
+    arrays = list(head.arrays.values())
+    if takes.local is not None:
+        arrays += takes.local.learned.values()
+    return sum(array.nbytes for array in arrays)
 
 
 def with_doubtful_labels(features: Features, result: Result) -> Result:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import onnxruntime
@@ -25,8 +26,9 @@ from edge_agent.personal.confidence import calibrate
 from edge_agent.personal.detectors import Detector
 from edge_agent.personal.encoder import Encoder
 from edge_agent.personal.fitting import FitOptions, answers_in_folds, choose_model
+from edge_agent.personal.local.models import HeadInput, LocalFeatures
 from edge_agent.personal.one_file import TOLERANCE
-from edge_agent.personal.personalize import extract, load_head, personalize
+from edge_agent.personal.personalize import bytes_saved, evaluate_heads, extract, load_head, personalize
 from edge_agent.personal.personalizer import Personalizer, load_bundle
 from edge_agent.serving.pair import Pair
 
@@ -383,3 +385,22 @@ def test_a_blend_that_was_not_measured_is_calibrated_by_fits_of_its_own(made, mo
     rows, _ = features.rows(result.takes)
     again = answers_in_folds(features.bundle, result.head, features.train, rows, FitOptions(BLEND))
     np.testing.assert_array_equal(result.answers.probabilities, again.probabilities)
+
+
+def test_the_cost_of_a_blend_includes_its_features_of_raw_inputs(made, monkeypatch):
+    features, result = fit_on_pictures(made, FitOptions(BLEND))
+    seconds = [0.0]
+    of_inputs = LocalFeatures.__call__
+
+    def slow(local, inputs):
+        seconds[0] += len(inputs)
+        return of_inputs(local, inputs)
+
+    monkeypatch.setattr(LocalFeatures, "__call__", slow)
+    timed = replace(features, options=FitOptions(clock=lambda: seconds[0]))
+    (blended, alone), _ = evaluate_heads(timed, [BLEND, "lr"])
+    if alone.takes.local is not None:
+        blended, alone = alone, blended
+    assert (blended.budget.answer_s, alone.budget.answer_s) == (1.0, 0.0)
+    learned = LocalFeatures(result.takes.local.name, IMAGES.input, {"thresholds": np.zeros(1000, np.float32)})
+    assert bytes_saved(blended.head, HeadInput(learned, 24)) == bytes_saved(blended.head, HeadInput()) + 4000
