@@ -125,11 +125,22 @@ def _entries(folder: Path) -> list[str]:
 
 
 def check_no_state(folder: Path) -> None:
-    """Require that a folder for a result is no state folder of a device, whose files would be mixed with it.
+    """Require that a folder for a result is not one in which a device keeps its state, or its own head.
+
+    The device's files would be mixed with the result, or its head would be replaced without its knowledge.
 
     Raises:
-        UsageError: a device keeps its state there.
+        UsageError: a device keeps its state or its head there.
     """
+    folder = folder.resolve() if folder.name in ("", "..") else folder
+    holder = folder.parent
+    # A folder "head" beside a folder "bundles" alone may be anybody's; a device's also has a lock.
+    is_head_of_device = folder.name == "head" and _has_any(holder, _OF_A_DEVICE) and (holder / _LOCK).is_file()
+    if is_head_of_device:
+        raise UsageError(
+            f"{folder}: the head of the device whose state folder is {holder}, expected a folder of your own; name "
+            f"another one, or have the device fit its own head: 'edge-agent add --state {holder}'"
+        )
     if _has_any(folder, _OF_A_DEVICE):
         raise UsageError(
             f"{folder}: the state folder of a device, expected a folder for the head alone; name another one, or have "

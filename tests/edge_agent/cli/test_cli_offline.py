@@ -368,6 +368,25 @@ def test_fit_writes_no_head_into_the_state_folder_of_a_device(place, capsys, hea
     assert sorted(path.name for path in (place / "dev").iterdir()) == before
 
 
+@pytest.mark.parametrize("head", ["lr", "mahalanobis"])
+@pytest.mark.parametrize("out", ["dev/head", "."])
+def test_fit_replaces_no_head_of_a_device(place, capsys, monkeypatch, head, out):
+    answer(capsys, "import", "b.hwb", "--state", "dev")
+    words = [*FIT[:-1], out, "--head", head]
+    if out == ".":
+        (place / "dev" / "head").mkdir(exist_ok=True)
+        monkeypatch.chdir(place / "dev" / "head")
+        words[2] = str(place / "b.hwb")
+    said = answer(capsys, *words, code=2)["error"]["message"]
+    assert "head: the head of the device whose state folder is " in said
+    assert not (place / "dev" / "head" / "head.json").exists()
+
+
+def test_fit_may_write_beside_a_folder_of_bundles_that_is_no_device(place, capsys):
+    (place / "bundles").mkdir()
+    assert answer(capsys, *FIT[:-1], "head")["out"] == "head"
+
+
 ERRORS = {
     "no bundle": (("fit", "--bundle", "gone.hwb", "--data", "digits", "--out", "h"), 2, "gone.hwb"),
     "empty folder": (("fit", "--bundle", ".", "--data", "digits", "--out", "h"), 2, "no bundle"),
