@@ -227,7 +227,7 @@ def _confidence_rows(
     if rule is not None:
         reached = f"{formats.percent(false_alarms)} of the held-out samples"
         unknown = (
-            f"{rule.scorer.name} above {rule.threshold:.3f}; false alarms {formats.percent(rule.rate)} asked for, "
+            f"{rule.detector.name} above {rule.threshold:.3f}; false alarms {formats.percent(rule.rate)} asked for, "
             f"{reached}; {rule.misses_text}"
         )
     elif rate:

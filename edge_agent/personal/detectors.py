@@ -21,7 +21,10 @@ MOST_FOR_MEANS = 512
 """Training samples that `ClassMeans` learns from; of more, a random part."""
 
 _CELLS = 2_000_000
+"""Distances that are computed at once, 16 MB as float64: memory does not grow with the samples."""
+
 _FOLDS = 5
+"""Folds in which `ClassMeans` scores training rows as new ones: one fit for each row would take too long."""
 
 
 class Detector(ABC):
@@ -37,10 +40,12 @@ class Detector(ABC):
     def fit(cls, rows: np.ndarray, labels: np.ndarray) -> Detector:
         """Return the detector for training ``rows`` (n, d) float32 of the classes ``labels`` (n,) int64."""
 
-    @classmethod
     @abstractmethod
-    def score_as_new(cls, rows: np.ndarray, labels: np.ndarray, groups: np.ndarray) -> np.ndarray:
-        """Return the scores (n,) of training rows by detectors that did not learn from their ``groups`` (n,)."""
+    def score_as_new(self, rows: np.ndarray, labels: np.ndarray, groups: np.ndarray) -> np.ndarray:
+        """Return the scores (n,) of training rows by detectors like this that did not learn from their ``groups`` (n,).
+
+        ``rows`` (n, d) and ``labels`` (n,) are those that this detector was fitted on, or a part of them.
+        """
 
     @abstractmethod
     def scores(self, rows: np.ndarray) -> np.ndarray:
@@ -71,8 +76,7 @@ class NearestRows(Detector):
         """Keep the rows; see `Detector`."""
         return cls(rows)
 
-    @classmethod
-    def score_as_new(cls, rows: np.ndarray, labels: np.ndarray, groups: np.ndarray) -> np.ndarray:  # noqa: ARG003 - as above
+    def score_as_new(self, rows: np.ndarray, labels: np.ndarray, groups: np.ndarray) -> np.ndarray:  # noqa: ARG002 - as above
         """Return each row's distance to rows of other groups; see `Detector`."""
         return _distances(rows, rows, groups)
 
@@ -137,16 +141,15 @@ class ClassMeans(Detector):
         strongest = (1 - shrinkage) * variances[:MOST_DIRECTIONS] + others
         return cls(means, directions[:, :MOST_DIRECTIONS], 1 - others / strongest, others, shrinkage)
 
-    @classmethod
-    def score_as_new(cls, rows: np.ndarray, labels: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    def score_as_new(self, rows: np.ndarray, labels: np.ndarray, groups: np.ndarray) -> np.ndarray:
         """Score each of a few folds by what was fitted on the others; see `Detector`."""
-        # With a shrinkage of their own, which falls with the samples, folds would score on another scale than all rows.
-        shrinkage = cls.fit(rows, labels).shrinkage
         folds = _folds(labels, groups)
         result = np.empty(len(rows))
         for fold in distinct(folds):
             is_scored = folds == fold
-            result[is_scored] = cls._fit(rows[~is_scored], labels[~is_scored], shrinkage).scores(rows[is_scored])
+            # With a shrinkage of its own, which falls with the samples, it would score on another scale than this one.
+            others = self._fit(rows[~is_scored], labels[~is_scored], self.shrinkage)
+            result[is_scored] = others.scores(rows[is_scored])
         return result
 
     def scores(self, rows: np.ndarray) -> np.ndarray:

@@ -94,7 +94,7 @@ class Reference:
         self._rows = rows.astype(np.float64)
         # 2. How training rows compare with each other, and what is usual for each class.
         residuals = self._subtract_neighbours(rows, recordings)
-        is_far = rule.scorer.score_as_new(rows, labels, recordings) > rule.threshold
+        is_far = rule.detector.score_as_new(rows, labels, recordings) > rule.threshold
         self._learn_classes(residuals, is_far, labels, recordings)
         # 3. How far residuals vary about the mean of their class, and rows about theirs.
         self._learn_spread(residuals, labels)

@@ -71,8 +71,8 @@ class UnknownRule:
     Attributes:
         rows: Features of the training samples, of length 1, (n, d) float32.
         threshold: The score of the detector above which an input is unknown.
-        rate: The false-alarm rate that was asked for, 0..1.
-        detector: What scores inputs; None stands for `NearestRows` of the rows.
+        rate: The false-alarm rate that was asked for, 0..1; above 0.
+        detector: What scores inputs.
         groups: The recording of each row, (n,) int64; None: each sample is one by itself.
         labels: The class of each row, (n,) int64; None: an earlier version saved the rule.
         misses: How many inputs of a further class it would miss; None: too few classes or samples to say.
@@ -81,9 +81,9 @@ class UnknownRule:
     rows: np.ndarray
     threshold: float
     rate: float
+    detector: Detector
     groups: np.ndarray | None = None
     labels: np.ndarray | None = None
-    detector: Detector | None = None
     misses: Misses | None = None
 
     @classmethod
@@ -115,15 +115,16 @@ class UnknownRule:
         row_groups = row_groups[part].astype(np.int64)
         row_labels = np.zeros(len(rows), np.int64) if labels is None else labels[part].astype(np.int64)
         kind, misses = _choose(detectors, rows, row_labels, row_groups, rate)
-        threshold = _threshold(kind.score_as_new(rows, row_labels, row_groups), rate)
+        detector = kind.fit(rows, row_labels)
+        threshold = _threshold(detector.score_as_new(rows, row_labels, row_groups), rate)
         has_recordings = len(distinct(row_groups)) < len(rows)
         return cls(
             rows,
             threshold,
             rate,
+            detector,
             row_groups if has_recordings else None,
             None if labels is None else row_labels,
-            kind.fit(rows, row_labels),
             misses,
         )
 
@@ -133,8 +134,13 @@ class UnknownRule:
         Raises:
             StateError: The arrays do not belong together, or have values out of range.
         """
-        if self.rows.ndim != 2 or self.rows.shape[1] != feature_dim:
-            raise StateError(f"confidence: rows {self.rows.shape}, expected (n, {feature_dim})")
+        if self.rows.ndim != 2 or self.rows.shape[1] != feature_dim or not len(self.rows):
+            raise StateError(f"confidence: rows {self.rows.shape}, expected (n, {feature_dim}) with one row or more")
+        if not (math.isfinite(self.threshold) and 0 < self.rate < 1):
+            raise StateError(
+                f"confidence: threshold {self.threshold} and rate {self.rate} of unknown inputs, expected a number and "
+                "one above 0 and below 1"
+            )
         count = len(self.rows)
         if self.groups is not None:
             _check_integers("groups", self.groups, count)
@@ -144,13 +150,7 @@ class UnknownRule:
                 raise StateError(f"confidence: labels up to {self.labels.max()}, expected 0 to {MOST_CLASSES - 1}")
         if self.misses is not None:
             self.misses.check()
-        if self.detector is not None:
-            self.detector.check(feature_dim)
-
-    @property
-    def scorer(self) -> Detector:
-        """The detector, also of a rule that an earlier version saved."""
-        return self.detector or NearestRows(self.rows)
+        self.detector.check(feature_dim)
 
     @property
     def tells_apart(self) -> bool:
@@ -172,7 +172,7 @@ class UnknownRule:
 
     def scores(self, features: np.ndarray) -> np.ndarray:
         """Return how strange rows of ``features`` (n, d) are, (n,) float64 of 0 or more."""
-        return self.scorer.scores(unit(features))
+        return self.detector.scores(unit(features))
 
     def is_unknown(self, features: np.ndarray) -> np.ndarray:
         """Return which rows of ``features`` (n, d) are unlike the training samples, (n,) bool."""
@@ -180,7 +180,7 @@ class UnknownRule:
 
     def write(self, graph: Graph, features: Value) -> tuple[Value, Value]:
         """Write `scores` (n, 1) float64 and `is_unknown` (n, 1) bool of ``features`` (n, d) float32 as operators."""
-        scores = self.scorer.write(graph, graph.cast(graph.unit(features, FLOAT), DOUBLE))
+        scores = self.detector.write(graph, graph.cast(graph.unit(features, FLOAT), DOUBLE))
         return scores, graph.add("Greater", scores, np.array(self.threshold))
 
     def has_drifted(self, unknown: int, total: int) -> bool:
@@ -217,21 +217,22 @@ def rule_of(arrays: Mapping[str, np.ndarray]) -> UnknownRule | None:
         KeyError: an array is missing.
         ValueError: an array has other values than it should.
     """
-    detector = None
-    numbers = arrays.get("unknown")
-    if "unknown_by_means" in arrays:
-        numbers = arrays["unknown_by_means"]
-        *weights, variance, shrinkage = arrays["unknown_weights"].tolist()
-        means = arrays["unknown_means"]
-        detector = ClassMeans(means, arrays["unknown_directions"], np.array(weights), variance, shrinkage)
+    numbers = arrays.get("unknown_by_means", arrays.get("unknown"))
     if numbers is None:
         return None
     threshold, rate = numbers.tolist()
+    rows = arrays["unknown_rows"]
+    detector: Detector = NearestRows(rows)
+    if "unknown_by_means" in arrays:
+        *weights, variance, shrinkage = arrays["unknown_weights"].tolist()
+        means = arrays["unknown_means"]
+        detector = ClassMeans(means, arrays["unknown_directions"], np.array(weights), variance, shrinkage)
     misses = None
     if "unknown_misses" in arrays:
         misses = Misses(tuple(arrays["unknown_misses"].tolist()))
     groups = arrays.get("unknown_groups")
-    return UnknownRule(arrays["unknown_rows"], threshold, rate, groups, arrays.get("unknown_labels"), detector, misses)
+    labels = arrays.get("unknown_labels")
+    return UnknownRule(rows, threshold, rate, detector, groups, labels, misses)
 
 
 def _check_integers(name: str, values: np.ndarray, count: int) -> None:
@@ -267,8 +268,9 @@ def estimate_misses(
         others = ~is_left_out
         if int(others.sum()) < least_for(rate):
             continue
-        usual = kind.score_as_new(rows[others], labels[others], groups[others])
-        strange = kind.fit(rows[others], labels[others]).scores(rows[is_left_out])
+        detector = kind.fit(rows[others], labels[others])
+        usual = detector.score_as_new(rows[others], labels[others], groups[others])
+        strange = detector.scores(rows[is_left_out])
         missed.append(float((strange <= _threshold(usual, rate)).mean()))
     return Misses(tuple(missed)) if missed else None
 

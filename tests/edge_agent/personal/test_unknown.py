@@ -72,7 +72,8 @@ def test_neighbours_of_the_same_recording_do_not_count():
 
 
 def test_drift_is_a_surplus_of_unknown_inputs_beyond_chance():
-    rule = UnknownRule(np.eye(2, dtype=np.float32), 0.5, 0.05)
+    rows = np.eye(2, dtype=np.float32)
+    rule = UnknownRule(rows, 0.5, 0.05, NearestRows(rows))
     for total in (1, 50, 20_000):
         for count in range(0, total + 1, max(1, total // 50)):
             assert rule.has_drifted(count, total) == (binom.sf(count - 1, total, 0.05) < 0.001), (count, total)
@@ -193,8 +194,8 @@ def test_recordings_stay_together_when_class_means_score_their_own_samples():
     groups = np.repeat(np.arange(30), 6)
     labels = groups % 3
     rows = unit(rng.normal(size=(30, 20))[groups] + 0.01 * rng.normal(size=(180, 20)))
-    together = ClassMeans.score_as_new(rows, labels, groups)
-    apart = ClassMeans.score_as_new(rows, labels, np.arange(180))
+    together = ClassMeans.fit(rows, labels).score_as_new(rows, labels, groups)
+    apart = ClassMeans.fit(rows, labels).score_as_new(rows, labels, np.arange(180))
     assert np.median(together) > 1.3 * np.median(apart)
 
 

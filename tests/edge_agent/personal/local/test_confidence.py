@@ -12,6 +12,7 @@ from edge_agent.personal.confidence import (
     calibrate,
     calibration_error,
 )
+from edge_agent.personal.detectors import NearestRows
 from edge_agent.personal.unknown import UnknownRule
 
 
@@ -22,11 +23,15 @@ from edge_agent.personal.unknown import UnknownRule
         {"calibration": np.array([1.0])},
         {"unknown_rows": np.zeros((5, 3), np.float32)},
         {"unknown": np.array([0.5])},
+        {"unknown": np.array([np.nan, 0.05])},
+        {"unknown": np.array([0.5, 0.0])},
+        {"unknown_rows": np.zeros((0, 4), np.float32)},
         {"unknown_rows": None},
     ],
 )
 def test_damaged_arrays_are_refused(change):
-    rule = UnknownRule(np.eye(4, dtype=np.float32), 0.5, 0.05)
+    rows = np.eye(4, dtype=np.float32)
+    rule = UnknownRule(rows, 0.5, 0.05, NearestRows(rows))
     arrays = {**Confidence(Calibration(1.5, 0.2, 0.1), rule).arrays(), **change}
     with pytest.raises(StateError, match="confidence"):
         Confidence.from_arrays({name: array for name, array in arrays.items() if array is not None}, 4)
