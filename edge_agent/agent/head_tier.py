@@ -623,6 +623,7 @@ def _refit(config: AgentConfig, bundle: Bundle, samples: Split, progress: Progre
         return lambda done, total: progress(f"{step} {done}/{total}")
 
     progress("encoder")
+    started_at = time.perf_counter()
     try:
         encoder = open_encoder(
             bundle,
@@ -637,6 +638,7 @@ def _refit(config: AgentConfig, bundle: Bundle, samples: Split, progress: Progre
             raise
         log.warning("int8_not_used bundle=%s reason=%s: fp32 is used instead", bundle.id[:12], error)
         encoder = Encoder.open(bundle, "fp32", threads)
+    encoder_s = time.perf_counter() - started_at
     norm = "shipped" if encoder.norm is None else "own"
     log.info("encoder_loaded precision=%s norm=%s providers=%s", encoder.precision, norm, ",".join(encoder.providers))
     head = config.head
@@ -652,7 +654,9 @@ def _refit(config: AgentConfig, bundle: Bundle, samples: Split, progress: Progre
         allow_local=head.allow_local,
     )
     collected = len(collection_of(config).index().samples)
-    return replace(personalize(bundle, samples, encoder, options), n_collected=collected)
+    # The choice of precision and batch norm is part of the fit's time, as in 'edge-agent fit'.
+    result = personalize(bundle, samples, encoder, options).with_earlier_steps({"encoder": encoder_s})
+    return replace(result, n_collected=collected)
 
 
 def _remove_features(config: AgentConfig) -> None:
