@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ..core.config import AgentConfig, BrokerConfig, is_loopback
+from ..core.errors import UsageError
+from ..core.task import WindowInput
 from ..data.wav import WavOptions
 from .announcement import Announcement, announced
 from .corrections import Corrections
@@ -247,13 +249,27 @@ class Service:
 
         Raises:
             HeadwaterError: The pair cannot be used.
+            UsageError: There are sensors, and the encoder takes no windows.
         """
         self.watch.start()
+        self._check_sensors()
         if self.publisher is not None:
             self.publisher.start()
         self.http.start()
         for feed in self.feeds:
             feed.start()
+
+    def _check_sensors(self) -> None:
+        """Require an encoder of windows where there are sensors; while no pair is in use nothing can be said."""
+        sensors = [feed.name for feed in self.feeds if isinstance(feed, SensorFeed)]
+        if not sensors or not self.predictor.is_ready:
+            return
+        pair = self.predictor.pair
+        if not isinstance(pair.input, WindowInput):
+            raise UsageError(
+                f"--sensor {', '.join(sensors)}: a stream of samples, and the encoder of bundle "
+                f"'{pair.bundle.manifest.name}' takes images; leave the sensor out, or serve a bundle for windows"
+            )
 
     def announce_sources(self, announcement: Announcement) -> None:
         """Write the states of the sources into the record of the server, now and whenever one changes."""

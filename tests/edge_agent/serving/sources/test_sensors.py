@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from serving_site import settings_for_tests
 
 from edge_agent.core.config import BrokerConfig
 from edge_agent.core.errors import Busy, DataError, SourceEnded, SourceLost, UsageError
@@ -19,6 +20,7 @@ from edge_agent.personal.personalizer import Personalizer, load_bundle
 from edge_agent.serving.mqtt.topics import AnswerTopics
 from edge_agent.serving.pair import Pair
 from edge_agent.serving.predictor import Predictor
+from edge_agent.serving.service import Device, IoSettings, Service
 from edge_agent.serving.sources.choose import Subscriptions, create_sensor_source, create_topic_source
 from edge_agent.serving.sources.mqtt_in import MqttLineSource, MqttSource
 from edge_agent.serving.sources.samples import MOST_LINE_BYTES, LineReader, PlaybackSchedule, StreamLineSource
@@ -319,6 +321,18 @@ def test_lines_of_messages_are_samples():
     transport.events = [Message("imu", b"1\n" * 20_001)]
     with pytest.raises(SourceLost, match="at most 20000 are accepted"):
         lines.read(0.1)
+
+
+def test_a_sensor_for_an_encoder_of_images_is_refused_before_the_first_sample(source, tmp_path):
+    recording = tmp_path / "walk.csv"
+    recording.write_text("1,2,3\n")
+    io = IoSettings(sensors=(create_sensor_source(str(recording), None, None, Subscriptions(None)),))
+    service = Service(source, settings_for_tests(), Device(), io)
+    try:
+        with pytest.raises(UsageError, match=r"walk\.csv: a stream of samples.*'test'.*takes images"):
+            service.start()
+    finally:
+        service.close()
 
 
 def test_what_cannot_be_is_said_at_the_start(tmp_path):
