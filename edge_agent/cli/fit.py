@@ -204,6 +204,11 @@ def _trials(choice: HeadChoice) -> list[str]:
             "local: the model of acc.local; blend: the product of its probabilities and those of the best head; "
             f"{BOTH}: one logistic regression on the features of both"
         )
+        if choice.name not in (BLEND, BOTH):
+            lines.append(
+                "if this device has trained the encoder on these samples, the encoder looks better here than it is on "
+                "new ones: '--head blend' takes the blend in any case"
+            )
     return [*lines, *(f"{trial.name}: {trial.dropped}" for trial in choice.trials if trial.dropped)]
 
 

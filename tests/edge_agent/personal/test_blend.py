@@ -228,6 +228,11 @@ def test_commands_fit_score_and_predict_with_a_blend(made, tmp_path, capsys, mon
     assert head.takes.split == Encoder.open(load_bundle(path, tmp_path / "cache"), "fp32").feature_dim
     assert main(["fit", *words, "--no-blend", "--out", "plain", "--json"]) == 0
     assert not json.loads(capsys.readouterr().out)["head"].startswith(("blend", "lr of"))
+    kind = "if this device has trained the encoder on these samples"
+    assert kind not in text
+    monkeypatch.setattr(blend, "_surest", lambda trials, _folds: trials[0])
+    assert main(["fit", *words, "--out", "plain"]) == 0
+    assert kind in capsys.readouterr().out
     assert main(["fit", *words, "--head", "blend", "--no-local", "--out", "none"]) == 2
     assert "fit without --no-local" in capsys.readouterr().err
     assert not (tmp_path / "none").exists()
