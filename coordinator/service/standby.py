@@ -5,8 +5,8 @@ a coordinator that is. Only answers to its own questions are signs of the other 
 
 Where both have one state folder, on one machine, a free lock is a second sign, and `QUIET_S` of silence are enough. A
 lock that a silent process still holds, because it was suspended, is removed: the journal takes no entry of that process
-any more (`coordinator.journal.sqlite.Journal.serve_from`), so it can accept nothing, and ends when it is back. That
-needs SQLite's shared memory, so a folder on a disk of two machines is refused; they use a copy.
+any more (`serve_from` of `coordinator.journal.sqlite`), so it can accept nothing, and ends when it is back. That needs
+SQLite's shared memory, so a folder on a disk of two machines is refused; they use a copy.
 
 A coordinator that starts its own broker takes that along: its standby works on the same folder, and goes by the lock.
 """
