@@ -141,7 +141,7 @@ def pin(
     book = book_of(folder.journal)
     heard_device = _find_device(folder, book, device)
     if number is None:
-        number = Running(book).number(heard_device, book.wanted(heard_device, utc_now()))
+        number = Running(book).number(heard_device, book.release_for(heard_device, utc_now()))
         if number is None:
             raise UsageError(f"{device} runs no release that is known here; name one")
     release = find_release(book, number)

@@ -257,7 +257,7 @@ class Rollout:
         wait_s = min(wait_s, MAX_WAIT_S)
         # What an operator has ordered, and a way back, are installed even where they are worse than what runs now.
         is_pinned = self.book.pin(agent, self._now()) is not None
-        is_ordered = is_pinned or self.book.returns(device, release)
+        is_ordered = is_pinned or self.book.goes_back(device, release)
         install = Install(
             run=release.run,
             bundle_id=release.bundle_id,
@@ -285,7 +285,7 @@ class Rollout:
         device = self.book.devices.get(agent)
         if device is None:
             return None
-        return self.book.wanted(device, self._now())
+        return self.book.release_for(device, self._now())
 
     def _release_of(self, agent: str, message: Report | Fault) -> Release | None:
         """Return the release that a message is about; None for one that the device was not to get, or has no say in."""
@@ -446,12 +446,12 @@ class Rollout:
         """Journal which devices are there, seldom, and which were not heard for so long that they count no more."""
         now = self._now()
         present = set(self._roster.present("head"))
-        for agent in self.book.gone(now - HEARD_AGAIN):
+        for agent in self.book.stale_devices(now - HEARD_AGAIN):
             if agent in present:
                 device = self.book.devices[agent]
                 fact = DeviceReported(runs=device.runs, channel=device.channel, kept=device.kept)
                 self._state.journal.append(fact, agent=agent)
-        for agent in self.book.gone(now - self._gone_after):
+        for agent in self.book.stale_devices(now - self._gone_after):
             if agent not in present:
                 reason = f"not heard for {self._gone_after.days} days"
                 self._state.journal.append(DeviceRetired(reason=reason), agent=agent)
@@ -489,7 +489,7 @@ class Rollout:
                 return True
             if not draws:
                 continue
-            agents = self.book.canary(release, self._roster.present("head"), now)
+            agents = self.book.draw_canary(release, self._roster.present("head"), now)
             if agents != [*release.canary]:
                 journal.append(ReleaseCanary(release=release.number, agents=tuple(agents)))
                 log.info("release_canary release=%d agents=%s", release.number, ",".join(agents))

@@ -432,7 +432,7 @@ def device_rows(book: Book, now: datetime) -> list[DeviceRow]:
 
 def _device_row(book: Book, running: Running, device: Device, now: datetime) -> DeviceRow:
     """Return the row of one device, see `device_rows`."""
-    to_run = book.wanted(device, now)
+    to_run = book.release_for(device, now)
     runs = running.number(device, to_run)
     # The answer is that to the release which it is to run; where there is none, to the one that it runs.
     release = to_run if to_run is not None else book.get(runs or 0)

@@ -3,14 +3,13 @@
 A release is a bundle with a number and a `Plan`. Its stages: ``canary`` (a few devices), ``paused`` (they reported
 success; waits for ``promote``), ``everybody``; besides ``held`` (no further device gets it) and ``rolled back``. A
 rollback is a release as well: of the older bundle, and as old as that, so newer ones stay newer.
-`wanted` says which release a device is to run; the coordinator compares that with what the device runs, so restarts and
-new, late and returning devices need no other code.
+`Book.release_for` says which release a device is to run; the coordinator compares that with what the device runs, so
+restarts and new, late and returning devices need no other code.
 """
 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import math
 import re
 from collections import Counter
@@ -141,10 +140,10 @@ class Plan:
         return ReleasePlan(**{name: value for name, value in asdict(self).items() if value != default[name]})
 
     def check(self, now: datetime) -> None:
-        """Return quietly where every field can be understood, and the release can be active within 400 days.
+        """Check that every field can be understood, and that the release can be active within 400 days.
 
         Raises:
-            UsageError: one cannot.
+            UsageError: A field is wrong; the message says which.
         """
         from edge_agent.core.config import NAME_PATTERN  # not for 'headwater status', which looks often
         from edge_agent.wire.messages.fields import MAX_WAIT_S
@@ -169,12 +168,13 @@ class Plan:
         self._check_canary()
 
     def _check_canary(self) -> None:
-        """Return quietly where what is said of a canary fits together.
+        """Check that the fields about a canary fit together.
 
         Raises:
-            UsageError: it does not.
+            UsageError: They do not.
         """
-        if not self.canary and (self.success or self.auto_promote):
+        is_about_canary = self.success != 0 or self.auto_promote
+        if is_about_canary and not self.canary:
             raise UsageError("success and auto-promote are about a canary; give --canary, for example 10%")
         if self.canary.isdecimal() and self.success > int(self.canary):
             raise UsageError(
@@ -476,8 +476,10 @@ class Book:
         self._count(agent, -1)
 
     def _count(self, agent: str, change: int) -> None:
+        """Count what a device said of each release in or out; ``change``: 1 or -1."""
         for release in self.releases:
-            if (result := release.results.get(agent)) is not None:
+            result = release.results.get(agent)
+            if result is not None:
                 release.count[result.outcome] += change
 
     # --- what follows from it ------------------------------------------------------------------------------------
@@ -487,17 +489,21 @@ class Book:
         pin = self.pins.get(agent)
         return pin if pin is not None and pin.holds(now) else None
 
-    def wanted(self, device: Device, now: datetime) -> Release | None:
+    def release_for(self, device: Device, now: datetime) -> Release | None:
         """Return the release that a device is to run now; None: it keeps what it has."""
-        if (pin := self.pin(device.id, now)) is not None:
+        # 1. A pin counts more than any release.
+        pin = self.pin(device.id, now)
+        if pin is not None:
             return self.get(pin.release)
+        # 2. The newest release of its channel that is for this device.
         for release in self._of_channel(device.channel):
             if release.rolled_back_by:
                 continue
-            if release.held:
-                if device.runs == release.bundle_id:
-                    return None
-            elif release.promoted or device.id in release.canary:
+            # A release that is held stays on the devices that have it, and reaches no other.
+            if release.held and device.runs == release.bundle_id:
+                return None
+            is_for_device = release.promoted or device.id in release.canary
+            if is_for_device and not release.held:
                 return release
         return None
 
@@ -509,10 +515,12 @@ class Book:
                 return other
         return None
 
-    def returns(self, device: Device, release: Release) -> bool:
+    def goes_back(self, device: Device, release: Release) -> bool:
         """Return whether a device that is to run a release goes back by that: it runs the bundle of a newer one."""
-        newer = (other for other in self.releases[release.number :] if not other.rolls_back)
-        return bool(release.rolls_back) or any(other.bundle_id == device.runs for other in newer)
+        if release.rolls_back:
+            return True
+        newer = self.releases[release.number :]
+        return any(other.bundle_id == device.runs for other in newer if not other.rolls_back)
 
     def for_everybody(self, channel: str) -> Release | None:
         """Return the newest release that everybody in a channel is to run; it is the parent of the next one."""
@@ -520,8 +528,12 @@ class Book:
 
     def replaced_by(self, release: Release) -> Release | None:
         """Return the newer release that everybody in its channel gets instead; None where there is none."""
-        newer = itertools.takewhile(lambda other: other is not release, self._of_channel(release.plan.channel))
-        return next((other for other in newer if other.promoted and other.is_open), None)
+        for newer in self._of_channel(release.plan.channel):
+            if newer is release:
+                return None
+            if newer.promoted and newer.is_open:
+                return newer
+        return None
 
     def current(self) -> Iterator[Release]:
         """Yield the releases that devices may get now: of each channel the newest for everybody, and newer ones."""
@@ -562,54 +574,71 @@ class Book:
         Raises:
             UsageError: it has neither, as where its name is mistyped: nothing would ever take the release away again.
         """
-        known = sorted({name for name, heard in self.sizes.items() if heard} | self.channels.keys())
-        if channel in known or not any(self.sizes.values()):
+        with_devices = {name for name, size in self.sizes.items() if size}
+        channels = sorted(with_devices | self.channels.keys())
+        if channel in channels or not with_devices:
             return
-        meant = f"did you mean '{one}'? " if (one := nearest(channel, known)) else ""
+        nearest_channel = nearest(channel, channels)
+        suggestion = ""
+        if nearest_channel:
+            suggestion = f"did you mean '{nearest_channel}'? "
         raise UsageError(
-            f"no device of channel '{channel}' was heard, and nothing was released to it; {meant}known: "
-            f"{', '.join(known)}; --new-channel is for devices that are yet to come"
+            f"no device of channel '{channel}' was heard, and nothing was released to it; {suggestion}known: "
+            f"{', '.join(channels)}; --new-channel is for devices that are yet to come"
         )
 
     def check_fleet(self, plan: Plan) -> None:
-        """Return quietly where the devices that were heard in its channel are enough for a plan; also before any was.
+        """Check that a channel has devices enough for a plan; while none was heard there, every plan passes.
 
         Raises:
-            UsageError: they are not.
+            UsageError: It has too few.
         """
         heard = self.sizes[plan.channel]
-        size = max(1, amount(plan.canary, heard, up=True)) if plan.canary else heard
-        if heard and size > heard:
+        if not heard:
+            return
+        size = heard
+        if plan.canary:
+            size = max(1, amount(plan.canary, heard, up=True))
+        if size > heard:
             raise UsageError(
                 f"a canary of {size}, and {heard} devices were heard in channel '{plan.channel}'; give fewer, or 'all' "
                 "to release to everybody at once"
             )
-        if heard and plan.success > size:
+        if plan.success > size:
             raise UsageError(f"success is {plan.success}, and the canary has {size} devices; give {size} or less")
 
-    def canary(self, release: Release, candidates: Iterable[str], now: datetime) -> list[str]:
+    def draw_canary(self, release: Release, candidates: Iterable[str], now: datetime) -> list[str]:
         """Return the devices that are to be a release's canary, drawn from the candidates, who can be reached now.
 
         They are drawn by a hash of device and release, so that no device is always the first. A device that is out is
         replaced, and stays so: it is pinned, in another channel or retired, declines the release, or is unable.
         """
-        as_it_is = [*release.canary]
+        earlier = list(release.canary)
         if release.stage != "canary":
-            return as_it_is
-        counted = [agent for agent in as_it_is if not self._is_out(agent, release, now)]
-        missing = self.canary_size(release) - len(counted)
+            return earlier
+        # 1. How many devices are missing.
+        remaining = [agent for agent in earlier if not self._is_out(agent, release, now)]
+        missing = self.canary_size(release) - len(remaining)
         if missing <= 0:
-            return as_it_is
-        free = [agent for agent in candidates if agent not in release.canary and not self._is_out(agent, release, now)]
-        fresh = sorted(free, key=lambda agent: drawn(agent, release.number))[:missing]
-        return [*counted, *fresh] if fresh else as_it_is
+            return earlier
+        # 2. As many others as there are. Where there is none, those that are out keep their places.
+        others = [agent for agent in candidates if agent not in release.canary]
+        free = [agent for agent in others if not self._is_out(agent, release, now)]
+        replacements = sorted(free, key=lambda agent: draw_key(agent, release.number))[:missing]
+        if not replacements:
+            return earlier
+        return [*remaining, *replacements]
 
     def _is_out(self, agent: str, release: Release, now: datetime) -> bool:
-        result = release.results.get(agent)
+        """Return whether a device cannot be of a release's canary; see `draw_canary`."""
         device = self.devices.get(agent)
         if device is None or device.channel != release.plan.channel or self.pin(agent, now) is not None:
             return True
-        return bool(device.kept) if result is None else result.outcome in {"declined", "unable"}
+        result = release.results.get(agent)
+        if result is None:
+            # It has not answered, and declines where its owner keeps another bundle.
+            return bool(device.kept)
+        return result.outcome in {"declined", "unable"}
 
     def has_say(self, agent: str, release: Release) -> bool:
         """Return whether a device is among those that are to get a release, so that what it says of it counts."""
@@ -656,14 +685,17 @@ class Book:
     def pending(self, release: Release, now: datetime) -> list[str]:
         """Return the devices that are to run the release by now and have not answered."""
         agents = sorted(self.devices if release.promoted else release.canary)
-        return [agent for agent in agents if self._is_meant(agent, release, now)]
+        return [agent for agent in agents if self._is_pending(agent, release, now)]
 
-    def _is_meant(self, agent: str, release: Release, now: datetime) -> bool:
+    def _is_pending(self, agent: str, release: Release, now: datetime) -> bool:
+        """Return whether a device is to run a release and has neither its bundle nor answered."""
         device = self.devices.get(agent)
+        if device is None or device.channel != release.plan.channel or device.runs == release.bundle_id:
+            return False
+        # A device that was unable tries again, so its answer is still to come.
         result = release.results.get(agent)
-        is_meant = device is not None and device.channel == release.plan.channel and device.runs != release.bundle_id
         has_answered = result is not None and result.outcome != "unable"
-        return is_meant and not has_answered and self.pin(agent, now) is None
+        return not has_answered and self.pin(agent, now) is None
 
     def stage(self, release: Release, now: datetime) -> str:
         """`Release.stage`; ``done`` where a channel's newest for everybody has the answers of all its devices."""
@@ -677,7 +709,7 @@ class Book:
         rollback = release if release.rolls_back else self.get(release.rolled_back_by)
         return "" if rollback is None else rollback.plan.note
 
-    def gone(self, before: datetime) -> list[str]:
+    def stale_devices(self, before: datetime) -> list[str]:
         """Return the devices whose newest entry is older than that."""
         return sorted(agent for agent in self.heard if self.is_stale(agent, before))
 
@@ -686,7 +718,7 @@ class Book:
         return moment_of(self.heard[agent]) < before
 
     def scores(self, bundle_id: str) -> Scores | None:
-        """acc.personal of the devices that reported a bundle, each by its newest report; None where none did."""
+        """Return acc.personal of the devices that reported a bundle, each by its newest report; None where none did."""
         from edge_agent.bundle.trust import Scores  # brings more than `headwater status` needs
 
         results = dict[str, Result]()
@@ -696,19 +728,21 @@ class Book:
         return Scores.of([(result.acc, result.support) for result in results.values() if result.acc is not None])
 
     def next_change(self, now: datetime) -> datetime | None:
-        """Return when `wanted` changes by the clock alone: the first end of a pin."""
+        """Return when `release_for` changes by the clock alone: the first end of a pin."""
         ends = [moment_of(pin.until) for pin in self.pins.values() if pin.until]
         return min((end for end in ends if end > now), default=None)
 
     def _of_channel(self, channel: str) -> Iterator[Release]:
+        """Return the releases of a channel, the newest first."""
         return reversed(self.channels.get(channel, []))
 
 
 def _index(order: list[Release], release: Release) -> int:
-    return next(index for index, one in enumerate(order) if one is release)
+    """Return the place of this release, and not that of one with equal fields."""
+    return next(index for index, other in enumerate(order) if other is release)
 
 
-def drawn(agent: str, release: int) -> str:
+def draw_key(agent: str, release: int) -> str:
     """Return what devices are sorted by for a canary: other ones come first in each release."""
     return hashlib.sha256(f"{release} {agent}".encode()).hexdigest()
 
@@ -726,7 +760,7 @@ def releases_in_use(journal: Journal) -> list[Release]:
 
 
 def release_blobs(journal: Journal, pruned: Collection[str | None]) -> set[str]:
-    """Digests of the newest file of each release that is in use, or of a run that was not ``pruned``."""
+    """Return the digests of the newest file of each release that is in use, or of a run that was not ``pruned``."""
     book = _without_devices(journal)
     used = {release.number for release in book.in_use()}
     needed = [release for release in book.releases if release.number in used or release.run not in pruned]

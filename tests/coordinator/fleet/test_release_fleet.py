@@ -119,8 +119,8 @@ def test_a_release_is_offered_to_a_fleet_in_steps(state):
 
 def test_reports_leave_the_drawing_of_a_canary_to_the_next_tick(state, monkeypatch):
     drawn = []
-    real = Book.canary
-    monkeypatch.setattr(Book, "canary", lambda *given: drawn.append(1) or real(*given))
+    real = Book.draw_canary
+    monkeypatch.setattr(Book, "draw_canary", lambda *given: drawn.append(1) or real(*given))
     fleet = Fleet(state, 256, lambda: 0.0)
     fleet.hellos()
     fleet.release("100%")

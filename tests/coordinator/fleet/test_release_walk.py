@@ -310,7 +310,7 @@ class World:
         assert book == book_of(self.state.journal), "restart equality"
         for name in self.devices:
             known = book.devices[name]
-            wanted = book.wanted(book.devices[name], now)
+            wanted = book.release_for(book.devices[name], now)
             seen = Device(name, known.channel, known.runs)
             assert (seen.runs if wanted is None else wanted.bundle_id) == self.twin.wanted(seen, now)
         for release in book.releases:
@@ -318,7 +318,9 @@ class World:
                 continue
             size = book.canary_size(release)
             self.largest[release.number] = max(size, self.largest.get(release.number, 0))
-            alone = [a for a in release.canary if book.wanted(book.devices[a], now) is release and not release.promoted]
+            alone = [
+                a for a in release.canary if book.release_for(book.devices[a], now) is release and not release.promoted
+            ]
             assert sum(book.pin(a, now) is None for a in alone) <= self.largest[release.number]
 
     def settle(self):

@@ -49,7 +49,7 @@ class Scene:
         self.write("device_reported", agent=name, runs=runs * 64, **said, **more)
 
     def wanted(self, name, now=NOW):
-        release = self.book.wanted(self.book.devices[name], now)
+        release = self.book.release_for(self.book.devices[name], now)
         return None if release is None else release.number
 
 
@@ -136,11 +136,11 @@ def test_only_the_canary_gets_a_new_release_until_it_is_promoted(scene):
     scene.make("a")
     release = scene.make("b", canary="20%")
     assert {scene.wanted(name) for name in DEVICES} == {1}
-    drawn = scene.book.canary(release, DEVICES, NOW)
+    drawn = scene.book.draw_canary(release, DEVICES, NOW)
     assert len(drawn) == 2
-    assert drawn == scene.book.canary(release, reversed(DEVICES), NOW), "whoever comes first"
+    assert drawn == scene.book.draw_canary(release, reversed(DEVICES), NOW), "whoever comes first"
     scene.write("release_canary", release=2, agents=drawn)
-    assert scene.book.canary(release, DEVICES, NOW) == drawn
+    assert scene.book.draw_canary(release, DEVICES, NOW) == drawn
     assert {name for name in DEVICES if scene.wanted(name) == 2} == set(drawn)
     scene.write("release_stage", release=2, stage="paused")
     assert {name for name in DEVICES if scene.wanted(name) == 2} == set(drawn)
@@ -149,21 +149,21 @@ def test_only_the_canary_gets_a_new_release_until_it_is_promoted(scene):
 
 
 def test_other_releases_draw_other_canaries(scene):
-    drawn = [tuple(scene.book.canary(scene.make("b", canary="2"), DEVICES, NOW)) for _ in range(8)]
+    drawn = [tuple(scene.book.draw_canary(scene.make("b", canary="2"), DEVICES, NOW)) for _ in range(8)]
     assert len(set(drawn)) > 4
 
 
 def test_a_device_that_declines_or_is_pinned_is_replaced_in_the_canary(scene):
     scene.make("a")
     release = scene.make("b", canary="2")
-    first, second = scene.book.canary(release, DEVICES, NOW)
+    first, second = scene.book.draw_canary(release, DEVICES, NOW)
     scene.write("release_canary", release=2, agents=[first, second])
     scene.device(first, "a", 2, "declined", "by hand", kept="by hand")
-    kept, third = scene.book.canary(release, DEVICES, NOW)
+    kept, third = scene.book.draw_canary(release, DEVICES, NOW)
     assert kept == second
     scene.write("release_canary", release=2, agents=[second, third])
     scene.write("device_pinned", agent=second, release=1)
-    kept, fourth = scene.book.canary(release, DEVICES, NOW)
+    kept, fourth = scene.book.draw_canary(release, DEVICES, NOW)
     assert kept == third
     assert len({first, second, third, fourth}) == 4
 
@@ -287,11 +287,11 @@ def test_retired_devices_count_in_no_share_and_count_again_when_they_are_heard(s
 
 def test_a_retired_device_is_replaced_in_the_canary_and_is_not_waited_for(scene):
     release = scene.make("b", canary="1")
-    (first,) = scene.book.canary(release, DEVICES, NOW)
+    (first,) = scene.book.draw_canary(release, DEVICES, NOW)
     scene.write("release_canary", release=1, agents=[first])
     scene.write("device_retired", agent=first)
     assert scene.book.pending(release, NOW) == []
-    (second,) = scene.book.canary(release, DEVICES, NOW)
+    (second,) = scene.book.draw_canary(release, DEVICES, NOW)
     assert second != first
 
 
@@ -434,18 +434,20 @@ def test_a_device_that_was_replaced_in_the_canary_stays_out_of_it(scene):
     """Its pin ends, it comes back to the channel, its clock is right again: a canary of two is of two."""
     scene.make("a")
     release = scene.make("b", canary="2")
-    first, second = scene.book.canary(release, DEVICES, NOW)
+    first, second = scene.book.draw_canary(release, DEVICES, NOW)
     scene.write("release_canary", release=2, agents=[first, second])
     end = NOW + timedelta(hours=1)
     scene.write("device_pinned", agent=first, release=1, until=end.isoformat())
     scene.device(second, "a", channel="beta")
-    drawn = scene.book.canary(release, DEVICES, NOW)
+    drawn = scene.book.draw_canary(release, DEVICES, NOW)
     assert len({*drawn, first, second}) == 4
     scene.write("release_canary", release=2, agents=drawn)
     scene.device(second, "a")
-    assert [name for name in DEVICES if scene.book.wanted(scene.book.devices[name], end) is release] == sorted(drawn)
+    assert [name for name in DEVICES if scene.book.release_for(scene.book.devices[name], end) is release] == sorted(
+        drawn
+    )
     scene.device(drawn[0], "a", 2, "unable", "its clock")
-    assert len({*scene.book.canary(release, DEVICES, NOW), *drawn}) == 3
+    assert len({*scene.book.draw_canary(release, DEVICES, NOW), *drawn}) == 3
 
 
 @pytest.mark.parametrize(
