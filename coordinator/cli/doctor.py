@@ -45,7 +45,10 @@ def doctor(config: Config = None, as_json: Json = False) -> None:
 
     Example: headwater doctor --config coordinator.toml
     """
-    settings = load_config(config) if config is not None else None
+    settings = None
+    if config is not None:
+        settings = load_config(config)
+    # 1. What this machine is, and what would help.
     device = capabilities.find()
     mosquitto = find_mosquitto()
     facts = {
@@ -55,28 +58,35 @@ def doctor(config: Config = None, as_json: Json = False) -> None:
         "cores": device.cores,
         "memory_mb": None if device.memory_bytes is None else device.memory_bytes // 10**6,
         "accelerators": ", ".join(device.accelerators),
-        "mosquitto": str(mosquitto) if mosquitto else None,
+        "mosquitto": None if mosquitto is None else str(mosquitto),
         **device.packages,
     }
     advice = [*device.advice(), *capabilities.torchvision_advice()]
-    if not mosquitto:
+    if mosquitto is None:
         advice.append("no mosquitto: the embedded broker serves trials and small fleets")
-    serving = _serving_version(settings.state) if settings is not None else ""
-    if serving:
-        advice.append(serving)
-    runs = try_step("runs", lambda: _check_runs(settings, config)) if settings is not None else None
-    steps = list(_steps(settings)) if settings is not None else []
-    looked = [("runs", runs)] if runs is not None else []
-    looked += [(f"broker {step.name}", step) for step in steps]
-    parts: list[Table | str] = [
-        table("this machine", ("what", "found"), list(facts.items()), left=2),
-        *(f"- {line}" for line in advice),
-        *(f"{name}: {'ok' if step.is_ok else 'FAILED'}: {step.detail}" for name, step in looked),
-    ]
-    result = {**facts, "advice": advice, "runs": runs and _shown(runs), "broker": [*map(_shown, steps)]}
+    # 2. Whether 'serve' would start with the configuration, if one is named.
+    runs = None
+    broker_steps: list[Step] = []
+    steps: list[tuple[str, Step]] = []
+    if settings is not None:
+        serving = _serving_version(settings.state)
+        if serving:
+            advice.append(serving)
+        runs = try_step("runs", lambda: _check_runs(settings, config))
+        broker_steps = list(_steps(settings))
+        steps = [("runs", runs), *((f"broker {step.name}", step) for step in broker_steps)]
+    # 3. All of it; the exit code is that of the first step that fails.
+    parts: list[Table | str] = [table("this machine", ("what", "found"), list(facts.items()), left=2)]
+    parts += [f"- {line}" for line in advice]
+    for name, step in steps:
+        outcome = "ok" if step.is_ok else "FAILED"
+        parts.append(f"{name}: {outcome}: {step.detail}")
+    shown_runs = None if runs is None else _shown(runs)
+    result = {**facts, "advice": advice, "runs": shown_runs, "broker": [_shown(step) for step in broker_steps]}
     present(result, parts, as_json=as_json)
-    if failed := next((step for _, step in looked if not step.is_ok), None):
-        raise typer.Exit(failed.exit_code)
+    for _, step in steps:
+        if not step.is_ok:
+            raise typer.Exit(step.exit_code)
 
 
 def _serving_version(state: Path) -> str:

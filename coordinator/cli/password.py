@@ -70,22 +70,27 @@ def password(
 
     Example: headwater password porch --users users --out porch.password
     """
+    # 1. What is asked for, and the folder with the secret of commands, where there is one.
     path = out or Path(f"{agent}.password")
     check_user(agent)
     if not re.fullmatch(NAME_PATTERN, federation):
         raise UsageError(f"federation '{federation[:80]}' does not match {NAME_PATTERN}")
     if state is None and (config is not None or Path("coordinator.toml").exists()):
         state = state_path(config, None)
-    had_secret = state is None or (state / MASTER).exists()
-    # Everything that can be refused is, before anything changes.
-    for file in (users, path, *([] if acl is None else [acl])):
-        ready_for(file)
+    lacked_secret = state is not None and not (state / MASTER).exists()
+    # 2. Everything that can be refused is, before anything changes.
+    ready_for(users)
+    ready_for(path)
+    if acl is not None:
+        ready_for(acl)
     access_for(users, account)
+    # 3. The password for the broker and for the agent, the key, and the topic rules.
     secret = secrets.token_urlsafe(PASSWORD_BYTES)
     was_there = set_password(users, agent, secret, account=account)
-    write_atomic(path, f"{secret}\n".encode(), access=access_of(path) if path.exists() else Access.private())
+    _write_password(path, secret)
     key_file = _write_key(path, agent, federation, state)
     has_changed = acl is not None and add_rules(acl, federation, account=account)
+    # 4. What was done, and what is left to do.
     owner = _owner_of(users)
     mode = f"{stat.S_IMODE(users.stat().st_mode):o}"
     result = {
@@ -104,7 +109,7 @@ def password(
     lines.append(f'broker.user = "{agent}", broker.password_file = "{path}"')
     if key_file is not None:
         lines.append(f'broker.command_key_file = "{key_file}"')
-        if not had_secret:
+        if lacked_secret:
             lines.append(f"{state} had no secret of commands, and has one now; is it the coordinator's folder?")
     lines.append(f"{users} belongs to '{owner}' (mode {mode})")
     if key_file is None and agent != COORDINATOR_USER:
@@ -112,12 +117,21 @@ def password(
     if owner != BROKER_ACCOUNT:
         lines.append(f"a broker that runs as another user cannot read it: sudo chown <its user> {users}")
     if acl is not None:
-        lines.append(f"{acl} {'has got' if has_changed else 'already had'} the rules of federation '{federation}'")
+        change = "has got" if has_changed else "already had"
+        lines.append(f"{acl} {change} the rules of federation '{federation}'")
     lines.append(
         "a running Mosquitto reads this after 'systemctl reload mosquitto' or 'kill -HUP <its process>'; the embedded "
         "broker reads it by itself"
     )
     present(result, lines, as_json=as_json)
+
+
+def _write_password(path: Path, secret: str) -> None:
+    """Write the file of an agent's password; one that is there keeps its owner and mode, a new one is private."""
+    access = Access.private()
+    if path.exists():
+        access = access_of(path)
+    write_atomic(path, f"{secret}\n".encode(), access=access)
 
 
 def _owner_of(file: Path) -> str:

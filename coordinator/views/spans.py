@@ -48,11 +48,13 @@ def spans_of(entries: Sequence[Entry]) -> Iterator[Span]:
     if entries:
         run = _Run(entries[0])
         for entry in entries:
-            yield from run.after(entry)
+            yield from run.add(entry)
 
 
 @dataclass
 class _Round:
+    """A round that is open: when it was opened first, and what has come since."""
+
     number: int
     opened: datetime
     cohort: int
@@ -66,51 +68,75 @@ class _Run:
 
     def __init__(self, request: Entry) -> None:
         self._id = str(request.run)
-        self._known: dict[str, Attribute] = {"headwater.run": str(request.run)}
+        self._attributes: dict[str, Attribute] = {"headwater.run": str(request.run)}
+        """Attributes of all spans of the run."""
+
         fact = request.fact
         if isinstance(fact, RunRequested):
             self._id = self._id if fact.id is None else fact.id
-            given = fact.model_dump(include={"method", "rounds"}, exclude_unset=True)
-            self._known |= {f"headwater.{name}": value for name, value in given.items()}
-        self._requested = self._at = moment(request)
+            settings = fact.model_dump(include={"method", "rounds"}, exclude_unset=True)
+            self._attributes |= {f"headwater.{name}": value for name, value in settings.items()}
+        self._requested = moment(request)
+        self._at = self._requested
+        """When the part before the next span ended."""
+
         self._round: _Round | None = None
 
-    def after(self, entry: Entry) -> Iterator[Span]:
-        """Yield the spans that end with this entry."""
+    def add(self, entry: Entry) -> Iterator[Span]:
+        """Take the next entry, and yield the spans that end with it."""
         at = moment(entry)
-        is_open = self._round
         fact = entry.fact
         if isinstance(fact, RoundOpened):
-            if is_open is None:
-                self._round = _Round(entry.round or 0, at, len(fact.cohort))
-            else:
-                is_open.attempts += 1
-        elif is_open is not None and isinstance(fact, UpdateAccepted | UpdateRefused):
-            is_open.last_update = at
-            is_open.rejected += isinstance(fact, UpdateRefused)
-        elif is_open is not None and isinstance(fact, RoundClosed):
-            yield from self._closed(is_open, at, fact)
-            self._round = None
-            self._at = at
+            self._open_round(entry, at, fact)
+        elif isinstance(fact, UpdateAccepted | UpdateRefused):
+            self._add_update(at, is_rejected=isinstance(fact, UpdateRefused))
+        elif isinstance(fact, RoundClosed):
+            yield from self._close_round(at, fact)
         elif isinstance(fact, RunStarted | BundleExported):
             name = "queue" if isinstance(fact, RunStarted) else "export"
-            yield self._made(name, self._digits("run"), self._at, at, str(entry.round or ""))
+            yield self._span(name, self._digits("run"), self._at, at, str(entry.round or ""))
             self._at = at
         elif isinstance(fact, RunFinished | RunFailed | RunCancelled):
             status = FINAL[entry.kind]
-            error = "" if isinstance(fact, RunFinished) else fact.reason or status
-            yield self._made("run", "", self._requested, at, error=error, status=status)
+            error = ""
+            if not isinstance(fact, RunFinished):
+                error = fact.reason or status
+            yield self._span("run", "", self._requested, at, error=error, status=status)
 
-    def _closed(self, closed: _Round, end: datetime, fact: RoundClosed) -> Iterator[Span]:
+    def _open_round(self, entry: Entry, at: datetime, fact: RoundOpened) -> None:
+        """Note that a round has begun, or that it is tried again."""
+        if self._round is None:
+            self._round = _Round(entry.round or 0, at, len(fact.cohort))
+        else:
+            self._round.attempts += 1
+
+    def _add_update(self, at: datetime, *, is_rejected: bool) -> None:
+        """Note an update; one that comes while no round is open belongs to none."""
+        if self._round is None:
+            return
+        self._round.last_update = at
+        if is_rejected:
+            self._round.rejected += 1
+
+    def _close_round(self, at: datetime, fact: RoundClosed) -> Iterator[Span]:
+        """Yield the spans of the open round, which ends here; none where no round is open."""
+        if self._round is None:
+            return
+        yield from self._spans_of_round(self._round, at, fact)
+        self._round = None
+        self._at = at
+
+    def _spans_of_round(self, closed: _Round, end: datetime, fact: RoundClosed) -> Iterator[Span]:
+        """Yield the phases of a round, and then the round: waiting for members, their updates, the aggregation."""
         about = str(closed.number)
         own = self._digits("round", about)
         clients = fact.clients or 0
         begin = closed.opened - timedelta(seconds=float(fact.waiting_s or 0))
         collected = closed.last_update or closed.opened
-        yield self._made("members", own, begin, closed.opened, about, round=closed.number)
-        yield self._made("updates", own, closed.opened, collected, about, round=closed.number, cohort=closed.cohort)
-        yield self._made("aggregate", own, collected, end, about, round=closed.number, clients=clients)
-        yield self._made(
+        yield self._span("members", own, begin, closed.opened, about, round=closed.number)
+        yield self._span("updates", own, closed.opened, collected, about, round=closed.number, cohort=closed.cohort)
+        yield self._span("aggregate", own, collected, end, about, round=closed.number, clients=clients)
+        yield self._span(
             "round",
             self._digits("run"),
             begin,
@@ -126,7 +152,7 @@ class _Run:
             sent_bytes=fact.bytes_down or 0,
         )
 
-    def _made(
+    def _span(
         self,
         name: str,
         parent: str,
@@ -136,12 +162,14 @@ class _Run:
         error: str = "",
         **more: Attribute,
     ) -> Span:
-        attributes = self._known | {f"headwater.{key}": value for key, value in more.items()}
+        """Return a span of the run; ``about`` tells it from others of its name, ``more`` are its own attributes."""
+        attributes = self._attributes | {f"headwater.{key}": value for key, value in more.items()}
         trace = self._digits("trace", count=32)
         own = self._digits(name, about)
         return Span(trace, own, parent, name, min(begin, end), end, attributes, error)
 
     def _digits(self, name: str, about: str = "", count: int = 16) -> str:
+        """Return the id of a span or a trace, so many hexadecimal digits, which is the same at each look."""
         return hashlib.sha256(f"{self._id} {name} {about}".encode()).hexdigest()[:count]
 
 
