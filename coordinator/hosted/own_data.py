@@ -34,7 +34,10 @@ from edge_agent.training.parts import NORM_LAYERS, Parts, feature_dim, load_arra
 from ..rounds.compute_requests import ProxyRequest, ProxyResult, WarmStartRequest, WarmStartResult
 
 _SALT = 0xAA
+"""Keeps the random numbers of a warm start apart from others that are drawn from the same seed."""
+
 PROBE = "prototype"
+"""The head that measures features where a method shares no classifier."""
 
 
 def train_warm(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,14 +63,14 @@ def train_warm(body: Mapping[str, Any]) -> dict[str, Any]:
     train, test = data.split(samples, settings.test_fraction, settings.seed)
     if not len(train):
         raise DataError(f"{settings.data}: no training samples are left after the split; lower test_fraction")
-    # 2. The model, as a client of the method would begin. A method that shares a head trains that one; for the others
-    # a linear head is trained and discarded.
+    # 2. The model, as a client of the method would begin.
     device = choose_device(settings.device)
     torch.manual_seed(request.seed)
     model = method.build(task)
     if request.weights is not None:
         request.weights.load_into(model)
     model = model.to(device)
+    # A method that shares a head trains that one; for the others a linear head is trained and discarded.
     shared = to_arrays(model, method.shared_names(model))
     shares_head = "head" in method.shared and method.global_head(method.start(shared)) is not None
     head = model.head if shares_head else nn.Linear(feature_dim(model.encoder), task.num_classes)
@@ -144,30 +147,40 @@ def evaluate_on_proxy(body: Mapping[str, Any]) -> dict[str, Any]:
     if not np.isfinite(features).all():
         raise DataError("features hold NaN or infinity: the shared encoder has diverged")
     # 3. The global head classifies; without one, a probe that is fitted on half of the samples.
-    labels = samples.labels
+    rows = data.Samples(features, samples.labels, samples.class_names, samples.input)
     head = method.global_head(state)
     if head is not None:
-        predictions = (features @ head["weight"].T + head["bias"]).argmax(axis=1)
+        classifier = "global head"
+        is_right = (features @ head["weight"].T + head["bias"]).argmax(axis=1) == samples.labels
     else:
-        rows = data.Samples(features, labels, samples.class_names, samples.input)
-        train, test = data.split(rows, 0.5, 0)
-        if not len(test):
-            raise DataError(f"{len(samples)} samples are too few for a probe; give two of a class or more")
-        probe = heads.create(PROBE, {})
-        probe.fit(FitData(train.inputs, train.labels, task.num_classes), np.random.default_rng(0))
-        predictions = probe.predict_proba(test.inputs).argmax(axis=1)
-        labels = test.labels
+        classifier = f"{PROBE} probe"
+        is_right = _answer_by_probe(rows, task.num_classes)
     result = ProxyResult(
-        acc=round(float(np.mean(predictions == labels)), 6),
-        samples=len(labels),
-        by="global head" if head is not None else f"{PROBE} probe",
+        acc=round(float(np.mean(is_right)), 6),
+        samples=len(is_right),
+        by=classifier,
         norm="proxy" if is_local else "shared",
     )
     return result.to_json()
 
 
+def _answer_by_probe(rows: data.Samples, num_classes: int) -> np.ndarray:
+    """Fit a probe on one half of features (n, d), and return whether it is right on each of the others, (m,) bool.
+
+    Raises:
+        DataError: There are too few samples to divide.
+    """
+    train, test = data.split(rows, 0.5, 0)
+    if not len(test):
+        raise DataError(f"{len(rows)} samples are too few for a probe; give two of a class or more")
+    probe = heads.create(PROBE, {})
+    probe.fit(FitData(train.inputs, train.labels, num_classes), np.random.default_rng(0))
+    return np.asarray(probe.predict_proba(test.inputs).argmax(axis=1) == test.labels)
+
+
 @functools.lru_cache(maxsize=1)
 def _samples(source: str, folder: Path, task_json: str) -> data.Samples:
+    """Return the proxy samples, which are read once for all rounds of a run; ``task_json``: the task, as JSON."""
     task = Task.model_validate_json(task_json)
     return data.load(source, task.input, task.class_names, folder=folder)
 
