@@ -92,7 +92,7 @@ class Built:
         model = method.build(task)
         if weights:
             put_weights(model, weights)
-        model = model.to(choose_device(device))
+        model = method.adapt(model, task).to(choose_device(device))
         return cls(model, to_arrays(model, model.state_dict()))
 
 
