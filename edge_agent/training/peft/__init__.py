@@ -15,11 +15,13 @@ from ...core.errors import ConfigError
 from ...core.registry import Registry
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from ...core.task import Task, Tensors
     from ..parts import Parts
     from .base import Peft
 
-__all__ = ["adapt", "check", "create", "merge", "names", "registry"]
+__all__ = ["adapt", "check", "create", "merge", "names", "plain_encoder", "registry"]
 
 registry = Registry("peft", __name__, entry_points="headwater.peft")
 
@@ -85,6 +87,16 @@ def adapt(model: Parts, task: Task) -> Parts:
         )
     model.frozen_names = frozenset(_ENCODER + name for name in freeze(encoder, learning))
     return model
+
+
+def plain_encoder(model: Parts, task: Task) -> nn.Module:
+    """Return the encoder of an adapted model as the ordinary one that `merge` makes; a copy where that is another.
+
+    Raises:
+        UnknownName, ConfigError: See `create`.
+    """
+    chosen = create(task)
+    return model.encoder if chosen is None else chosen.plain(model.encoder)
 
 
 def merge(tensors: Tensors, task: Task) -> Tensors:

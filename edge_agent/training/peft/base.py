@@ -47,6 +47,10 @@ class Peft(ABC):
         """Return the tensors of an ordinary encoder from those of a prepared one; default: they are the same."""
         return tensors
 
+    def plain(self, encoder: nn.Module) -> nn.Module:
+        """Return the ordinary encoder whose tensors `merge` makes from a prepared one; default: it is one."""
+        return encoder
+
 
 def freeze(encoder: nn.Module, learning: Collection[str]) -> frozenset[str]:
     """Freeze all but the named tensors of an encoder; returns the names of the frozen ones, batch counters aside.

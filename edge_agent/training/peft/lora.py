@@ -14,6 +14,7 @@ batch norm are frozen; so are convolutions of several groups, whose kernels are 
 
 from __future__ import annotations
 
+import copy
 import zlib
 from collections.abc import Iterator
 
@@ -24,6 +25,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ...core.task import Frozen, Tensors
+from ..parts import load_arrays, to_arrays
 from .base import Peft
 
 _A = "lora_a"
@@ -77,6 +79,19 @@ class LowRankAdapters(Peft):
             merged[f"{prefix}weight"] = (weight + change).astype(weight.dtype)
         return merged
 
+    def plain(self, encoder: nn.Module) -> nn.Module:
+        """Return a copy without adapters, which are merged into its weights."""
+        copied = copy.deepcopy(encoder)
+        merged = self.merge(to_arrays(encoder, encoder.state_dict()))
+        for _, layer in list(_adaptable(copied)):
+            for handle, hook in list(layer._forward_hooks.items()):  # noqa: SLF001 - a copy has no handles of its own
+                if isinstance(hook, _Adapter):
+                    del layer._forward_hooks[handle]  # noqa: SLF001
+            delattr(layer, _A)
+            delattr(layer, _B)
+        load_arrays(copied, merged)
+        return copied
+
 
 def frozen_factor(path: str, fan_in: int, params: LoraParams) -> np.ndarray:
     """Return the rows of A (rank, fan_in) float64 of the layer at a path: orthonormal, in random directions."""
@@ -94,13 +109,14 @@ class _Adapter:
 
     def __call__(self, layer: nn.Module, inputs: tuple[torch.Tensor, ...], answer: torch.Tensor) -> torch.Tensor:
         reduced = _apply_first(layer, inputs[0])
-        second: torch.Tensor = getattr(layer, _B)
+        second: torch.Tensor = self._scale * getattr(layer, _B)
+        # In place: the gradient of a layer does not need its answer, which is far larger than the factors.
         if isinstance(layer, nn.Linear):
-            return answer + self._scale * F.linear(reduced, second)
+            return answer.add_(F.linear(reduced, second))
         # Behind the first factor a convolution has kernels of one pixel, which mix the channels.
         ones = [1] * (reduced.ndim - 2)
         mix = F.conv1d if isinstance(layer, nn.Conv1d) else F.conv2d
-        return answer + self._scale * mix(reduced, second.reshape(*second.shape, *ones))
+        return answer.add_(mix(reduced, second.reshape(*second.shape, *ones)))
 
 
 def _apply_first(layer: nn.Module, inputs: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from edge_agent import methods
+from edge_agent.client import Arrays, Session
 from edge_agent.core.errors import ConfigError, UnknownName
 from edge_agent.core.task import ImageInput, Task, WindowInput
 from edge_agent.methods.base import weighted_mean
@@ -18,6 +19,8 @@ from edge_agent.training import peft
 from edge_agent.training.parts import Parts, load_arrays, to_arrays
 from edge_agent.training.peft.last_block import last_block
 from edge_agent.training.peft.lora import LoraParams, frozen_factor
+from edge_agent.training.ranges import activation_ranges
+from export import model_from_state
 
 IMAGES = Task(
     input=ImageInput(channels=3, height=16, width=16),
@@ -79,6 +82,26 @@ def test_the_merged_encoder_is_the_adapted_one(task):
         torch.testing.assert_close(plain(inputs_of(task)), adapted(inputs_of(task)), rtol=1e-5, atol=1e-5)
         # The adapters did change the answers, else the comparison says nothing.
         assert (model_of(task).eval()(inputs_of(task)) - plain(inputs_of(task))).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("choice", peft.names())
+def test_ranges_of_activations_are_those_of_the_encoder_that_is_exported(choice):
+    """A coordinator counts the steps of the merged encoder, and expects as many ranges of each client."""
+    task = IMAGES.with_peft(choice)
+    made = methods.create("fedavg")
+    adapted = with_random_adapters(model_of(task), seed=3)
+    state = to_arrays(adapted, made.shared_names(adapted))
+    inputs = inputs_of(task).numpy()
+    samples = Arrays(inputs, np.zeros(len(inputs), np.int64))
+    session = Session(made, task, "a", samples, samples, seed=0, device="cpu")
+    exported = model_from_state(made, task, state)
+    expected = activation_ranges(exported.encoder, inputs_of(task))
+    received = {name: array for name, array in state.items() if name.startswith("encoder.")}
+    ranges = session.activation_ranges(received)["ranges"]
+    assert ranges.shape == expected.shape
+    np.testing.assert_allclose(ranges, expected, rtol=1e-5, atol=1e-5)
+    # The client goes on with its adapters.
+    assert set(session.returned) == set(made.returned_names(adapted))
 
 
 def test_a_merged_weight_is_the_sum_that_numpy_computes():
