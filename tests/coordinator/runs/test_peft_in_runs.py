@@ -274,6 +274,18 @@ def test_the_bundle_of_a_run_is_an_ordinary_encoder(tmp_path, task):
         assert set(merged) == {name for name in plain.state_dict() if not name.endswith("num_batches_tracked")}
 
 
+def test_the_report_of_a_run_says_what_learned_and_how_to_do_it_again(tmp_path):
+    with Fleet(tmp_path) as fed:
+        fed.settle()
+        fed.request("fedavg", rounds=1, params=FEDAVG)
+        fed.finish()
+        summary = fed.state.run(fed.run).summary()
+        assert (summary["peft"], summary["peft_params"]) == ("lora", {"rank": 2})
+        page = fed.state.run(fed.run).report_path.read_text(encoding="utf-8")
+        assert "What of the encoder learned" in page
+        assert "--peft lora --peft-param rank=2" in page
+
+
 def test_peft_is_a_setting_of_the_run_and_not_of_the_task():
     with pytest.raises(ValueError, match=r"task\.peft = 'lora' is a setting of a run; set run\.peft instead"):
         CoordinatorConfig.model_validate({"task": LORA})
