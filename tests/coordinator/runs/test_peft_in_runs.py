@@ -154,6 +154,27 @@ def test_a_secure_sum_gives_the_same_bits(tmp_path, task):
         assert any("secure.masked" in update for update in sent_by(masked, agent))
 
 
+@every_choice
+def test_buffered_rounds_and_the_usual_bounds(tmp_path, task):
+    """Two of three updates close a round; the defaults of [aggregation] bound what is sent, which is less than all."""
+    settings = {"round": {"mode": "buffered", "buffer": 2}, "aggregation": {}, "cohort": {"min_agents": 1}}
+    fed = run(tmp_path, task, rounds=4, **settings)
+    model, method = fresh(task)
+    start = model.state_dict()
+    assert all(np.array_equal(fed.last[name], start[name].numpy()) for name in model.frozen_names)
+    assert not any(np.array_equal(fed.last[name], start[name].numpy()) for name in method.returned_names(model))
+    assert all(np.isfinite(array).all() for array in fed.last.values())
+
+
+def test_noise_is_added_to_what_travels_alone(tmp_path):
+    fed = run(tmp_path, rounds=1, privacy={"clip": 1.0, "noise": 0.5, "delta": 1e-3})
+    model, method = fresh(LORA)
+    start = model.state_dict()
+    assert all(np.array_equal(fed.last[name], start[name].numpy()) for name in model.frozen_names)
+    assert not any(np.array_equal(fed.last[name], start[name].numpy()) for name in method.returned_names(model))
+    assert fed.lines[0]["agents"] == ["a0", "a1", "a2"]
+
+
 @pytest.mark.parametrize("method", ["fedper", "fedbn", "fedadam", "fedrep"])
 def test_other_methods_of_shared_encoders(tmp_path, method):
     fed = run(tmp_path, method=method, params=quick_params(method))
