@@ -84,9 +84,9 @@ class LowRankAdapters(Peft):
         copied = copy.deepcopy(encoder)
         merged = self.merge(to_arrays(encoder, encoder.state_dict()))
         for _, layer in list(_adaptable(copied)):
-            for handle, hook in list(layer._forward_hooks.items()):  # noqa: SLF001 - a copy has no handles of its own
-                if isinstance(hook, _Adapter):
-                    del layer._forward_hooks[handle]  # noqa: SLF001
+            hooks = layer._forward_hooks  # noqa: SLF001 - a copy has no handles of its own
+            for handle in [handle for handle, hook in hooks.items() if isinstance(hook, _Adapter)]:
+                del hooks[handle]
             delattr(layer, _A)
             delattr(layer, _B)
         load_arrays(copied, merged)
