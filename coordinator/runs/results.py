@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from edge_agent.core.errors import ExportRejected, HeadwaterError, StateError
-from edge_agent.core.task import Task
 from edge_agent.wire.messages.up import Report
 
 from ..journal import entries as facts
@@ -131,7 +130,8 @@ def finish_run(run: Run, stats: Stats, exclusions: Exclusions, stopped: str) -> 
             "id": replay(state.journal, run.id).request.id,
             "method": request.method,
             "params": run.method.all_params(),
-            **_peft_of(request.task),
+            "peft": request.task.peft,
+            "peft_params": request.task.peft_params,
             "rounds": request.rounds,
             "seed": request.seed,
             "status": "finished",
@@ -156,13 +156,6 @@ def finish_run(run: Run, stats: Stats, exclusions: Exclusions, stopped: str) -> 
     state.journal.append(updates.to_fact(sha256), run=run.id)
     log.info("run_finished run=%s encoder_sha256=%s", run.id, sha256[:12] or "none")
     updates.log(run.id)
-
-
-def _peft_of(task: Task) -> dict[str, Any]:
-    """Return which part of the encoder learned, for the summary; nothing where all of it did."""
-    if task.peft is None:
-        return {}
-    return {"peft": task.peft, "peft_params": task.peft_params}
 
 
 @dataclass(frozen=True)
