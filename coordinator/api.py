@@ -348,7 +348,7 @@ def federate(
     broker = MemoryBroker()
     members = list[_Member]()
     with StateFolder(config.state).open("federate") as state:
-        run = state.journal.request_run(Request(method, chosen, rounds, seed, config.task).to_fact())
+        run = state.journal.request_run(Request(method, chosen, rounds, seed, config.run_task).to_fact())
         members.append(Coordinator(config, state, broker.transport(), start=StartOptions(probe_s=0)))
         for name, source in agents.items():
             own = AgentConfig(id=name, state=config.state.parent / name, data=DataConfig(source=source))

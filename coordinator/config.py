@@ -30,7 +30,7 @@ from edge_agent.core.config import (
     load,
     zero_or_from,
 )
-from edge_agent.core.task import Frozen, Task
+from edge_agent.core.task import MAX_LABEL, Frozen, Task
 
 Count = Annotated[int, Field(ge=0, le=1_000_000)]
 PositiveCount = Annotated[int, Field(ge=1, le=1_000_000)]
@@ -131,6 +131,13 @@ class RunConfig(Frozen):
         description="safetensors file that the encoder begins with, of the encoder's or torchvision's names; what "
         "stays on devices, such as batch norm in some methods, begins fresh",
     )
+    peft: str | None = Field(
+        None,
+        max_length=MAX_LABEL,
+        description="what of the encoder learns and travels: lora, bn or last_block; none: all of it. The rest stays "
+        "as it is in weights or after a warm start",
+    )
+    peft_params: dict[str, Any] = Field(default_factory=dict, description="parameters of peft, such as rank of lora")
 
 
 class CohortConfig(Frozen):
@@ -564,6 +571,11 @@ class CoordinatorConfig(Frozen):
         None, description="evaluation of the shared model on samples of this machine, after rounds"
     )
 
+    @property
+    def run_task(self) -> Task:
+        """The task of a run by this configuration: ``task``, with what of the encoder learns as ``run`` says."""
+        return self.task.with_peft(self.run.peft, self.run.peft_params)
+
     def digests(self) -> dict[str, str]:
         """Section -> 8 hexadecimal digits of it, of those that a run takes from the coordinator and not from a request.
 
@@ -572,6 +584,12 @@ class CoordinatorConfig(Frozen):
         sections = self.model_dump(mode="json", exclude={"state", "task", "run", "warm_start", "web"})
         texts = {name: json.dumps(section, sort_keys=True) for name, section in sections.items()}
         return {name: hashlib.sha256(text.encode()).hexdigest()[:8] for name, text in texts.items()}
+
+    @model_validator(mode="after")
+    def _peft_is_of_a_run(self) -> CoordinatorConfig:
+        if self.task.peft is not None:
+            raise ValueError(f"task.peft = '{self.task.peft}' is a setting of a run; set run.peft instead")
+        return self
 
     @model_validator(mode="after")
     def _each_hosted_once(self) -> CoordinatorConfig:

@@ -14,6 +14,7 @@ from edge_agent.bundle.manifest import NEWEST_SCHEMA, SCHEMA, HeadCard, Lineage,
 from edge_agent.core.errors import ExportRejected
 from edge_agent.core.task import State, Task, Tensors
 from edge_agent.methods.base import Method
+from edge_agent.training import peft
 from edge_agent.training.parts import Parts, feature_dim, load_arrays
 
 from .batch_norm import Adaptable, free_batch_norm
@@ -70,7 +71,7 @@ class TrainedEncoder:
         """What the bundle's manifest says of the encoder."""
         method = self.method
         return Origin(
-            self.task,
+            self.task.with_peft(None),  # the encoder is an ordinary one, whatever of it has learned
             self.feature_dim,
             self.global_head,
             method=method.name,
@@ -162,6 +163,7 @@ def model_from_state(method: Method, task: Task, state: State) -> Parts:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = method.build(task)
+    state = peft.merge(state, task)
     names = model.state_dict().keys()
     load_arrays(model, {name: array for name, array in state.items() if name in names})
     # Counters of batches have no influence on the encoder in eval mode.

@@ -46,6 +46,7 @@ FLAGS = {
     "rounds": ("--rounds", "-r"),
     "targets": ("--target", "-t"),
     "encoder_params": ("--encoder-param", "--encoder-params"),
+    "peft_params": ("--peft-param", "--peft-params"),
     "evaluate_after": ("--after",),
 }
 """Flags of fields that have more than, or another than, their own name."""

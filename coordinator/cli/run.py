@@ -56,6 +56,7 @@ NoWait = Annotated[
         "keep_every": "Keep the states of every so many rounds, for 'headwater analyze'; default: run.keep_every.",
         "keep_updates": "Keep updates and checkpoints of all rounds, for 'headwater audit'; default: run.keep_updates.",
         "weights": "Safetensors file with the encoder's first weights; default: run.weights.",
+        "peft": "What of the encoder learns and travels: lora, bn or last_block; default: run.peft.",
     },
     bounds=True,
 )
@@ -87,6 +88,11 @@ def run(
     settings = load_config(config, state)
     settings = settings.model_copy(update={"warm_start": None}) if no_warm_start else settings
     weights = given.pop("weights", None)
+    # Parameters of peft in the configuration belong to the choice there.
+    peft: dict[str, Any] = {name: given.pop(name) for name in ("peft", "peft_params") if name in given}
+    if "peft" in peft:
+        peft.setdefault("peft_params", {})
+    settings = settings.model_copy(update={"run": settings.run.model_copy(update=peft)})
     if no_weights and weights is not None:
         raise UsageError(f"--weights {weights} and --no-weights contradict each other; leave one out")
     if no_weights or weights is not None:
@@ -102,7 +108,8 @@ def run(
     else:
         target = resume
         switches = {"paper": paper, "no_wait": no_wait, "no_weights": no_weights, "no_warm_start": no_warm_start}
-        fields = [*given, *(["weights"] if weights else []), *(name for name, is_set in switches.items() if is_set)]
+        fields = [*given, *peft, *(["weights"] if weights else [])]
+        fields += [name for name, is_set in switches.items() if is_set]
         if fields:
             leave_out = ", ".join(map(flag, fields))
             raise UsageError(f"--resume {resume} keeps the settings of the run; leave out {leave_out}")
@@ -254,7 +261,7 @@ def request_for(
     made = checked_method(settings, name, {**base, **(params or {})}, paper=paper)
     for overlap in overlaps(settings):
         console.print(f"note: {overlap}", soft_wrap=True)
-    if defaults.weights is not None and (staying := fresh_on_devices(made, settings.task)):
+    if defaults.weights is not None and (staying := fresh_on_devices(made, settings.run_task)):
         note = f"{counted(len(staying), 'tensor')} that stay on devices begin fresh there, not from {defaults.weights}"
         console.print(f"note: {note}: {listed(staying)}", soft_wrap=True)
     return Request(
@@ -263,7 +270,7 @@ def request_for(
         params=made.params.model_dump(mode="json"),
         rounds=rounds if rounds is not None else defaults.rounds,
         seed=seed if seed is not None else defaults.seed,
-        task=settings.task,
+        task=settings.run_task,
         keep_every=defaults.keep_every if keep_every is None else keep_every,
         keep_updates=defaults.keep_updates if keep_updates is None else keep_updates,
         warm_start=settings.warm_start,

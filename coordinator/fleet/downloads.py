@@ -226,13 +226,17 @@ class Distributor:
                 count += 1
         return count
 
-    def take(self, agent: str, digest: str) -> chunks.Outgoing | None:
-        """Return the blob for an agent in this process, counted as if it had been sent; None: it is not on offer."""
+    def take(self, agent: str, digest: str, *, is_cached: bool = False) -> chunks.Outgoing | None:
+        """Return the blob for an agent in this process; None: it is not on offer.
+
+        It is counted as if it had been sent, unless the agent would have it in its cache.
+        """
         offer = self._offers.get(digest)
         if offer is None:
             return None
         self.have(agent, digest)
-        self.bytes_to[agent] = self.bytes_to.get(agent, 0) + offer.blob.wire_bytes
+        if not is_cached:
+            self.bytes_to[agent] = self.bytes_to.get(agent, 0) + offer.blob.wire_bytes
         return offer.blob
 
     def progress(self, agent: str, message: Progress) -> None:

@@ -27,6 +27,7 @@ from edge_agent.core.storage import read_tensors, write_tensors
 from edge_agent.core.task import Task
 from edge_agent.heads import FitData
 from edge_agent.methods.values import Client, MethodParams
+from edge_agent.training import peft
 from edge_agent.training.loops import accuracy, cross_entropy, features_of, predict_probabilities
 from edge_agent.training.loops import train as train_model
 from edge_agent.training.parts import NORM_LAYERS, Parts, feature_dim, load_arrays, norm_names, to_arrays
@@ -87,7 +88,7 @@ def train_warm(body: Mapping[str, Any]) -> dict[str, Any]:
         rng=np.random.default_rng([request.seed, _SALT]),
         generator=generator,
     )
-    # 3. Plain training with cross entropy, then the state and its accuracy on what was held out.
+    # 3. Plain training with cross entropy, and its accuracy on what was held out.
     params = MethodParams(
         local_epochs=settings.epochs,
         lr=settings.lr,
@@ -96,11 +97,13 @@ def train_warm(body: Mapping[str, Any]) -> dict[str, Any]:
         batch_size=settings.batch_size,
     )
     loss = train_model(client, cross_entropy(client.model), params)
-    write_tensors(request.into, method.start(to_arrays(model, method.shared_names(model))))
     score = None
     if len(test):
         probabilities = predict_probabilities(trained, torch.from_numpy(test.inputs).to(device))
         score = round(accuracy(probabilities, torch.from_numpy(test.labels).to(device)), 6)
+    # 4. The state. The coordinator has trained all of the encoder; devices may freeze a part of it from here on.
+    adapted = method.adapt(model.cpu(), task)
+    write_tensors(request.into, method.start(to_arrays(adapted, method.shared_names(adapted))))
     result = WarmStartResult(
         data=settings.data,
         samples=len(train),
@@ -130,7 +133,7 @@ def evaluate_on_proxy(body: Mapping[str, Any]) -> dict[str, Any]:
     request = ProxyRequest.from_json(body)
     method = methods.create(request.method, request.params)
     task = request.task
-    state = read_tensors(request.state)
+    state = peft.merge(read_tensors(request.state), task)
     samples = _samples(request.data, request.folder, task.model_dump_json())
     device = choose_device(request.device)
     torch.manual_seed(0)

@@ -48,6 +48,8 @@ _DETAILS = {
     "bundle": "Bundle",
     "encoder_sha256": "Weights (SHA-256)",
     "params": "Parameters of the method",
+    "peft": "What of the encoder learned",
+    "peft_params": "Parameters of that",
     "privacy": "Privacy",
 }
 
@@ -206,6 +208,10 @@ def _commands(run: RunFigures) -> Iterator[tuple[str, str]]:
         for name, value in params.items():
             if value is not None:
                 arguments += ["--set", f"{name}={json.dumps(value)}"]
+        if summary.get("peft"):
+            arguments += ["--peft", str(summary["peft"])]
+            for name, value in summary.get("peft_params", {}).items():
+                arguments += ["--peft-param", f"{name}={json.dumps(value)}"]
         yield "The same run again, at a coordinator with the same agents", shlex.join(["headwater", "run", *arguments])
     yield "This page again", shlex.join(["headwater", "report", "--run", run.run])
 

@@ -95,7 +95,7 @@ class ActiveRun:
 
     def assign(self, run: Run, spec: JobSpec) -> Generator[Waiting, None, Assignment]:
         """Return an assignment whose agents start from the state of ``run``; nobody is asked yet."""
-        return (yield from make_assignment(run, spec, self.own, self.frozen, self.fail))
+        return (yield from make_assignment(run, spec, self.own, self.frozen, self.fail, self.forms.update))
 
     def exchange(self, collection: Collection, spec: JobSpec) -> Generator[Waiting, None, dict[str, str]]:
         """Ask all agents of a collection for something beside updates, and wait for it.

@@ -7,7 +7,7 @@ its message, is sent the same job again, with the time that is left.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from edge_agent.core.errors import RunFailed
@@ -236,7 +236,12 @@ class Assignment:
 
 
 def make_assignment(
-    run: Run, spec: JobSpec, own: OwnFunctions, frozen: Outgoing | None, fail: Fail
+    run: Run,
+    spec: JobSpec,
+    own: OwnFunctions,
+    frozen: Outgoing | None,
+    fail: Fail,
+    returned: Collection[str] = (),
 ) -> Generator[Waiting, None, Assignment]:
     """Return the jobs of agents that start from the state of ``run``, or from the tensors that ``spec`` gives them.
 
@@ -247,6 +252,7 @@ def make_assignment(
             agent gets alone.
         frozen: The encoder for devices without torch, where some take part.
         fail: Called when such a computation fails later.
+        returned: The names of the tensors that updates carry.
     """
     # 1. The job without its blobs. A task that is too large for a message is a blob of its own.
     method = run.method
@@ -276,7 +282,7 @@ def make_assignment(
     starts_from_state = spec.given is None and spec.purpose != "batch_norm_stats"
     if starts_from_state:
         shared = yield from _broadcast_tensors(run, own)
-        common = (_blob_of(run, shared),)
+        common = _common_blobs(run, shared, returned)
     elif spec.given:
         common = (Outgoing.of(encode(spec.given)),)
     # 3. What each agent gets alone is computed by the worker, where the method does that by a function of its own.
@@ -323,6 +329,19 @@ def _broadcast_tensors(run: Run, own: OwnFunctions) -> Generator[Waiting, None, 
     broadcast = functools.partial(own.broadcast, run.checkpoint)
     waiting = Waiting("the method computes its broadcast")
     return (yield from computed(run.context.worker, "broadcast", broadcast, waiting))
+
+
+def _common_blobs(run: Run, shared: Tensors, returned: Collection[str]) -> tuple[Outgoing, ...]:
+    """Return the blobs of the shared tensors.
+
+    Where devices train a part of the encoder, the rest is a blob of its own: it is the same in each round, so that an
+    agent that has it in its cache does not get it again.
+    """
+    if run.request.task.peft is None:
+        return (_blob_of(run, shared),)
+    frozen = {name: array for name, array in shared.items() if name.startswith("encoder.") and name not in returned}
+    others = {name: array for name, array in shared.items() if name not in frozen}
+    return (Outgoing.of(encode(frozen)), Outgoing.of(encode(others)))
 
 
 def _blob_of(run: Run, shared: Tensors) -> Outgoing:

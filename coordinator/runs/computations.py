@@ -56,6 +56,7 @@ def begin(body: Request) -> dict[str, Any]:
     model = method.build(task)
     if request.is_new and request.weights is not None:
         request.weights.load_into(model)
+    model = method.adapt(model, task)
     fresh = to_arrays(model, method.shared_names(model))
     norm = to_arrays(model, norm_names(model, fresh)) if "encoder" in method.shared else {}
     returned = {name: fresh[name] for name in method.returned_names(model)}

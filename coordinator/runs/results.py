@@ -130,6 +130,8 @@ def finish_run(run: Run, stats: Stats, exclusions: Exclusions, stopped: str) -> 
             "id": replay(state.journal, run.id).request.id,
             "method": request.method,
             "params": run.method.all_params(),
+            "peft": request.task.peft,
+            "peft_params": request.task.peft_params,
             "rounds": request.rounds,
             "seed": request.seed,
             "status": "finished",

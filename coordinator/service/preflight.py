@@ -99,16 +99,28 @@ def fresh_on_devices(method: Method, task: Task) -> tuple[str, ...]:
     """Return the tensors that weights would set and that do not travel, sorted: on devices they begin fresh."""
     from edge_agent.training.weights import set_by_weights
 
-    model = method.build(task)
+    model = method.adapt(method.build(task), task)
     return tuple(sorted(set(set_by_weights(model)) - set(method.shared_names(model))))
 
 
 def _check_method(method: Method, config: CoordinatorConfig) -> None:
     """Require that a method fits the task, the aggregation and the noise of the configuration."""
     method.check(config.task)
+    if config.run.peft is not None or config.run.peft_params:
+        _check_peft(method, config.run_task)
     reason = aggregation.refusal(method, config) or _noise_objection(method, config.privacy)
     if reason:
         raise UsageError(reason)
+
+
+def _check_peft(method: Method, task: Task) -> None:
+    """Require that something of the task's encoder learns and travels, which only the model itself can tell."""
+    import torch
+
+    models.check(task)
+    method.check_peft(task)
+    with torch.random.fork_rng(devices=[]):
+        method.adapt(method.build(task), task)
 
 
 def _check_signing(method: Method, config: CoordinatorConfig) -> None:

@@ -126,6 +126,7 @@ class SimulatedClients:
         self._jobs: list[_Queued] = []
         self._vanished = deque[down.Job]()
         self._durations = Durations(population.samples)
+        self._cached: dict[str, tuple[str, ...]] = {}
         self._held: dict[str, Outgoing] = {}
         self._sendings: dict[str, Sending] = {}
         self._seq = 0
@@ -243,12 +244,15 @@ class SimulatedClients:
         blobs = []
         # A device without torch has the encoder in a bundle; here it is one more blob of tensors.
         refs = job.blobs if job.bundle is None else (job.bundle, *job.blobs)
+        cached = self._cached.get(client, ())
         for ref in refs:
-            blob = self._distributor.take(client, ref.digest)
+            blob = self._distributor.take(client, ref.digest, is_cached=ref.digest in cached)
             if blob is not None:
                 blobs.append(blob)
         if len(blobs) < len(refs):
             return None
+        # A device has the blobs of its last job in its cache, such as the part of an encoder that is frozen.
+        self._cached[client] = tuple(ref.digest for ref in refs)
         if client in self._new_clients:
             blobs += self._beside(job)
         return tuple(blobs)

@@ -120,6 +120,7 @@ def prepare(plan: Plan, saved: Path | None = None) -> tuple[Pools, Division, Tas
     names = pools.train.class_names
     encoder = plan.encoder_for(spec, rule)
     task = Task(input=spec, class_names=names, encoder=encoder, encoder_params=plan.encoder_params)
+    task = task.with_peft(plan.peft, plan.peft_params)
     return pools, division, task
 
 

@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError, model_validator
 from edge_agent.core.config import PRECISION, Precision, mistakes_of
 from edge_agent.core.errors import ConfigError
 from edge_agent.core.registry import is_reference, own_name
-from edge_agent.core.task import Frozen, ImageInput, InputSpec
+from edge_agent.core.task import MAX_LABEL, Frozen, ImageInput, InputSpec
 
 CLIENTS = 20
 SIZE = 600
@@ -118,6 +118,12 @@ class Plan(Frozen):
     weights: Path | None = Field(
         None, description="safetensors file with the encoder's first weights, such as ImageNet's"
     )
+    peft: str | None = Field(
+        None,
+        max_length=MAX_LABEL,
+        description="what of the encoder learns and travels: lora, bn or last_block; default: all of it",
+    )
+    peft_params: dict[str, Any] = Field(default_factory=dict, description="a parameter of peft, such as rank=8 of lora")
     input: dict[str, Any] = Field(
         default_factory=dict, description="a field of the input spec, such as mean=0.13 or height=32"
     )

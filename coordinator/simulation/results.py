@@ -264,7 +264,7 @@ def pooled_batch_norm(folder: Path, run: str, number: int, method: Method, task:
     """
     if read_plan(folder) is None or "encoder" not in method.shared:
         return {}
-    model = method.build(task)
+    model = method.adapt(method.build(task), task)
     names = norm_names(model, method.shared_names(model))
     if not names:
         return {}

@@ -179,7 +179,7 @@ class Prepared:
         raw = {
             "federation": FEDERATION,
             "state": folder,
-            "task": self.task,
+            "task": self.task.with_peft(None),  # the request of the run says what of the encoder learns
             "cohort": {
                 "tier": "any" if plan.head_clients else "train",
                 "fraction": plan.fraction,

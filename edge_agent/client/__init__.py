@@ -19,6 +19,7 @@ from ..core.storage import sha256_of
 from ..core.task import RUNNING_STATISTICS, Task, Tensors
 from ..methods.base import Method, require_arrays
 from ..methods.values import Client, TrainingControl
+from ..training import peft
 from ..training.loops import accuracy
 from ..training.parts import (
     Parts,
@@ -92,7 +93,7 @@ class Built:
         model = method.build(task)
         if weights:
             put_weights(model, weights)
-        model = model.to(choose_device(device))
+        model = method.adapt(model, task).to(choose_device(device))
         return cls(model, to_arrays(model, model.state_dict()))
 
 
@@ -201,7 +202,9 @@ class Session:
     def activation_ranges(self, received: Tensors) -> Tensors:
         """Return ``ranges`` (steps, 2) float32: those of the received encoder's activations on the training samples."""
         load_arrays(self._model, {**self._fresh, **received})
-        return {"ranges": activation_ranges(self._model.part("encoder"), self._train[0])}
+        # The exported encoder has no adapters: its steps are counted, and an int8 graph is made of them.
+        encoder = peft.plain_encoder(self._model, self.task)
+        return {"ranges": activation_ranges(encoder, self._train[0])}
 
     def step_times(self) -> StepTimes:
         """Return seconds of a training step in each precision, on this client's model and a batch of its samples."""

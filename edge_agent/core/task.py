@@ -10,7 +10,15 @@ import json
 import unicodedata
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 if TYPE_CHECKING:  # an agent that waits for work has no arrays yet: numpy, 16 MB, comes with the first of them
     import numpy as np
@@ -151,6 +159,25 @@ class Task(Frozen):
     )
     encoder: Label = Field("small_cnn", description="an encoder in edge_agent/models")
     encoder_params: dict[str, Any] = Field(default_factory=dict, description="parameters of that encoder")
+    peft: Label | None = Field(
+        None, description="of a run: what of the encoder learns, a file in edge_agent/training/peft; run.peft sets it"
+    )
+    peft_params: dict[str, Any] = Field(
+        default_factory=dict, description="of a run: parameters of peft; run.peft_params sets them"
+    )
+
+    @model_serializer(mode="wrap")
+    def _leave_out_unused(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Write a task whose whole encoder learns without the fields of peft, which peers of before do not know."""
+        fields: dict[str, Any] = handler(self)
+        if self.peft is None:
+            fields.pop("peft", None)
+            fields.pop("peft_params", None)
+        return fields
+
+    def with_peft(self, peft: str | None, params: dict[str, Any] | None = None) -> Task:
+        """Return the task with this choice of what of the encoder learns; None: all of it."""
+        return self.model_copy(update={"peft": peft, "peft_params": dict(params or {})})
 
     @property
     def num_classes(self) -> int:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
-from ..core.errors import TensorsError, TrainingFailed
+from ..core.errors import ConfigError, TensorsError, TrainingFailed
 from ..core.task import RUNNING_STATISTICS, State, Task, Tensors
 from .values import ClassStatistics, Client, Exactness, Grade, MethodParams, Norm, Update
 
@@ -69,6 +69,9 @@ class Method:
     It may where it trains ``client.model`` by calls of `train` alone, each with one optimizer, and everything else that
     it computes follows from the model, ``client.memory``, ``client.rng`` and what was received.
     """
+
+    no_peft: ClassVar[str] = ""
+    """Why a run of this method cannot train a part of the encoder alone (`Task.peft`); empty: it can."""
 
     weighting: Literal["samples", "uniform"] = "samples"
     bounded_extras: Mapping[str, str] = MappingProxyType({})
@@ -173,25 +176,60 @@ class Method:
             ConfigError: The method cannot do this task; all reasons are listed.
         """
 
+    def check_peft(self, task: Task) -> None:
+        """Require that the method can train that part of the encoder alone which the task names.
+
+        Raises:
+            UnknownName: There is no such choice; the message suggests the nearest name.
+            ConfigError: The choice does not have these parameters, or the method cannot do it.
+        """
+        from ..training import peft
+
+        objection = f"method '{self.name}' {self.no_peft}" if self.no_peft else ""
+        if "encoder" not in (self.shared if self.returned is None else self.returned):
+            objection = f"the updates of method '{self.name}' hold no encoder"
+        peft.check(task, objection)
+
     def build(self, task: Task) -> Parts:
         """Return a model of named parts, with fresh weights from torch's global generator (seeded by the caller)."""
         from ..training.parts import encoder_and_head
 
         return encoder_and_head(task)
 
+    def adapt(self, model: Parts, task: Task) -> Parts:
+        """Let only that part of a built model's encoder learn which the task names; returns the model.
+
+        The model has the weights to begin with.
+
+        Raises:
+            UnknownName, ConfigError: See `check_peft`; or nothing of this encoder would learn.
+        """
+        from ..training import peft
+
+        self.check_peft(task)
+        adapted = peft.adapt(model, task)
+        travels = any(name.startswith("encoder.") for name in self.returned_names(adapted))
+        if task.peft is not None and not travels:
+            mistake = f"nothing of the encoder would travel with norm = '{self.norm}' of method '{self.name}'"
+            raise ConfigError(f"peft '{task.peft}'", [f"{mistake}; set norm = 'global', or choose another peft"])
+        return adapted
+
     def shared_names(self, model: Parts) -> tuple[str, ...]:
-        """Return names of the tensors that clients receive, sorted: the shared parts under this norm policy."""
+        """Return names of the tensors that clients receive, sorted.
+
+        They are the shared parts under this norm policy, and all that is frozen.
+        """
         from ..training.parts import names_that_travel
 
-        return names_that_travel(model, self.shared, self.norm)
+        return tuple(sorted({*names_that_travel(model, self.shared, self.norm), *model.frozen_names}))
 
     def returned_names(self, model: Parts) -> tuple[str, ...]:
         """Return names of those of the `shared_names` that an update carries back, sorted."""
         from ..training.parts import names_that_travel
 
-        if self.returned is None:
-            return self.shared_names(model)
-        return names_that_travel(model, self.returned, self.norm)
+        parts = self.shared if self.returned is None else self.returned
+        names = names_that_travel(model, parts, self.norm)
+        return tuple(name for name in names if name not in model.frozen_names)
 
     # --- coordinator -----------------------------------------------------------------------------------------------
 

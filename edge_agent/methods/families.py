@@ -132,6 +132,7 @@ class TwoNetworks(Method):
     """The personal network answers; the shared one is what travels."""
 
     exactness = grades(mlp=("approximate", "one linear layer on the shared encoder; the personal network is whole"))
+    no_peft = "has a second network on each device, whose frozen weights no device would get"
 
     def build(self, task: Task) -> Parts:
         """Return two networks of the same start."""

@@ -64,8 +64,8 @@ class PerFedAvg(Tuned):
         """Run E epochs of meta steps."""
         model = client.model
         params = self.params
-        weights = list(model.parameters())
-        optimizer = local_optimizer(model.parameters(), params)
+        weights = [weight for weight in model.parameters() if weight.requires_grad]
+        optimizer = local_optimizer(weights, params)
 
         def step(inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             first, last = halves(len(labels))
@@ -114,8 +114,8 @@ def halves(samples: int) -> tuple[slice, slice]:
 
 
 def slope_of(model: Parts, inputs: torch.Tensor, labels: torch.Tensor) -> Slope:
-    """Return cross entropy of one batch and its gradient as a function of the model's weights, in their own order."""
-    names = [name for name, _ in model.named_parameters()]
+    """Return cross entropy of one batch and its gradient as a function of the weights that learn, in their order."""
+    names = [name for name, weight in model.named_parameters() if weight.requires_grad]
 
     def slope(weights: Weights) -> tuple[torch.Tensor, Weights]:
         here = [weight.detach().requires_grad_() for weight in weights]

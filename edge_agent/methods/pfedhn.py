@@ -80,6 +80,7 @@ class PFedHN(Method):
 
     Params = PFedHNParams
     norm = "local_stats"
+    no_peft = "makes all weights of each client by a network at the server"
     source = "Shamsian, Navon, Fetaya, Chechik, ICML 2021"
     exactness = grades(
         mlp=("approximate", "one linear layer on the mean of all encoders, which the paper never makes"),

@@ -48,6 +48,7 @@ class Scaffold(Method):
     Params = ScaffoldParams
     weighting = "uniform"
     bounded_extras = MappingProxyType({_SENT: "control variates"})
+    no_peft = "corrects every weight by control variates, those that are frozen included"
     source = "Karimireddy et al., ICML 2020"
     exactness = grades(
         mlp=("approximate", "the paper has no personal part; one linear layer on the frozen shared encoder is ours"),

@@ -24,6 +24,8 @@ class Parts(nn.Module):
 
     encoder: nn.Module
     head: nn.Module
+    frozen_names: frozenset[str] = frozenset()
+    """Names of tensors that all clients get and nobody changes; see `edge_agent.training.peft`."""
 
     def __init__(self, **parts: nn.Module) -> None:
         super().__init__()

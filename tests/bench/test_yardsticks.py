@@ -12,6 +12,7 @@ import yardstick_memory as memory
 import yardstick_new_clients as new_clients
 import yardstick_new_devices as new_devices
 import yardstick_own_classes as own_classes
+import yardstick_peft as part_of_encoder
 import yardstick_poisoning as poisoning
 import yardstick_precision as precision
 import yardstick_scikit_learn as scikit_learn
@@ -274,6 +275,37 @@ def test_honest_clients_of_a_common_split_lose_nothing_by_the_bounds():
     bounded = poisoned_run(federation, "none", "mean (default)", 0)
     assert bounded.accuracy > poisoned_run(federation, "none", "no bounds", 0).accuracy - 0.01
     assert (bounded.honest_suspect, bounded.honest_left_out) == (0, 0)
+
+
+def test_training_a_part_of_the_encoder_is_tabled_by_task_and_choice(tmp_path):
+    """Rows of several files, in any order: means and deviations by hand, bytes of a device in thousands."""
+    of_run = {"task": "digits, 4 domains", "rounds": 9, "lr": 0.2, "up": 2000.0, "down_first": 8000.0, "down": 2100.0}
+    bn = [{**of_run, "choice": "bn", "seed": seed, "acc": acc} for seed, acc in enumerate((0.5, 0.7))]
+    frozen = {**of_run, "choice": "nothing (afl)", "rounds": 1, "seed": 0, "lr": None, "acc": 0.4, "down": None}
+    costs = [{"encoder": "resnet18", "choice": "bn", "mb": mb, "seconds": 0.25} for mb in (90.0, 110.0)]
+    paths = []
+    for number, rows in enumerate(([bn[1], {"trial": bn[0]}], [*costs, bn[0], frozen])):
+        paths.append(tmp_path / f"{number}.log")
+        paths[-1].write_text("\n".join(map(json.dumps, rows)) + "\n\n| a table |\n")
+    runs, spent = part_of_encoder.rows_in(paths)
+    lines = part_of_encoder.table_of_runs(runs).splitlines()
+    assert lines[2] == "| digits, 4 domains | nothing (afl) | 1 | – | 40.0 ± 0.0 | 2.0 | 8.0 | – |"
+    assert lines[3] == "| digits, 4 domains | bn | 9 | 0.2 | 60.0 ± 10.0 | 2.0 | 8.0 | 2.1 |"
+    assert part_of_encoder.table_of_costs(spent).splitlines()[2:] == ["| resnet18 | bn | 97 | 100 ± 10 | 250 ± 0 |"]
+    # 19,200 numbers of batch norm, and the head's 512 x 10 + 10.
+    assert part_of_encoder.update_kb("resnet18", "bn") == pytest.approx(4 * (19_200 + 5_130) / 1e3)
+
+
+def test_the_samples_that_an_encoder_has_seen_before_are_no_clients():
+    (images, labels), clients = part_of_encoder.fashion_clients(0)
+    seen = {image.tobytes() for image in images}
+    assert set(labels) == set(range(5))
+    assert len(clients) == part_of_encoder.CLIENTS
+    assert {int(label) for own in clients.values() for label in own[1]} == set(range(10))
+    for train, known_labels, test, test_labels in clients.values():
+        assert not seen.intersection(image.tobytes() for image in train)
+        assert set(test_labels) == set(known_labels)
+        assert len(test) == len(test_labels)
 
 
 def test_the_table_of_hostile_updates_shows_what_was_lost():

@@ -202,6 +202,31 @@ def test_resuming_takes_only_an_unfinished_run_and_no_other_wishes(call, away, t
     assert "leave out --seed, --no-wait" in err
 
 
+def test_a_run_says_what_of_the_encoder_learns(call, away, tmp_path):
+    """By options, which replace the choice of the configuration with its parameters, or by the configuration."""
+    text = away.read_text()
+    call("run", "--config", away, "--peft", "lora", "--peft-param", "rank=2", "--no-wait")
+    away.write_text(text + 'peft = "lora"\npeft_params = { rank = 3 }\n')
+    call("run", "--config", away, "--no-wait")
+    call("run", "--config", away, "--peft", "lora", "--no-wait")
+    with StateFolder(tmp_path / "state").look() as state:
+        tasks = [replay(state.journal, run).request.task for run in state.journal.runs()]
+    assert [task["peft"] for task in tasks] == ["lora"] * 3
+    assert [task["peft_params"] for task in tasks] == [{"rank": 2}, {"rank": 3}, {}]
+
+
+def test_a_choice_that_cannot_be_is_refused_before_the_run_is_queued(call, away, tmp_path):
+    """The encoder is one linear layer: it has no batch norm, and nothing is left to freeze before its last layer."""
+    for choice, mistake in (("bn", "no normalisation layers"), ("last_block", "left to freeze"), ("lorra", "'lora'")):
+        code, _, err = call("run", "--config", away, "--peft", choice, "--no-wait")
+        assert code == 2
+        assert mistake in err
+    code, _, err = call("run", "--config", away, "--resume", "run-0001", "--peft", "lora")
+    assert code == 2
+    assert "leave out --peft" in err
+    assert not (tmp_path / "state").exists()
+
+
 def test_all_mistakes_of_a_run_are_told_at_once(call, away):
     away.write_text(away.read_text().replace('"linear"', '"linaer"'))
     code, _, err = call("run", "--config", away, "--method", "fedavgg")

@@ -97,6 +97,19 @@ def test_the_encoder_learns_and_the_same_seed_gives_the_same_bits(tmp_path, imag
     assert other["samples"] == 108
 
 
+def test_all_of_the_encoder_is_trained_before_devices_train_a_part_of_it(tmp_path, images):
+    """The first state has the weights of a warm start without adapters, and those add nothing yet."""
+    train_warm(question(images, tmp_path / "whole"))
+    adapted = TASK.with_peft("lora", {"rank": 2})
+    asked = {**question(images, tmp_path / "part"), "task": adapted.model_dump(mode="json")}
+    assert train_warm(asked)["accuracy"] > 0.9
+    whole = read_tensors(tmp_path / "whole")
+    part = read_tensors(tmp_path / "part")
+    assert part.keys() - whole.keys() == {"encoder.layers.1.lora_a", "encoder.layers.1.lora_b"}
+    assert all(np.array_equal(part[name], array) for name, array in whole.items())
+    assert not part["encoder.layers.1.lora_b"].any()
+
+
 def test_what_is_written_is_the_first_state_of_the_method(tmp_path, images):
     """SCAFFOLD's has a control variate of zeros beside the model; FedPer's has no head, and another is discarded."""
     train_warm(question(images, tmp_path / "s", "scaffold"))

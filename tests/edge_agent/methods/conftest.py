@@ -57,7 +57,7 @@ class Federation:
     def fresh_model(self, salt: int) -> Parts:
         # `torch.manual_seed` would note a traceback for each device that is not there: 0.6 ms.
         torch.default_generator.manual_seed(1000 * self.seed + salt)
-        return self.method.build(self.task)
+        return self.method.adapt(self.method.build(self.task), self.task)
 
     def join(self, name: str, labels: Iterable[int]) -> Client:
         salt = len(self.clients) + 1

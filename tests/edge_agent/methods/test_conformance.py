@@ -15,6 +15,7 @@ from edge_agent import heads, methods
 from edge_agent.core.errors import ConfigError, TrainingFailed
 from edge_agent.methods.base import Method, weighted_mean
 from edge_agent.methods.values import Update
+from edge_agent.training import peft
 from edge_agent.wire.tensors import decode, encode, specs_of
 
 every_method = pytest.mark.parametrize("name", methods.names())
@@ -309,3 +310,45 @@ def test_weighted_and_uniform_means_by_hand():
 def test_the_mean_of_nobody_is_refused():
     with pytest.raises(TrainingFailed, match="no update with a positive weight"):
         weighted_mean([])
+
+
+SECOND_NETWORK = {"apfl", "ditto", "fedfomo", "pfedme"}
+NO_ENCODER = {"afl", "fedcof", "fedproto", "lg_fedavg", "local"}
+OTHER_REASONS = {"pfedhn", "scaffold"}
+NO_PEFT = SECOND_NETWORK | NO_ENCODER | OTHER_REASONS
+"""Methods that cannot train a part of their encoder alone."""
+
+
+@pytest.mark.parametrize("choice", peft.names())
+@pytest.mark.parametrize("name", sorted(set(methods.names()) - NO_PEFT))
+def test_a_part_of_the_encoder_learns_alone(name, choice, federation, make_method, task):
+    """Two rounds of clients that begin with other weights: they get what is frozen, and only the rest changes."""
+    norm = "local_stats" if make_method(name).norm == "local_all" else None
+    fed = federation(make_method(name, norm=norm), task.with_peft(choice), rounds=2)
+    model = fed.fresh_model(0)
+    frozen = model.frozen_names
+    start = {tensor: array.copy() for tensor, array in fed.state.items()}
+    learning = [tensor for tensor in fed.returned if tensor.startswith("encoder.")]
+    extras = fed.method.sends(model, fed.task)
+    assert frozen
+    assert learning
+    assert not frozen.intersection(fed.returned)
+    for update in (*fed.run_round(), *fed.run_round()):
+        assert set(update.tensors) == {*fed.returned, *extras}
+        state = fed.clients[update.client].model.state_dict()
+        for tensor in frozen:
+            assert np.array_equal(state[tensor].numpy(), start[tensor]), tensor
+    for tensor in frozen:
+        assert np.array_equal(fed.state[tensor], start[tensor]), tensor
+    for tensor in learning:
+        assert not np.array_equal(fed.state[tensor], start[tensor]), tensor
+    for client in fed.clients.values():
+        fed.method.personalize(client, fed.download(client.id))
+        assert torch.isfinite(fed.method.predict(client, client.train_inputs)).all()
+
+
+@pytest.mark.parametrize("name", sorted(NO_PEFT))
+def test_methods_that_cannot_train_a_part_of_the_encoder_say_why(name, federation, task):
+    reason = "second network" if name in SECOND_NETWORK else "hold no encoder" if name in NO_ENCODER else f"'{name}'"
+    with pytest.raises(ConfigError, match=f"{reason}.*; leave peft out, or choose another method"):
+        federation(name, task.with_peft("lora"))
