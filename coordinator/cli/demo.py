@@ -225,9 +225,9 @@ def _present(results: RunFolder, folder: Path, seconds: float, *, as_json: bool)
     summary = results.summary()
     if summary is None:
         raise HeadwaterError(f"{results.run} left no summary in {results.folder}; look at {folder / 'logs'}")
-    kept = ("run_id", "method", "rounds", "seed", "encoder_sha256", "agents", "faults", "warnings", "bundle")
+    names = ("run_id", "method", "rounds", "seed", "encoder_sha256", "agents", "faults", "warnings", "next_steps")
     result = {
-        **{key: summary[key] for key in kept},
+        **{name: summary[name] for name in (*names, "bundle")},
         "seconds": round(seconds, 1),
         "report": str(results.report_path),
         "folder": str(folder),
@@ -304,6 +304,7 @@ def _reading(summary: RunSummary, took: str) -> Iterator[str]:
             "from the federation; devices with many samples of one style do as well alone."
         )
     yield from (f"warning: {line}" for line in describe_warnings(summary.warnings))
+    yield from (f"to try next: {next_step.message}" for next_step in summary.next_steps)
     if settings := SETTINGS.get(summary.method or ""):
         options = " ".join(f"--set {name}={json.dumps(value)}" for name, value in settings.items())
         yield f"Parameters that differ from the defaults of {summary.method}: {options}"

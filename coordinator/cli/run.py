@@ -295,7 +295,7 @@ def result_parts(summary: RunSummary) -> Iterator[Table | str]:
         if warning.kind != "one_class" and not is_explained:
             warnings.append(warning)
     yield from (f"warning: {line}" for line in describe_warnings(_without_known_reasons(warnings, summary)))
-    yield from (f"to try next: {step}" for step in summary.next_steps)
+    yield from (f"to try next: {next_step.message}" for next_step in summary.next_steps)
     yield from summary.metrics.lines()
     yield f"{summary.seconds:.1f} s, {exported}"
 

@@ -313,6 +313,8 @@ def rounds_table(result: dict[str, Any]) -> Table:
 
 def reading(result: dict[str, Any]) -> Iterator[str]:
     """Yield lines about what the numbers are, and where the rest is."""
+    from edge_agent.core.next_steps import NextStep
+
     from ..runs.result_notes import ResultWarning, describe_warnings
 
     yield "acc: mean over clients of what they received in that round; end: after the last round and personalizing"
@@ -329,7 +331,8 @@ def reading(result: dict[str, Any]) -> Iterator[str]:
         yield f"best {_NAMES[scope]}: {best['clients_mean']:.4f} after {after}, {chosen_on}"
     warnings = [ResultWarning.from_json(warning) for warning in result["warnings"]]
     yield from (f"warning: {line}" for line in describe_warnings(warnings, 0))
-    yield from (f"to try next: {step}" for step in result.get("next_steps", ()))
+    steps = map(NextStep.from_json, result.get("next_steps", ()))
+    yield from (f"to try next: {next_step.message}" for next_step in steps)
     yield from (f"missing at the end: client '{client}': {reason}" for client, reason in result["failed"].items())
     workers = f" with {counted(result['workers'], 'worker')}" if result["workers"] > 1 else ""
     start = f", {result['start_s']:.1f} s to start it" if result.get("start_s", 0.0) >= 0.1 else ""  # 0: it had none

@@ -12,6 +12,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from edge_agent.core.errors import StateError
+from edge_agent.core.next_steps import NextStep
 
 from ..state.noise import Gain
 from ..state.store import RunFolder
@@ -83,6 +84,7 @@ def render(run: RunFigures, releases: Sequence[ReleaseRow] = ()) -> str:
         data=_names_of_data(run),
         warm_start=_warm_start(summary.get("warm_start")),
         warnings=_warnings(summary.get("warnings")),
+        next_steps=_next_steps(summary.get("next_steps")),
         cards=list(_cards(run)),
         benefit_sentence=run_charts.benefit_sentence(run.agents),
         benefit=_figures([run_charts.benefit(run.agents)], "benefit"),
@@ -138,6 +140,13 @@ def _warnings(value: object) -> list[dict[str, Any]]:
     if not isinstance(value, list):
         return []
     return [warning for warning in value if isinstance(warning, dict)]
+
+
+def _next_steps(value: object) -> list[str]:
+    """Return the messages of the next steps of a summary; none where the value has another form."""
+    if not isinstance(value, list):
+        return []
+    return [NextStep.from_json(step).message for step in value if isinstance(step, (dict, str))]
 
 
 def _names_of_data(run: RunFigures) -> str:

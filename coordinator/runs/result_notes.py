@@ -8,17 +8,21 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from edge_agent.core.next_steps import NextStep, RunEvidence, steps_after_run
 from edge_agent.core.worst_tenth import worst_tenth
 
 from ..journal.entries import ProxyEvaluated, ProxyFailed, RunFinished, RunRequested, WarmStarted, WeightsFile
 from ..journal.store import Journal, facts_of
 from ..rounds.good_state import reason_of_restoration
-from ..state.noise import STANDARD_ERRORS, adjusted, standard_error
+from ..state.noise import STANDARD_ERRORS, Compared, Gain, adjusted, classify_mean_gain, standard_error
 from ..state.run_lines import AgentLine, RoundLine
 from ..text import counted, listed
 from ..views.runs import RunRecord
+
+if TYPE_CHECKING:
+    from ..rounds.request import Request
 
 log = logging.getLogger(__name__)
 
@@ -28,20 +32,11 @@ COLLAPSED = 0.5
 EXPLODED = 2.0
 """A loss above so many times both its first value and that of guessing, log K, has exploded."""
 
-LOSS_ROUNDS = 3
-"""The number of rounds over which a fall of the training loss is measured."""
-
-STILL_FALLING = 0.97
-"""A loss below this share of that before `LOSS_ROUNDS` rounds still falls: rounds differ by a percent or two."""
-
-FEW_SAMPLES = 100
-"""A device with fewer training samples has few: with batches of 32 an epoch has three steps."""
-
-PERSONAL_METHODS = ("fedper", "fedrep", "fedavg_ft")
-"""Methods with a personal part that work with their default parameters."""
-
 SHOWN_CLIENTS = 10
 """Clients below their local baseline that get a line each in text and log; the result has all of them."""
+
+OWN_LAYERS = "model"
+"""The head of a client that answers with the layers that it has trained, see `Method.head_name`."""
 
 BELOW_LOCAL = "below_local"
 """The ``kind`` of a warning about a client that is better off alone."""
@@ -264,45 +259,59 @@ def _lines_with_one_for_below(warnings: Sequence[ResultWarning], below: Sequence
 
 
 def next_steps(
-    method: str,
+    request: Request,
     agents: Sequence[AgentLine],
     losses: Sequence[Mapping[str, float]],
-    warnings: Sequence[ResultWarning],
-) -> list[str]:
-    """Return what can be tried next where clients are better off alone, as far as the figures of the run say.
+    *,
+    has_bundle: bool,
+) -> list[NextStep]:
+    """Return what can be tried next where clients are worse than alone, as far as the figures of the run say.
+
+    That is where a client is better off alone by its own test, or all of them together in the mean by more than noise;
+    otherwise there are no steps.
 
     Args:
-        method: The run's method.
+        request: What the run was requested with.
         agents: What each client reports at the end.
         losses: Client -> training loss, for each round in order.
-        warnings: The warnings of the run; without one of a client that is better off alone there is nothing to try.
+        has_bundle: Whether the encoder was exported.
     """
-    is_any_better_alone = any(warning.kind == BELOW_LOCAL for warning in warnings)
-    if not is_any_better_alone:
+    scored = list(_find_scored(agents))
+    losing = [client.agent for client in scored if client.agent.better_alone]
+    if not losing and classify_mean_gain(_compared(scored, "local")) is not Gain.BELOW:
         return []
-    steps = []
-    # A loss that still falls: the run was too short.
-    means = [fmean(of_round.values()) for of_round in losses if of_round]
-    if len(means) > LOSS_ROUNDS:
-        before = means[-1 - LOSS_ROUNDS]
-        if means[-1] < STILL_FALLING * before:
-            steps.append(
-                f"more rounds (--rounds): the training loss still falls, from {before:.3g} to {means[-1]:.3g} in the "
-                f"last {LOSS_ROUNDS} rounds"
-            )
-    # Few samples: each device has little to train an encoder with.
-    samples = sorted(agent.samples for agent in agents if agent.samples)
-    if samples:
-        typical_samples = samples[len(samples) // 2]
-        if typical_samples < FEW_SAMPLES:
-            steps.append(
-                f"an encoder that is trained already (--weights): half of the devices have {typical_samples} "
-                "samples or fewer"
-            )
-    # In any case, a method with a larger personal part.
-    others = [name for name in PERSONAL_METHODS if name != method]
-    steps.append(f"a method that keeps more on the device (--method {' or '.join(others[:2])})")
-    return steps
+    shape = request.task.input.shape
+    return steps_after_run(
+        RunEvidence(
+            method=request.method,
+            num_classes=request.task.num_classes,
+            encoder=request.task.encoder,
+            input_kind=request.task.input.kind,
+            input_side=min(shape[1:]),
+            losses=[fmean(of_round.values()) for of_round in losses if of_round],
+            samples=[agent.samples for agent in agents if agent.samples],
+            personal_over_shared=_gain_over_shared(scored),
+            answers_with_shared=all(client.personal == client.agent.acc.get("global") for client in scored),
+            losing_with_own_layers=[agent.id for agent in losing if agent.head == OWN_LAYERS],
+            has_bundle=has_bundle,
+        )
+    )
+
+
+def _gain_over_shared(scored: Sequence[_Scored]) -> float | None:
+    """Return the mean of acc.personal minus acc.global over clients that have both; None: within noise, or below."""
+    compared = list(_compared(scored, "global"))
+    if classify_mean_gain(compared) is not Gain.ABOVE:
+        return None
+    return fmean(pair.personal - pair.local for pair in compared)
+
+
+def _compared(scored: Iterable[_Scored], scope: str) -> Iterator[Compared]:
+    """Yield the personal accuracy of each client beside that of another scope, local or global, where it has both."""
+    for client in scored:
+        other = client.agent.acc.get(scope)
+        if other is not None:
+            yield Compared(other, client.personal, client.support)
 
 
 def local_models(agents: Iterable[AgentLine]) -> str:

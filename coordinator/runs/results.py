@@ -117,6 +117,7 @@ def finish_run(run: Run, stats: Stats, exclusions: Exclusions, stopped: str) -> 
     ]
     # A simulation has many clients, and its result has all of them.
     shown_clients = 0 if context.is_simulation else SHOWN_CLIENTS
+    steps = next_steps(request, agents, losses, has_bundle=export.released is not None)
     for line in describe_warnings(warnings, shown_clients):
         log.warning("result_warning run=%s: %s", run.id, line)
     # Step 4: summary and report first, the journal last: a kill before that repeats this function, and nobody who sees
@@ -143,7 +144,7 @@ def finish_run(run: Run, stats: Stats, exclusions: Exclusions, stopped: str) -> 
             "left_out": exclusions.body(),
             "bounded": {agent: bounded.to_json() for agent, bounded in find_bounded(lines).items()},
             "warnings": [warning.to_json() for warning in warnings],
-            "next_steps": next_steps(request.method, agents, losses, warnings),
+            "next_steps": [next_step.to_json() for next_step in steps],
             "faults": dict(sorted(run.reports.faults.items())),
             "stopped": stopped or None,
             "privacy": None if spent is None else spent.to_json(),

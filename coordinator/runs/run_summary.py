@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from edge_agent.core.errors import StateError
+from edge_agent.core.next_steps import NextStep
 
 from ..state.privacy_spent import PrivacySpent
 from ..state.run_lines import AgentLine
@@ -61,8 +62,8 @@ class RunSummary:
     """None: no noise was added."""
 
     warnings: tuple[ResultWarning, ...] = ()
-    next_steps: tuple[str, ...] = ()
-    """What can be tried next where clients are better off alone."""
+    next_steps: tuple[NextStep, ...] = ()
+    """What can be tried next where clients are worse than alone."""
 
     bundle: SummaryBundle | None = None
     bundle_why_not: str | None = "not exported"
@@ -113,7 +114,7 @@ class RunSummary:
             stopped=summary.get("stopped"),
             privacy=PrivacySpent.from_body(summary.get("privacy")),
             warnings=tuple(map(ResultWarning.from_json, summary.get("warnings", ()))),
-            next_steps=tuple(summary.get("next_steps", ())),
+            next_steps=tuple(map(NextStep.from_json, summary.get("next_steps", ()))),
             bundle=SummaryBundle(bundle["bundle_id"], bundle["path"]) if bundle else None,
             bundle_why_not=summary.get("bundle_why_not", "not exported"),
             metrics=CoordinatorMetrics.from_summary(summary),

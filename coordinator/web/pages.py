@@ -20,6 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from edge_agent.core.errors import HeadwaterError, StateError, UnknownName, UsageError
+from edge_agent.core.next_steps import NextStep
 from edge_agent.core.storage import read_json, read_regular
 from edge_agent.core.time_and_text import show_time
 
@@ -230,6 +231,7 @@ def _run_page(
         waiting=None if live is None else view.waiting(),
         end=end,
         warnings=() if end is None else end.warnings,
+        next_steps=() if end is None else end.next_steps,
         privacy=_privacy(live, end),
         best=_best(points),
         figures=figures(charts),
@@ -697,6 +699,9 @@ class _EndOfRun:
     """Why it has ended before its last round; empty: it has not."""
 
     warnings: tuple[str, ...]
+    next_steps: tuple[str, ...]
+    """What can be tried next where clients are worse than alone."""
+
     privacy: PrivacySpent | None
 
 
@@ -729,6 +734,7 @@ def _read_end(path: str, _stamp: int) -> _EndOfRun:
         gain_kind=classify_mean_gain(pair for pair in compared if pair.support),
         stopped=as_text(content.get("stopped") or ""),
         warnings=tuple(_warnings(content)),
+        next_steps=tuple(_next_steps(content)),
         privacy=PrivacySpent.from_body(content.get("privacy")),
     )
 
@@ -753,6 +759,16 @@ def _warnings(summary: Mapping[str, Any]) -> list[str]:
     texts = [as_text(warning.get("message")) for warning in warnings]
     more = len(texts) - 2 * SHOWN_CLIENTS
     return texts if more <= 0 else [*texts[: 2 * SHOWN_CLIENTS], f"and {more} more, in summary.json"]
+
+
+def _next_steps(summary: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the message of each next step in a summary."""
+    steps = summary.get("next_steps")
+    if not isinstance(steps, list):
+        return
+    for step in steps:
+        if isinstance(step, (dict, str)):
+            yield NextStep.from_json(step).message
 
 
 def _privacy(live: RunUnderWay | None, end: _EndOfRun | None) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core import formats
 from ..core.errors import UnknownName, UsageError
+from ..core.next_steps import FitEvidence, NextStep, steps_after_fit
 from ..core.storage import check_writable
 from . import output
 from .arguments import (
@@ -148,8 +149,9 @@ def fit(arguments: argparse.Namespace) -> int:
         ("saved in", arguments.out),
     ]
     notes = [*output.skipped(skipped), *notes_on(result.scores, parts)]
-    if result.scores.better_alone and result.local is None:
-        notes.append("next: --allow-local saves that model; more samples, or a bundle for such data, may change it")
+    next_steps = _next_steps(result, arguments)
+    content["next_steps"] = [next_step.to_json() for next_step in next_steps]
+    notes += [f"to try next: {next_step.message}" for next_step in next_steps]
     if result.local is not None:
         notes.append(f"note: saved is the model of acc.local; acc.personal is that of head '{result.head.name}'")
     if not result.n_test:
@@ -162,6 +164,23 @@ def fit(arguments: argparse.Namespace) -> int:
     if notes:
         details += ["", *notes]
     return output.result(arguments, content, lambda: [*formats.pairs(rows), *details])
+
+
+def _next_steps(result: Result, arguments: argparse.Namespace) -> list[NextStep]:
+    """Return what can be tried next where the device is better off alone; nothing elsewhere."""
+    from ..heads import AUTO
+    from ..personal.blend import BLEND
+
+    if not result.scores.better_alone:
+        return []
+    is_blend_compared = arguments.head == AUTO and arguments.blend
+    return steps_after_fit(
+        FitEvidence(
+            samples=result.n_train,
+            compares_blend=is_blend_compared or arguments.head == BLEND,
+            is_local_saved=result.local is not None,
+        )
+    )
 
 
 def _describe_head(result: Result) -> str:

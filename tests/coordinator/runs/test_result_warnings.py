@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from coordinator.report import render
 from coordinator.report.figures import read_run
+from coordinator.rounds.request import Request
 from coordinator.runs.result_notes import (
     ResultWarning,
     describe_warnings,
@@ -18,6 +20,7 @@ from coordinator.runs.result_notes import (
 )
 from coordinator.state.noise import standard_error
 from coordinator.state.run_lines import AgentLine, RoundLine
+from edge_agent.core.task import ImageInput, Task
 
 
 def client(name, personal, local=None, support=100, **fields):
@@ -120,17 +123,75 @@ def test_a_simulation_names_all_clients_that_are_better_off_alone_in_one_line():
     assert len(list(describe_warnings(alone(*names)))) == 11, "a federation: ten lines, and one on the others"
 
 
+def requested(method="fedavg", encoder="small_cnn", side=32):
+    names = ("a", "b", "c", "d")
+    task = Task(input=ImageInput(height=side, width=side + 8), class_names=names, encoder=encoder)
+    return Request(method, {}, 5, 0, task)
+
+
+def names_of(agents, losses=(), *, request=None, has_bundle=False):
+    steps = next_steps(request or requested(), agents, losses, has_bundle=has_bundle)
+    return [next_step.step for next_step in steps]
+
+
+def test_next_steps_are_named_where_clients_are_worse_than_alone():
+    """Ten clients of 100 held-out samples, each 6 points below: none by more than noise, their mean by 3 errors.
+
+    By hand: (72 + 1) / 102 and (78 + 1) / 102 have standard errors of 0.0447 and 0.0414, together 0.0609; of the mean
+    of ten that is 0.0193, twice that 0.0385, and 6 / 102 = 0.0588 is above it. Of four it is 0.0609, which is not.
+    """
+    good = client("a", 0.9, 0.8, samples=400)
+    assert names_of([good]) == []
+    assert names_of([good, client("b", 0.7, 0.9, samples=400)]) == [], "no more than noise in the mean"
+    assert names_of([good, client("b", 0.7, 0.9, samples=400, better_alone=True)]) == ["other_method"]
+    below = [client(f"c{number}", 0.72, 0.78, samples=400) for number in range(10)]
+    assert names_of(below) == ["other_method"]
+    assert names_of(below[:4]) == []
+
+
 def test_next_steps_are_those_that_the_figures_speak_for():
-    few = [AgentLine(name, samples=40) for name in "abc"]
-    falling = [{"a": loss} for loss in (2.0, 1.5, 1.2, 1.0, 0.9)]
-    still = [{"a": 0.5}] * 5
-    assert next_steps("fedavg", few, falling, []) == [], "nobody is better off alone"
-    rounds, weights, other = next_steps("fedper", few, falling, alone("a"))
-    assert rounds == "more rounds (--rounds): the training loss still falls, from 1.5 to 0.9 in the last 3 rounds"
-    assert "half of the devices have 40 samples or fewer" in weights
-    assert other == "a method that keeps more on the device (--method fedrep or fedavg_ft)"
-    many = [AgentLine(name, samples=400) for name in "abc"]
-    assert next_steps("fedavg", many, still, alone("a")) == [
-        "a method that keeps more on the device (--method fedper or fedrep)"
-    ]
-    assert len(next_steps("fedavg", many, falling[:3], alone("a"))) == 1, "too few rounds to say"
+    few = [client(name, 0.5, 0.8, samples=40, better_alone=True) for name in "abc"]
+    falling = [{"a": loss, "b": 2 * loss} for loss in (2.0, 1.5, 1.2, 1.0, 0.9)]
+    rounds, *others = next_steps(requested("fedper"), few, falling, has_bundle=False)
+    assert rounds.message == (
+        "more rounds (--rounds): the training loss still falls, from 2.25 to 1.35 in the last 3 rounds"
+    )
+    assert [next_step.step for next_step in others] == ["more_samples", "pretrained_encoder"]
+    assert names_of(few, falling[:3]) == ["more_samples", "pretrained_encoder"], "too few rounds to say"
+    many = [client(name, 0.5, 0.8, samples=400, better_alone=True) for name in "abc"]
+    settled = [{"a": 1.0}] * 5
+    assert names_of(many, settled) == ["larger_encoder"]
+    assert names_of(many, settled, request=requested(side=24)) == ["other_method"], "24 of 24 x 32 pixels are too few"
+    assert names_of(many, request=requested("afl")) == ["train_encoder"]
+
+
+def test_the_disagreement_of_clients_is_what_their_personal_models_gain_over_the_shared_one():
+    """Both clients: 50 and 30 points more than the shared model, 40 in the mean."""
+    first = client("a", 0.8, 0.9, samples=400, better_alone=True)
+    second = client("b", 0.7, 0.6, samples=400)
+    apart = [replace(first, acc={**first.acc, "global": 0.3}), replace(second, acc={**second.acc, "global": 0.4})]
+    (step,) = next_steps(requested(), apart, [], has_bundle=False)
+    assert "40.0 points above the shared one" in step.message
+    alike = [replace(agent, acc={**agent.acc, "global": agent.acc["personal"]}) for agent in apart]
+    assert names_of(alike) == ["personal_part"], "every device answers with the shared model"
+    (step,) = next_steps(requested(), [alike[0], apart[1]], [], has_bundle=False)
+    assert step.message.endswith("15.0 points above the shared one in the mean, by more than noise")
+
+
+def test_a_blend_is_for_those_that_lose_with_their_own_layers():
+    own = client("a", 0.5, 0.8, samples=400, better_alone=True, head="model")
+    assert names_of([own], has_bundle=True) == ["blend"]
+    assert names_of([own]) == ["other_method"], "without a bundle there is no encoder to fit a head on"
+    assert names_of([replace(own, head="blend of lr and lr")], has_bundle=True) == ["other_method"]
+    winning = client("b", 0.9, 0.8, samples=400, head="model")
+    assert names_of([replace(own, head="lr"), winning], has_bundle=True) == ["other_method"]
+
+
+def test_the_report_lists_the_next_steps_as_text():
+    steps = [{"step": "more_rounds", "message": "more <b>rounds</b>"}, "as earlier versions wrote it", 7]
+    page = render(read_run("run-0001", {"next_steps": steps}, []))
+    assert "<li>More &lt;b&gt;rounds&lt;/b&gt;.</li>" in page
+    assert "<li>As earlier versions wrote it.</li>" in page
+    assert page.count("What to try next") == 1
+    assert "What to try next" not in render(read_run("run-0001", {"next_steps": 7}, []))
+    assert "What to try next" not in render(read_run("run-0001", {}, []))

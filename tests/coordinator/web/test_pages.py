@@ -376,6 +376,24 @@ def test_a_run_that_has_ended_is_shown_with_its_accuracy_after_the_training(site
     assert shown[1] == "25.5"
 
 
+def test_the_page_of_a_run_lists_what_to_try_next(site):
+    steps = {
+        "run-0001": [{"step": "more_rounds", "message": "more <b>rounds</b>"}, "as earlier versions wrote it", 7],
+        "run-0002": 7,
+    }
+    for name, of_run in steps.items():
+        assert site.run(1, end="run_finished") == name
+        summary = {"agents": [], "next_steps": of_run}
+        site.folder.run(name).summary_path.write_text(json.dumps(summary), encoding="utf-8")
+    with site.client() as client:
+        page = client.get("/run?id=run-0001").text
+        without = client.get("/run?id=run-0002").text
+    listed = re.search(r"<h2>What to try next</h2><ul>(.*?)</ul>", page)
+    assert listed is not None
+    assert listed[1] == "<li>More &lt;b&gt;rounds&lt;/b&gt;.</li><li>As earlier versions wrote it.</li>"
+    assert "What to try next" not in without
+
+
 def test_compare_shows_settings_that_differ_and_all_when_asked(site):
     for lr in (0.1, 0.2):
         site.run(3, end="run_finished", params={"lr": lr})

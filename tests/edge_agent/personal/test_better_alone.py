@@ -75,11 +75,20 @@ def test_fit_predict_and_evaluate_work_with_the_local_model(weak, tmp_path, caps
     words = ("--bundle", made.path, "--data", "digits?n=400", "--cache", tmp_path / "cache")
     fitted = answer(capsys, "fit", *words, "--out", "head", "--no-blend")
     assert fitted["better_alone"] is True
+    steps = {next_step["step"]: next_step["message"] for next_step in fitted["next_steps"]}
+    assert list(steps) == ["blend", "allow_local", "other_bundle"], "300 samples are not few"
     assert fitted["head"] == fitted["candidates"][0]["head"]
     assert main([*map(str, ("fit", *words, "--out", "head", "--no-blend"))]) == 0
     said = capsys.readouterr().out
     assert "this device is better off alone" in said
-    assert ("--allow-local saves that model" in said) == ("saved is the model of acc.local" not in said)
+    assert [line for line in said.splitlines() if line.startswith("to try next: ")] == [
+        f"to try next: {message}" for message in steps.values()
+    ]
+    blended = answer(capsys, "fit", *words, "--out", "head")
+    assert not blended["better_alone"]
+    assert blended["next_steps"] == []
+    fitted = answer(capsys, "fit", *words, "--out", "head", "--allow-local", "--no-blend")
+    assert [next_step["step"] for next_step in fitted["next_steps"]] == ["blend", "other_bundle"]
     fitted = answer(capsys, "fit", *words, "--out", "head", "--allow-local")
     assert fitted["head"] == fitted["local_model"]
     assert main([*map(str, ("fit", *words, "--out", "head", "--allow-local"))]) == 0
