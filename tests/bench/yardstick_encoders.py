@@ -51,7 +51,6 @@ class Row:
 
 ROWS = (
     Row("small_cnn", "small_cnn", 32),
-    Row("starter_cnn", "starter_cnn", 64),
     Row("mobilenet_v3_small", "mobilenet_v3_small", 224),
     Row("mobilenet_v3_large", "mobilenet_v3_large", 224),
     Row("mobilenet_v2", "mobilenet_v2", 224),
@@ -120,7 +119,7 @@ def table(results: dict[str, dict[str, Any]]) -> list[str]:
     ]
     for row in ROWS:
         found = results[row.title]
-        sides = [found[name] if name in found else None for name in ("fp32", "int8")]
+        sides = [found.get(name) for name in ("fp32", "int8")]
         cells = [
             f"{side[key]:.{places}f}" if side else "–"
             for key, places in (("mb", 1), ("peak_mb", 0), ("ms", 1))
