@@ -29,7 +29,16 @@ __all__ = ["Encoder", "NoParams", "check", "create", "import_torchvision", "name
 FAMILIES = {
     "papers": ("alexnet_bn", "digits_cnn", "fedpac_cnn", "fedrir_cnn", "mobilenet_v1"),
     "small": ("cnn1d", "linear", "small_cnn"),
-    "torchvision_networks": ("mobilenet_v2", "mobilenet_v3_small", "resnet18", "resnet34"),
+    "torchvision_networks": (
+        "efficientnet_b0",
+        "mobilenet_v2",
+        "mobilenet_v3_large",
+        "mobilenet_v3_small",
+        "resnet18",
+        "resnet34",
+        "resnet50",
+        "vit",
+    ),
 }
 """File -> names of the encoders in it."""
 

@@ -1,4 +1,8 @@
-"""Encoders that are networks of torchvision, without their classifiers and without pretrained weights."""
+"""Encoders that are networks of torchvision, without their classifiers and without pretrained weights.
+
+Their parameters have torchvision's names, so that weights for these networks can be loaded (``run.weights``). Those of
+ImageNet expect colours of 224 x 224 pixels with mean 0.485, 0.456, 0.406 and deviation 0.229, 0.224, 0.225.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from typing import Literal
 from pydantic import Field
 from torch import nn
 
+from ..core.errors import ConfigError
 from ..core.task import Frozen, Task
 from ._torchvision import import_torchvision
 from .base import encoder
@@ -35,6 +40,12 @@ def resnet34(task: Task, params: StemParams) -> nn.Module:
 
 
 @encoder("image", smallest=32, params=StemParams)
+def resnet50(task: Task, params: StemParams) -> nn.Module:
+    """ResNet50 of He et al., "Deep Residual Learning for Image Recognition", CVPR 2016: 2048 features."""
+    return _resnet(task, "resnet50", params)
+
+
+@encoder("image", smallest=32, params=StemParams)
 def mobilenet_v2(task: Task, params: StemParams) -> nn.Module:
     """MobileNetV2 of Sandler et al., "Inverted Residuals and Linear Bottlenecks", CVPR 2018: 1280 features."""
     return _mobilenet(task, "mobilenet_v2", params, 1280)
@@ -44,6 +55,64 @@ def mobilenet_v2(task: Task, params: StemParams) -> nn.Module:
 def mobilenet_v3_small(task: Task, params: StemParams) -> nn.Module:
     """MobileNetV3-small of Howard et al., "Searching for MobileNetV3", ICCV 2019: 576 features."""
     return _mobilenet(task, "mobilenet_v3_small", params, 576)
+
+
+@encoder("image", smallest=32, params=StemParams)
+def mobilenet_v3_large(task: Task, params: StemParams) -> nn.Module:
+    """MobileNetV3-large of Howard et al., "Searching for MobileNetV3", ICCV 2019: 960 features."""
+    return _mobilenet(task, "mobilenet_v3_large", params, 960)
+
+
+@encoder("image", smallest=32, params=StemParams)
+def efficientnet_b0(task: Task, params: StemParams) -> nn.Module:
+    """EfficientNet-B0 of Tan and Le, "EfficientNet", ICML 2019: 1280 features.
+
+    No block is left out at random, which is meant for longer training than a federation's.
+    """
+    return _mobilenet(task, "efficientnet_b0", params, 1280, stochastic_depth_prob=0.0)
+
+
+class VisionTransformerParams(Frozen):
+    """Parameters of `vit`."""
+
+    patch: int = Field(16, ge=2, le=64, description="pixels of a side of a patch; 4 suits images of 32")
+    width: int = Field(192, ge=32, le=1024, multiple_of=32, description="features, and numbers for each patch")
+    depth: int = Field(12, ge=1, le=48, description="layers")
+    heads: int = Field(3, ge=1, le=32, description="heads of attention; width has to be a multiple of it")
+
+
+@encoder("image", smallest=16, params=VisionTransformerParams)
+def vit(task: Task, params: VisionTransformerParams) -> nn.Module:
+    """Vision transformer of Dosovitskiy et al., ICLR 2021, in the sizes of DeiT (Touvron et al., ICML 2021).
+
+    The defaults are those of DeiT-tiny (5.5 million weights, 192 features); width 384 with 6 heads is DeiT-small. The
+    features are the first token of the last layer, normalised. Images are square and whole patches.
+    """
+    channels, height, width = task.input_shape
+    mistakes = list[str]()
+    if height != width or height % params.patch:
+        mistakes.append(
+            f"inputs of {height} x {width}, expected a square of whole patches of {params.patch}; change task.input or "
+            "encoder_params.patch"
+        )
+    if params.width % params.heads:
+        mistakes.append(f"width is {params.width}, expected a multiple of heads, {params.heads}")
+    if mistakes:
+        raise ConfigError("encoder 'vit'", mistakes)
+    net = networks().VisionTransformer(
+        image_size=height,
+        patch_size=params.patch,
+        num_layers=params.depth,
+        num_heads=params.heads,
+        hidden_dim=params.width,
+        mlp_dim=4 * params.width,
+    )
+    if channels != 3:
+        net.conv_proj = nn.Conv2d(channels, params.width, params.patch, stride=params.patch)
+    net.feature_dim = params.width
+    net.heads = nn.Identity()
+    network: nn.Module = net
+    return network
 
 
 def _resnet(task: Task, name: str, params: StemParams) -> nn.Module:
@@ -63,12 +132,12 @@ def _resnet(task: Task, name: str, params: StemParams) -> nn.Module:
     return network
 
 
-def _mobilenet(task: Task, name: str, params: StemParams, feature_dim: int) -> nn.Module:
-    """Return a MobileNet of torchvision without its classifier, whose first layer fits the task and the stem.
+def _mobilenet(task: Task, name: str, params: StemParams, feature_dim: int, **options: float) -> nn.Module:
+    """Return a MobileNet, or a network built like one, without its classifier; its first layer fits task and stem.
 
-    The ``small`` stem, for small images, has stride 1.
+    The ``small`` stem, for small images, has stride 1. ``options`` go to torchvision.
     """
-    net = getattr(networks(), name)(weights=None)
+    net = getattr(networks(), name)(weights=None, **options)
     first = net.features[0]
     if params.stem == "small":
         first[0] = _first_convolution(first[0], task, stride=1)

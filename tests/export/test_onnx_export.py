@@ -70,9 +70,10 @@ def test_our_encoders_export(name, spec):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small"])
+@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small", "efficientnet_b0", "vit"])
 def test_large_networks_export(name):
-    task = Task(input=COLOUR, class_names=("a", "b"), encoder=name)
+    params = {"patch": 8} if name == "vit" else {}
+    task = Task(input=COLOUR, class_names=("a", "b"), encoder=name, encoder_params=params)
     torch.manual_seed(1)
     encoder = models.create(task)
     inputs = np.random.default_rng(0).normal(size=(4, *COLOUR.shape)).astype(np.float32)

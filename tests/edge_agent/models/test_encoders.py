@@ -10,6 +10,7 @@ from torch import nn
 from edge_agent import models
 from edge_agent.core.errors import ConfigError, UnknownName, UsageError
 from edge_agent.core.task import ImageInput, Task, WindowInput
+from edge_agent.models.torchvision_networks import networks
 
 GREY = ImageInput(channels=1, height=28, width=28)
 COLOUR = ImageInput(channels=3, height=32, width=32)
@@ -39,6 +40,10 @@ def weights(module: nn.Module) -> int:
         ("mobilenet_v1", ImageInput(channels=1, height=33, width=40), 1024),
         ("mobilenet_v2", COLOUR, 1280),
         ("mobilenet_v3_small", ImageInput(channels=1, height=32, width=48), 576),
+        ("mobilenet_v3_large", COLOUR, 960),
+        ("efficientnet_b0", COLOUR, 1280),
+        ("resnet50", COLOUR, 2048),
+        ("vit", ImageInput(channels=1, height=32, width=32), 192),
         ("cnn1d", WINDOW, 128),
         ("cnn1d", WindowInput(channels=1, length=8), 128),
         ("linear", WINDOW, 16),
@@ -58,6 +63,7 @@ def test_every_encoder_is_found_and_says_what_it_accepts():
     expected = {
         *("small_cnn", "fedpac_cnn", "resnet18", "resnet34", "cnn1d", "linear"),
         *("mobilenet_v1", "mobilenet_v2", "mobilenet_v3_small", "alexnet_bn", "digits_cnn", "fedrir_cnn"),
+        *("mobilenet_v3_large", "efficientnet_b0", "resnet50", "vit"),
     }  # fmt: skip
     assert expected <= set(models.names())
     for name in models.names():
@@ -112,6 +118,11 @@ def test_resnet18_without_its_classifier_has_the_known_number_of_weights():
         ("mobilenet_v1", COLOUR, 4_231_976 - (1024 + 1) * 1000),
         ("mobilenet_v2", COLOUR, 3_504_872 - (1280 + 1) * 1000),
         ("mobilenet_v3_small", COLOUR, 2_542_856 - (576 + 1) * 1024 - (1024 + 1) * 1000),
+        ("mobilenet_v3_large", COLOUR, 5_483_032 - (960 + 1) * 1280 - (1280 + 1) * 1000),
+        ("efficientnet_b0", COLOUR, 5_288_548 - (1280 + 1) * 1000),
+        ("resnet50", COLOUR, 25_557_032 - (2048 + 1) * 1000),
+        # DeiT-tiny has 5,717,416 with 1000 classes.
+        ("vit", ImageInput(channels=3, height=224, width=224), 5_717_416 - (192 + 1) * 1000),
         # Convolutions without bias, and two weights of batch norm for each channel.
         ("cnn1d", WindowInput(channels=9, length=128), 9 * 32 * 7 + 32 * 64 * 5 + 64 * 128 * 3 + 2 * (32 + 64 + 128)),
     ],
@@ -125,6 +136,33 @@ def test_grey_images_change_only_the_first_convolution():
     colour = models.create(task("resnet18", COLOUR))
     changed = [n for n, w in colour.state_dict().items() if w.shape != grey.state_dict()[n].shape]
     assert changed == ["conv1.weight"]
+
+
+@pytest.mark.parametrize("params, mistakes", [({"patch": 12}, 1), ({"heads": 5}, 1), ({"patch": 12, "heads": 5}, 2)])
+def test_a_transformer_of_impossible_sizes_is_refused(params, mistakes):
+    with pytest.raises(ConfigError, match="encoder 'vit'") as refusal:
+        models.create(task("vit", COLOUR, **params))
+    assert len(refusal.value.mistakes) == mistakes
+
+
+@pytest.mark.parametrize(
+    "name, params", [("mobilenet_v3_large", {}), ("efficientnet_b0", {}), ("resnet50", {}), ("vit", {"patch": 8})]
+)
+def test_weights_of_torchvision_give_torchvisions_features(name, params):
+    """Its own network with its classifier taken off is the reference."""
+    torch.manual_seed(3)
+    if name == "vit":
+        sizes = {"num_layers": 12, "num_heads": 3, "hidden_dim": 192, "mlp_dim": 768}
+        theirs = networks().VisionTransformer(image_size=32, patch_size=8, **sizes)
+        theirs.heads = nn.Identity()
+    else:
+        theirs = networks().get_model(name, weights=None)
+        theirs.add_module("fc" if name == "resnet50" else "classifier", nn.Identity())
+    ours = models.create(task(name, COLOUR, **params))
+    ours.load_state_dict(theirs.state_dict())
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(ours.eval()(images), theirs.eval()(images), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("encoder", ["resnet18", "mobilenet_v1", "mobilenet_v2", "mobilenet_v3_small"])
@@ -143,7 +181,7 @@ def test_small_stem_keeps_small_images_larger(encoder):
     assert sides["small"] > 1
 
 
-@pytest.mark.parametrize("encoder", ["mobilenet_v1", "mobilenet_v2", "mobilenet_v3_small"])
+@pytest.mark.parametrize("encoder", ["mobilenet_v1", "mobilenet_v2", "mobilenet_v3_small", "efficientnet_b0"])
 def test_batch_norm_statistics_follow_a_few_steps(encoder):
     built = models.create(task(encoder, COLOUR))
     momenta = {module.momentum for module in built.modules() if isinstance(module, nn.BatchNorm2d)}
