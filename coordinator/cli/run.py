@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
+from edge_agent.bundle.starter import bundle_path
 from edge_agent.core.children import stop_on_signals
 from edge_agent.core.errors import StartStopped, UsageError
 from edge_agent.core.registry import PinnedFile, is_reference
@@ -41,6 +42,15 @@ Resume = Annotated[
     str | None, typer.Option("--resume", metavar="RUN", help="Resume this run instead of starting a new one.")
 ]
 NoWeights = Annotated[bool, typer.Option("--no-weights", help="Start without the configuration's run.weights.")]
+From = Annotated[
+    str | None,
+    typer.Option(
+        "--from",
+        metavar="SOURCE",
+        help="Begin with the encoder of an earlier run, of a bundle file, or of starter, the one for pictures that "
+        "comes with this package; the run has its network and inputs, and the classes of the configuration.",
+    ),
+]
 NoWarmStart = Annotated[bool, typer.Option("--no-warm-start", help="Start without the configuration's [warm_start].")]
 NoWait = Annotated[
     bool, typer.Option("--no-wait", help="Only put the run into the queue, which needs no broker, and return.")
@@ -55,7 +65,8 @@ NoWait = Annotated[
         "seed": "Seed of weights, cohorts and agents; default: run.seed.",
         "keep_every": "Keep the states of every so many rounds, for 'headwater analyze'; default: run.keep_every.",
         "keep_updates": "Keep updates and checkpoints of all rounds, for 'headwater audit'; default: run.keep_updates.",
-        "weights": "Safetensors file with the encoder's first weights; default: run.weights.",
+        "weights": "The encoder's first weights: a safetensors file, a bundle of the same encoder, or starter; "
+        "default: run.weights.",
     },
     bounds=True,
 )
@@ -65,6 +76,7 @@ def run(
     state: State = None,
     paper: Paper = False,
     resume: Resume = None,
+    source: From = None,
     no_weights: NoWeights = False,
     no_warm_start: NoWarmStart = False,
     no_wait: NoWait = False,
@@ -79,7 +91,7 @@ def run(
     Ctrl-C stops following, never the run of a serving coordinator. A run of this command itself stays in the queue:
     'headwater run --resume RUN' or 'headwater serve' continues it, 'headwater cancel RUN' ends it.
 
-    Example: headwater run -c coordinator.toml --method repper --rounds 5
+    Example: headwater run -c coordinator.toml --from starter --method repper --rounds 5
     """
     from ..state.store import StateFolder
     from .follow import Invocation, result_of
@@ -87,11 +99,19 @@ def run(
     settings = load_config(config, state)
     settings = settings.model_copy(update={"warm_start": None}) if no_warm_start else settings
     weights = given.pop("weights", None)
-    if no_weights and weights is not None:
-        raise UsageError(f"--weights {weights} and --no-weights contradict each other; leave one out")
+    beginnings = {"--weights": weights is not None, "--no-weights": no_weights, "--from": source is not None}
+    named = [name for name, is_named in beginnings.items() if is_named]
+    if len(named) > 1:
+        raise UsageError(
+            f"{' and '.join(named)} contradict each other: each says what the encoder begins with; give one"
+        )
+    if weights is not None:
+        weights = bundle_path(weights)
     if no_weights or weights is not None:
         settings = settings.model_copy(update={"run": settings.run.model_copy(update={"weights": weights})})
     set_up_logging(verbose=verbose, quiet=True, log_format=log_format)
+    if source is not None and resume is None:
+        settings = _begin_from(source, settings)
     invocation = Invocation(config, state)
     target: Request | str
     if resume is None:
@@ -102,7 +122,12 @@ def run(
     else:
         target = resume
         switches = {"paper": paper, "no_wait": no_wait, "no_weights": no_weights, "no_warm_start": no_warm_start}
-        fields = [*given, *(["weights"] if weights else []), *(name for name, is_set in switches.items() if is_set)]
+        fields = [
+            *given,
+            *(["weights"] if weights else []),
+            *(["from"] if source else []),
+            *(name for name, is_set in switches.items() if is_set),
+        ]
         if fields:
             leave_out = ", ".join(map(flag, fields))
             raise UsageError(f"--resume {resume} keeps the settings of the run; leave out {leave_out}")
@@ -220,6 +245,17 @@ def _follow(settings: CoordinatorConfig, run: Request | str, invocation: Invocat
         line = f"{run} {describe_progress(record)} and stays in the queue; {resumes} resumes it, {cancels} removes it"
     console.print(line, soft_wrap=True)
     raise typer.Exit(INTERRUPTED)
+
+
+def _begin_from(source: str, settings: CoordinatorConfig) -> CoordinatorConfig:
+    """Return the configuration with the encoder that ``--from`` names, and say what gave way to it."""
+    from .start_from import find_start
+
+    start = find_start(source, settings.state)
+    changes = start.differences(settings.task)
+    if changes:
+        console.print(f"note: as in {source}, this run has {changes}", soft_wrap=True)
+    return start.configured(settings)
 
 
 def request_for(

@@ -296,7 +296,7 @@ def next_steps(
         typical_samples = samples[len(samples) // 2]
         if typical_samples < FEW_SAMPLES:
             steps.append(
-                f"an encoder that is trained already (--weights): half of the devices have {typical_samples} "
+                f"an encoder that is trained already (--from or --weights): half of the devices have {typical_samples} "
                 "samples or fewer"
             )
     # In any case, a method with a larger personal part.
