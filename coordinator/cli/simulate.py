@@ -24,6 +24,7 @@ from ..text import about_time, counted, encoder_named
 from ..views.runs import replay
 from .options import INTERRUPTED, Given, Json, Verbose, from_model
 from .output import console, is_live, present, set_up_logging, sigterm_as_ctrl_c, table
+from .start_from import bundle_start
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -37,6 +38,15 @@ Fraction = Annotated[
     typer.Option("--fraction", help="Share of the clients in a round, or 0.1:1.0 = drawn for each round; default: 1."),
 ]
 Out = Annotated[Path | None, typer.Option("--out", "-o", help="Folder of the run; default: named after the settings.")]
+From = Annotated[
+    str | None,
+    typer.Option(
+        "--from",
+        metavar="SOURCE",
+        help="Begin with the encoder of a bundle file, or of starter, the one for pictures that comes with the package; "
+        "the simulation has its network and inputs.",
+    ),
+]
 Resume = Annotated[bool, typer.Option("--resume", help="Resume the run in --out with the settings saved there.")]
 Config = Annotated[
     Path | None, typer.Option("--config", "-c", help="TOML file with these settings; options override it.")
@@ -46,6 +56,7 @@ Config = Annotated[
 @from_model(Plan, without=("folder", "starts", "fraction", "fraction_max"))
 def simulate(
     given: Given,
+    source: From = None,
     fraction: Fraction = None,
     out: Out = None,
     resume: Resume = False,
@@ -63,6 +74,10 @@ def simulate(
     """
     set_up_logging(verbose=verbose, quiet=True)
     given |= shares(fraction)
+    if source is not None:
+        if resume:
+            raise UsageError(f"--from {source}: a resumed simulation has an encoder already; leave it out")
+        given |= bundle_start(source).options(given)
     if "weights" in given:
         given["weights"] = bundle_path(given["weights"]).absolute()
     given |= {name: absolute(given[name]) for name in ("method", "encoder") if name in given}

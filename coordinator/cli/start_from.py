@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from edge_agent import models
 from edge_agent.bundle.archive import open_bundle
@@ -25,6 +27,25 @@ class Start:
     source: str
     weights: Path
     task: EncoderTask | Task
+
+    def options(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the options of a simulation that begins with this encoder.
+
+        Raises:
+            UsageError: An option that was given contradicts it.
+        """
+        options = {
+            "encoder": self.task.encoder,
+            "encoder_params": dict(self.task.encoder_params),
+            "input": self.task.input.model_dump(mode="json", exclude={"kind"}),
+            "weights": self.weights,
+        }
+        contradicting = [f"--{name}" for name in options if name in given]
+        if contradicting:
+            raise UsageError(
+                f"--from {self.source} says what the encoder is and takes; leave out {', '.join(contradicting)}"
+            )
+        return options
 
     def configured(self, settings: CoordinatorConfig) -> CoordinatorConfig:
         """Return a configuration whose runs begin with this encoder: its network and inputs, and the own classes.
@@ -62,6 +83,19 @@ class Start:
         return ", ".join(changes)
 
 
+def bundle_start(source: str) -> Start:
+    """Return the encoder of a bundle file or of the starter bundle.
+
+    Raises:
+        UsageError: There is no such file.
+        BundleDamaged: The file is no whole bundle.
+    """
+    path = bundle_path(source).absolute()
+    if not path.is_file():
+        raise UsageError(f"--from {source}: there is no such file; expected FILE.hwb or {NAME}")
+    return Start(source, path, open_bundle(path).manifest.task)
+
+
 def find_start(source: str, state: Path) -> Start:
     """Return the encoder of a bundle file, of the starter bundle, or of an earlier run of this state folder.
 
@@ -71,9 +105,8 @@ def find_start(source: str, state: Path) -> Start:
         UsageError: There is no such file or run, or the run has no closed round.
         BundleDamaged: The file is no whole bundle.
     """
-    path = bundle_path(source)
-    if path.is_file():
-        return Start(source, path, open_bundle(path).manifest.task)
+    if bundle_path(source).is_file():
+        return bundle_start(source)
     with StateFolder(state).look(create=True) as folder:
         runs = folder.journal.runs()
     if source not in runs:

@@ -142,3 +142,24 @@ def test_the_configuration_stays_as_it_is(call, configured):
 def test_the_queue_says_what_a_run_begins_with_as_json(call, configured):
     out = call("run", "--config", configured(), "--from", "starter", "--no-wait", "--json")[1]
     assert json.loads(out)["run_id"] == "run-0001"
+
+
+def test_a_simulation_begins_with_the_starter_encoder(call, tmp_path):
+    words = ("simulate", "-m", "afl", "-d", "digits:optdigits?n=120", "--clients", "3", "--rounds", "1", "--json")
+    code, out, _ = call(*words, "--from", "starter", "--out", tmp_path / "sim", "--engine", "serial")
+    assert code == 0
+    assert json.loads(out)["weights"]["path"] == str(bundle_path("starter"))
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (("--from", "nowhere.hwb"), "there is no such file"),
+        (("--from", "starter", "--encoder", "small_cnn", "--weights", "w"), "leave out --encoder, --weights"),
+        (("--from", "starter", "--resume"), "has an encoder already"),
+    ],
+)
+def test_what_a_simulation_cannot_begin_with_is_refused(call, tmp_path, options, said):
+    code, _, err = call("simulate", "-m", "afl", "-d", "digits", "--out", tmp_path / "sim", *options)
+    assert code == 2
+    assert said in " ".join(err.split())
