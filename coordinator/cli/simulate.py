@@ -43,8 +43,8 @@ From = Annotated[
     typer.Option(
         "--from",
         metavar="SOURCE",
-        help="Begin with the encoder of a bundle file, or of starter, the one for pictures that comes with the package; "
-        "the simulation has its network and inputs.",
+        help="Begin with the encoder of a bundle file, or of starter, the one for pictures that comes with this "
+        "package; the simulation has its network and inputs.",
     ),
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Resume the run in --out with the settings saved there.")]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 
 import numpy as np
 
+from ..bundle.archive import open_bundle
 from ..bundle.manifest import MANIFEST
-from ..bundle.unpacked import open_folder, unpack
 from ..core.errors import BundleError, MissingCapability, WeightsError
 from ..core.storage import read_regular
 from ..core.task import Tensors
@@ -42,13 +41,11 @@ def read_bundle_weights(path: Path) -> Tensors:
     except ImportError as error:
         raise MissingCapability.package("onnx", "export", "reading the weights of a bundle") from error
     # 1. The graph, whose bytes are checked by the bundle's manifest.
-    with tempfile.TemporaryDirectory(prefix="headwater-weights-") as folder:
-        try:
-            unpack(path, Path(folder) / "bundle")
-            bundle = open_folder(Path(folder) / "bundle")
-            content = (bundle.folder / bundle.manifest.variants["fp32"].file).read_bytes()
-        except (BundleError, OSError) as error:
-            raise WeightsError(f"{path}: its weights cannot be read: {error}") from error
+    try:
+        bundle = open_bundle(path)
+        content = b"".join(bundle.blocks(bundle.manifest.variants["fp32"].file))
+    except BundleError as error:
+        raise WeightsError(f"{path}: its weights cannot be read: {error}") from error
     graph = onnx.load_from_string(content).graph
     constants = {constant.name: numpy_helper.to_array(constant) for constant in graph.initializer}
     # 2. The statistics of batch norm, which the graph has under names of its own.
