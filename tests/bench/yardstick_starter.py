@@ -30,6 +30,7 @@ import yardstick_own_classes as own_classes
 from matplotlib import get_data_path
 from PIL import Image
 from scipy.signal import spectrogram
+from scipy.stats import t as student
 
 from edge_agent import data
 from edge_agent.bundle.unpacked import Bundle
@@ -277,8 +278,56 @@ def measure(bundle: Bundle, pictures: Pictures, each: int, seed: int) -> dict[st
     }
 
 
+def tables(folder: Path) -> list[str]:
+    """Return a table for each number of samples: accuracies, %, mean and standard deviation over the seeds.
+
+    The best model alone is the better one of two: on pictures of the size of the digits encoder, and of the starter
+    encoder. Gains are means of the differences of the same seed, with the 95 % interval by Student's t.
+    """
+    lines = []
+    for each in map(str, EACH):
+        lines += ["", f"{each} of each class:" if each != "1" else "One of each class:", ""]
+        lines += [
+            "| task | best alone | digits, `auto` | starter, head | gain | starter, `auto` | gain |",
+            "|---|" + "---|" * 6,
+        ]
+        for task in TASKS:
+            runs = [json.loads(path.read_text()) for path in sorted(folder.glob(f"{task}-[0-9].json"))]
+            if runs:
+                lines.append(_row(task, runs, each))
+    return lines
+
+
+def _row(task: str, runs: list[dict[str, dict[str, dict[str, float]]]], each: str) -> str:
+    """Return the line of one task."""
+    alone = np.array([max(encoder[each]["local"] for encoder in run.values()) for run in runs])
+    head, auto = (np.array([run["starter"][each][name] for run in runs]) for name in ("head", "auto"))
+    digits_auto = np.array([run["digits"][each]["auto"] for run in runs])
+    cells = [
+        _spread(alone),
+        _spread(digits_auto),
+        _spread(head),
+        _gain(head - alone),
+        _spread(auto),
+        _gain(auto - alone),
+    ]
+    return f"| {task} | {' | '.join(cells)} |"
+
+
+def _spread(values: np.ndarray) -> str:
+    return f"{100 * values.mean():.1f} ± {100 * values.std(ddof=1):.1f}"
+
+
+def _gain(differences: np.ndarray) -> str:
+    """Return the mean of differences and its interval; bold where the interval is above 0."""
+    half = student.ppf(0.975, len(differences) - 1) * differences.std(ddof=1) / np.sqrt(len(differences))
+    mean = differences.mean()
+    text = f"{100 * mean:+.1f} ({100 * (mean - half):+.1f} to {100 * (mean + half):+.1f})"
+    return f"**{text}**" if mean - half > 0 else text
+
+
 def main() -> None:
-    """Measure what is not in the folder yet."""
+    """Measure what is not in the folder yet, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--packages", type=Path, required=True)
@@ -301,6 +350,7 @@ def main() -> None:
             }
             path.write_text(json.dumps(result, indent=1))
             print(path, {name: rows["10"] for name, rows in result.items()}, flush=True)
+    print("\n".join(tables(arguments.folder)))
 
 
 if __name__ == "__main__":
