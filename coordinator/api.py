@@ -435,6 +435,15 @@ class TrainedModel:
     pooled: dict[str, Any]
     client_ranges: dict[str, Any]
 
+    def write_weights(self, out: Path) -> str:
+        """Write the encoder's tensors by its own names as a safetensors file, and return the hash of the file."""
+        from edge_agent.core.storage import write_tensors
+        from edge_agent.training.parts import to_arrays
+
+        encoder = self.model.encoder
+        metadata = {"run": self.record.run, "round": str(self.record.round)}
+        return write_tensors(out, to_arrays(encoder, encoder.state_dict()), metadata)
+
     @classmethod
     def of(cls, folder: Path, run: str | None = None) -> TrainedModel:
         """That of ``run``, or of the latest run with a closed round.

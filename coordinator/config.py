@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
+from edge_agent.bundle.starter import bundle_path
 from edge_agent.core.config import (
     LEAST_CLIENTS,
     LEAST_NOISE,
@@ -126,10 +127,11 @@ class RunConfig(Frozen):
         False,
         description="keep updates and checkpoints of all rounds, so that 'headwater audit' can aggregate them again",
     )
-    weights: Annotated[Path, AfterValidator(Path.expanduser)] | None = Field(
+    weights: Annotated[Path, AfterValidator(Path.expanduser), AfterValidator(bundle_path)] | None = Field(
         None,
-        description="safetensors file that the encoder begins with, of the encoder's or torchvision's names; what "
-        "stays on devices, such as batch norm in some methods, begins fresh",
+        description="what the encoder begins with: a safetensors file of the encoder's or torchvision's names, a "
+        "bundle of the same encoder, or starter (that of starter_cnn, which comes with this package); what stays on "
+        "devices, such as batch norm in some methods, begins fresh",
     )
     peft: str | None = Field(
         None,

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from edge_agent.bundle import figure_rows
-from edge_agent.core.storage import write_tensors
 
 from ..config import DEFAULT_CONFIG, ExportConfig, HostedConfig, load_config
 from ..views.runs import RunRecord
@@ -91,19 +90,15 @@ def export(
 
 
 def _write_weights(trained: TrainedModel, out: Path) -> dict[str, Any]:
-    """Write the encoder's tensors by its own names."""
-    from edge_agent.training.parts import to_arrays
-
-    encoder = trained.model.encoder
+    """Write the encoder's tensors by its own names, and return what was written."""
     record = trained.record
-    weights = to_arrays(encoder, encoder.state_dict())
-    digest = write_tensors(out, weights, {"run": record.run, "round": str(record.round)})
+    digest = trained.write_weights(out)
     return {
         "run_id": record.run,
         "round": record.round,
         "path": str(out),
         "bytes": out.stat().st_size,
-        "tensors": len(weights),
+        "tensors": len(trained.model.encoder.state_dict()),
         "sha256": digest,
     }
 

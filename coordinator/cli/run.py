@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
+from edge_agent.bundle.starter import bundle_path
 from edge_agent.core.children import stop_on_signals
 from edge_agent.core.errors import StartStopped, UsageError
 from edge_agent.core.registry import PinnedFile, is_reference
@@ -41,6 +42,15 @@ Resume = Annotated[
     str | None, typer.Option("--resume", metavar="RUN", help="Resume this run instead of starting a new one.")
 ]
 NoWeights = Annotated[bool, typer.Option("--no-weights", help="Start without the configuration's run.weights.")]
+From = Annotated[
+    str | None,
+    typer.Option(
+        "--from",
+        metavar="SOURCE",
+        help="Begin with the encoder of an earlier run, of a bundle file, or of starter, the one for pictures that "
+        "comes with this package; the run has its network and inputs, and the classes of the configuration.",
+    ),
+]
 NoWarmStart = Annotated[bool, typer.Option("--no-warm-start", help="Start without the configuration's [warm_start].")]
 NoWait = Annotated[
     bool, typer.Option("--no-wait", help="Only put the run into the queue, which needs no broker, and return.")
@@ -55,7 +65,8 @@ NoWait = Annotated[
         "seed": "Seed of weights, cohorts and agents; default: run.seed.",
         "keep_every": "Keep the states of every so many rounds, for 'headwater analyze'; default: run.keep_every.",
         "keep_updates": "Keep updates and checkpoints of all rounds, for 'headwater audit'; default: run.keep_updates.",
-        "weights": "Safetensors file with the encoder's first weights; default: run.weights.",
+        "weights": "The encoder's first weights: a safetensors file, a bundle of the same encoder, or starter; "
+        "default: run.weights.",
         "peft": "What of the encoder learns and travels: lora, bn or last_block; default: run.peft.",
     },
     bounds=True,
@@ -66,6 +77,7 @@ def run(
     state: State = None,
     paper: Paper = False,
     resume: Resume = None,
+    source: From = None,
     no_weights: NoWeights = False,
     no_warm_start: NoWarmStart = False,
     no_wait: NoWait = False,
@@ -80,24 +92,21 @@ def run(
     Ctrl-C stops following, never the run of a serving coordinator. A run of this command itself stays in the queue:
     'headwater run --resume RUN' or 'headwater serve' continues it, 'headwater cancel RUN' ends it.
 
-    Example: headwater run -c coordinator.toml --method repper --rounds 5
+    Example: headwater run -c coordinator.toml --from starter --method repper --rounds 5
     """
     from ..state.store import StateFolder
     from .follow import Invocation, result_of
 
     settings = load_config(config, state)
     settings = settings.model_copy(update={"warm_start": None}) if no_warm_start else settings
+    # What the run trains and begins with goes into the settings; what is left of the options goes into the request.
+    peft = {name: given.pop(name) for name in ("peft", "peft_params") if name in given}
     weights = given.pop("weights", None)
-    # Parameters of peft in the configuration belong to the choice there.
-    peft: dict[str, Any] = {name: given.pop(name) for name in ("peft", "peft_params") if name in given}
-    if "peft" in peft:
-        peft.setdefault("peft_params", {})
-    settings = settings.model_copy(update={"run": settings.run.model_copy(update=peft)})
-    if no_weights and weights is not None:
-        raise UsageError(f"--weights {weights} and --no-weights contradict each other; leave one out")
-    if no_weights or weights is not None:
-        settings = settings.model_copy(update={"run": settings.run.model_copy(update={"weights": weights})})
+    settings = _with_peft(settings, peft)
+    settings = _with_weights(settings, weights, source, no_weights=no_weights)
     set_up_logging(verbose=verbose, quiet=True, log_format=log_format)
+    if source is not None and resume is None:
+        settings = _begin_from(source, settings)
     invocation = Invocation(config, state)
     target: Request | str
     if resume is None:
@@ -106,17 +115,11 @@ def run(
             _put_into_queue(settings, target, invocation, as_json=as_json)
             return
     else:
-        target = resume
         switches = {"paper": paper, "no_wait": no_wait, "no_weights": no_weights, "no_warm_start": no_warm_start}
-        fields = [*given, *peft, *(["weights"] if weights else [])]
-        fields += [name for name, is_set in switches.items() if is_set]
-        if fields:
-            leave_out = ", ".join(map(flag, fields))
-            raise UsageError(f"--resume {resume} keeps the settings of the run; leave out {leave_out}")
-        with StateFolder(settings.state).look() as folder:
-            record = replay(folder.journal, resume)
-        if record.is_over:
-            raise UsageError(f"{resume} is {record.status} already; ask for another run without --resume")
+        options = [*given, *peft, *(["weights"] if weights else []), *(["from"] if source else [])]
+        options += [name for name, is_set in switches.items() if is_set]
+        _check_resumable(settings, resume, options)
+        target = resume
     record = _follow(settings, target, invocation)
     summary = result_of(StateFolder(settings.state), record)
     from ..runs.run_summary import RunSummary
@@ -124,6 +127,53 @@ def run(
     shown = RunSummary.from_json(summary)
     parts = [*result_parts(shown), *next_steps(settings.state, shown, invocation)]
     present(summary, parts, as_json=as_json)
+
+
+def _with_peft(settings: CoordinatorConfig, peft: dict[str, Any]) -> CoordinatorConfig:
+    """Return the settings with the part of the encoder that the command line lets learn.
+
+    Parameters of peft in the configuration belong to the choice there, and go with it.
+    """
+    if "peft" in peft:
+        peft = {"peft_params": {}, **peft}
+    return settings.model_copy(update={"run": settings.run.model_copy(update=peft)})
+
+
+def _with_weights(
+    settings: CoordinatorConfig, weights: Path | None, source: str | None, *, no_weights: bool
+) -> CoordinatorConfig:
+    """Return the settings with what the command line says that the encoder begins with, a source of --from aside.
+
+    Raises:
+        UsageError: It says so twice.
+    """
+    beginnings = {"--weights": weights is not None, "--no-weights": no_weights, "--from": source is not None}
+    named = [name for name, is_named in beginnings.items() if is_named]
+    if len(named) > 1:
+        raise UsageError(
+            f"{' and '.join(named)} contradict each other: each says what the encoder begins with; give one"
+        )
+    if weights is None and not no_weights:
+        return settings
+    path = None if weights is None else bundle_path(weights)
+    return settings.model_copy(update={"run": settings.run.model_copy(update={"weights": path})})
+
+
+def _check_resumable(settings: CoordinatorConfig, run: str, options: Sequence[str]) -> None:
+    """Require that a run can be resumed, with none of the options that belong to a new one.
+
+    Raises:
+        UsageError: The run has ended, or an option was given.
+    """
+    from ..state.store import StateFolder
+
+    if options:
+        leave_out = ", ".join(map(flag, options))
+        raise UsageError(f"--resume {run} keeps the settings of the run; leave out {leave_out}")
+    with StateFolder(settings.state).look() as folder:
+        record = replay(folder.journal, run)
+    if record.is_over:
+        raise UsageError(f"{run} is {record.status} already; ask for another run without --resume")
 
 
 def next_steps(state: Path, summary: RunSummary, invocation: Invocation) -> Iterator[str]:
@@ -227,6 +277,17 @@ def _follow(settings: CoordinatorConfig, run: Request | str, invocation: Invocat
         line = f"{run} {describe_progress(record)} and stays in the queue; {resumes} resumes it, {cancels} removes it"
     console.print(line, soft_wrap=True)
     raise typer.Exit(INTERRUPTED)
+
+
+def _begin_from(source: str, settings: CoordinatorConfig) -> CoordinatorConfig:
+    """Return the configuration with the encoder that ``--from`` names, and say what gave way to it."""
+    from .start_from import find_start
+
+    start = find_start(source, settings.state)
+    changes = start.differences(settings.task)
+    if changes:
+        console.print(f"note: as in {source}, this run has {changes}", soft_wrap=True)
+    return start.configured(settings)
 
 
 def request_for(

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import shlex
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from edge_agent.bundle.starter import bundle_path
 from edge_agent.core.config import parse
 from edge_agent.core.errors import UsageError
 from edge_agent.core.registry import absolute
@@ -23,6 +24,7 @@ from ..text import about_time, counted, encoder_named
 from ..views.runs import replay
 from .options import INTERRUPTED, Given, Json, Verbose, from_model
 from .output import console, is_live, present, set_up_logging, sigterm_as_ctrl_c, table
+from .start_from import bundle_start
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -36,6 +38,15 @@ Fraction = Annotated[
     typer.Option("--fraction", help="Share of the clients in a round, or 0.1:1.0 = drawn for each round; default: 1."),
 ]
 Out = Annotated[Path | None, typer.Option("--out", "-o", help="Folder of the run; default: named after the settings.")]
+From = Annotated[
+    str | None,
+    typer.Option(
+        "--from",
+        metavar="SOURCE",
+        help="Begin with the encoder of a bundle file, or of starter, the one for pictures that comes with this "
+        "package; the simulation has its network and inputs.",
+    ),
+]
 Resume = Annotated[bool, typer.Option("--resume", help="Resume the run in --out with the settings saved there.")]
 Config = Annotated[
     Path | None, typer.Option("--config", "-c", help="TOML file with these settings; options override it.")
@@ -45,6 +56,7 @@ Config = Annotated[
 @from_model(Plan, without=("folder", "starts", "fraction", "fraction_max"))
 def simulate(
     given: Given,
+    source: From = None,
     fraction: Fraction = None,
     out: Out = None,
     resume: Resume = False,
@@ -62,8 +74,12 @@ def simulate(
     """
     set_up_logging(verbose=verbose, quiet=True)
     given |= shares(fraction)
+    if source is not None:
+        if resume:
+            raise UsageError(f"--from {source}: a resumed simulation has an encoder already; leave it out")
+        given |= bundle_start(source).options(given)
     if "weights" in given:
-        given["weights"] = given["weights"].absolute()
+        given["weights"] = bundle_path(given["weights"]).absolute()
     given |= {name: absolute(given[name]) for name in ("method", "encoder") if name in given}
     if "data" in given:
         given["data"] = tuple(map(absolute, given["data"]))
@@ -113,16 +129,7 @@ def _planned(given: dict[str, Any], config: Path | None, out: Path | None) -> tu
     if config is not None:
         folder = config.absolute().parent
         raw = {"folder": str(folder), **read_toml(config)}
-        for name in ("method", "encoder", "folder", "weights", "partition"):  # paths in a file count from its folder
-            value = raw.get(name)
-            if not isinstance(value, str) or not value:
-                continue
-            # The name of a rule of partitions is no path, that of a saved partition is one.
-            is_rule = name == "partition" and not is_saved_partition(value)
-            if name in {"method", "encoder"}:
-                raw[name] = absolute(value, folder)
-            elif not is_rule:
-                raw[name] = str(folder / Path(value).expanduser())
+        raw |= _from_folder(raw, folder)
         if "data" in given:
             raw["folder"] = str(Path.cwd())
     for name, value in given.items():
@@ -137,6 +144,24 @@ def _planned(given: dict[str, Any], config: Path | None, out: Path | None) -> tu
         raise UsageError(f"{folder} holds a simulation; resume it with --resume, or choose another folder with --out")
     check_writable(folder)
     return plan, folder
+
+
+def _from_folder(raw: Mapping[str, Any], folder: Path) -> dict[str, str]:
+    """Return the paths among the values of a file, which count from the file's folder."""
+    paths = dict[str, str]()
+    for name in ("method", "encoder", "folder", "weights", "partition"):
+        value = raw.get(name)
+        if not isinstance(value, str) or not value:
+            continue
+        # The name of a rule of partitions is no path, that of a saved partition is one.
+        is_rule = name == "partition" and not is_saved_partition(value)
+        if name in {"method", "encoder"}:
+            paths[name] = absolute(value, folder)
+        elif name == "weights":
+            paths[name] = str(folder / bundle_path(Path(value).expanduser()))
+        elif not is_rule:
+            paths[name] = str(folder / Path(value).expanduser())
+    return paths
 
 
 def _resumed(given: dict[str, Any], config: Path | None, out: Path | None) -> tuple[Plan, Path]:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
+from edge_agent.bundle.starter import bundle_path
 from edge_agent.core.config import PRECISION, Precision, mistakes_of
 from edge_agent.core.errors import ConfigError
 from edge_agent.core.registry import is_reference, own_name
@@ -116,7 +117,9 @@ class Plan(Frozen):
     )
     encoder_params: dict[str, Any] = Field(default_factory=dict, description="a keyword argument of the encoder")
     weights: Path | None = Field(
-        None, description="safetensors file with the encoder's first weights, such as ImageNet's"
+        None,
+        description="the encoder's first weights: a safetensors file, such as ImageNet's, a bundle of the same "
+        "encoder, or starter",
     )
     peft: str | None = Field(
         None,
@@ -240,7 +243,7 @@ class Plan(Frozen):
     @property
     def weights_path(self) -> Path | None:
         """The file of the weights."""
-        return None if self.weights is None else self.folder / self.weights.expanduser()
+        return None if self.weights is None else self.folder / bundle_path(self.weights.expanduser())
 
     @property
     def rule(self) -> str | None:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..bundle import starter
+from ..bundle.starter import bundle_path
 from ..core.errors import UsageError
 from . import output
 from .where import check_exists
@@ -43,7 +45,12 @@ configuration file. Files that cannot be used are left out and counted.
 def add_bundle(parser: argparse.ArgumentParser) -> None:
     """Add the options that say which bundle, and how its encoder runs."""
     parser.add_argument(
-        "--bundle", type=Path, required=True, metavar="PATH", help="bundle file (*.hwb), or an agent's state folder"
+        "--bundle",
+        type=bundle_path,
+        default=starter.NAME,
+        metavar="PATH",
+        help="bundle file (*.hwb), or an agent's state folder (default: starter, the encoder of pictures that comes "
+        "with this package)",
     )
     parser.add_argument(
         "--cache",

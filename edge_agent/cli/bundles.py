@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..bundle import figure_rows
+from ..bundle.starter import bundle_path
 from ..core import formats
 from ..core.errors import BundleDamaged, BundleUntrusted, UsageError, cause
 from ..core.locks import folder_lock
@@ -24,7 +25,12 @@ if TYPE_CHECKING:
 
 def add_import_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``edge-agent import``."""
-    parser.add_argument("bundle", type=Path, metavar="FILE", help="bundle file (*.hwb)")
+    parser.add_argument(
+        "bundle",
+        type=bundle_path,
+        metavar="FILE",
+        help="bundle file (*.hwb), or starter: the encoder of pictures that comes with this package",
+    )
     add_agent(parser)
     parser.add_argument("--no-self-test", action="store_true", help="install without running the encoder")
     parser.add_argument(

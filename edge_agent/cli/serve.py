@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..bundle import starter
+from ..bundle.starter import bundle_path
 from ..core import formats
 from ..core.errors import UsageError
 from . import output
@@ -28,7 +30,13 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``edge-agent serve``."""
     model = parser.add_argument_group("the model")
     which = model.add_mutually_exclusive_group()
-    which.add_argument("--bundle", type=Path, metavar="PATH", help="bundle file (*.hwb), together with --head")
+    which.add_argument(
+        "--bundle",
+        type=bundle_path,
+        metavar="PATH",
+        help="bundle file (*.hwb), together with --head (default with --head: starter, the encoder of pictures that "
+        "comes with this package)",
+    )
     which.add_argument(
         "--state", type=Path, metavar="DIR", help="state folder of a device; a new head or bundle there is taken over"
     )
@@ -234,9 +242,11 @@ def _pair_source(arguments: argparse.Namespace) -> PairSource:
     from ..serving.pair_source import NamedPair, StatePair
 
     threads = 1 if arguments.threads is None else arguments.threads
-    if arguments.bundle is None:
-        if arguments.head is not None:
+    if arguments.bundle is None and arguments.head is not None:
+        if arguments.state is not None:
             raise UsageError("--head goes with --bundle; the head of a state folder is the one in use there")
+        arguments.bundle = bundle_path(starter.NAME)
+    if arguments.bundle is None:
         state = state_of(arguments)
         check_exists(state, "a device's state folder")
         return StatePair(state, arguments.precision, threads)

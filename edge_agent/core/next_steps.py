@@ -176,7 +176,7 @@ class PretrainedEncoder(RunRule):
         if not run.has_few_samples or run.method in ANALYTIC_METHODS:
             return ""
         return (
-            "an encoder that is trained already and stays as it is (--method afl with --weights FILE, one round): few "
+            "an encoder that is trained already and stays as it is (--method afl with --from BUNDLE, one round): few "
             "samples are enough for a classifier on it, not for an encoder"
         )
 

@@ -351,7 +351,8 @@ def _check_kind(raw: Raw, spec: InputSpec, source: str) -> None:
     expected = "images" if isinstance(spec, ImageInput) else "windows"
     if (raw.kind == "image") != (expected == "images"):
         raise DataError(
-            f"{source} holds {raw.kind}s, the task needs {expected} {spec.shape}; choose data that fit the task"
+            f"{source} holds {raw.kind}s, the task needs {expected} {spec.shape}; choose data that fit the task, or a "
+            f"bundle whose encoder takes {raw.kind}s"
         )
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["Encoder", "NoParams", "check", "create", "import_torchvision", "names", "registry"]
 
 FAMILIES = {
+    "starter": ("starter_cnn",),
     "papers": ("alexnet_bn", "digits_cnn", "fedpac_cnn", "fedrir_cnn", "mobilenet_v1"),
     "small": ("cnn1d", "linear", "small_cnn"),
     "torchvision_networks": (

@@ -17,6 +17,7 @@ from numpy.typing import ArrayLike
 
 from .. import data, heads
 from ..bundle import installed, unpacked
+from ..bundle.starter import bundle_path
 from ..bundle.unpacked import Bundle
 from ..core.config import DataConfig, parse
 from ..core.errors import DataError, UsageError
@@ -86,13 +87,14 @@ def default_cache() -> Path:
 def load_bundle(path: str | Path, cache: str | Path | None = None) -> Bundle:
     """Return the bundle at ``path``, verified: a bundle file, an unpacked folder, or an agent's state folder.
 
+    ``starter`` is the encoder of pictures that comes with this package.
     A file is unpacked once, in ``cache`` (default: `default_cache`).
 
     Raises:
         BundleDamaged: what is at that path cannot be used.
         UsageError: nothing is there.
     """
-    path = Path(path)
+    path = bundle_path(path)
     if not path.exists():
         raise UsageError(
             f"{path}: it is not there; expected a bundle file (*.hwb) or an agent's state folder, check the path"

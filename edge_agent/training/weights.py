@@ -1,8 +1,8 @@
 """Weights to begin with: an encoder that has learned elsewhere, on ImageNet or in an earlier run, from a file.
 
-Files are safetensors. Names are the encoder's own (those of torchvision for its networks), with or without ``encoder.``
-before them; the tensors of a classifier and whatever else is in the file are left out. Files that torch.save wrote are
-pickles, which can run code, and are not read.
+Files are safetensors, or bundles of a run (`bundle_weights`). In safetensors files names are the encoder's own (those
+of torchvision for its networks), with or without ``encoder.`` before them; the tensors of a classifier and whatever
+else is in the file are left out. Files that torch.save wrote are pickles, which can run code, and are not read.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from ..core.errors import TensorsError, WeightsError, cause
 from ..core.storage import read_regular
 from ..core.task import Tensors
 from ..wire.tensors import decode, first_non_finite
+from .bundle_weights import is_bundle, read_bundle_weights
 from .parts import Parts, first_of
 
 CONVERT = (
@@ -37,10 +38,10 @@ def read_weights(encoder: nn.Module, path: Path) -> tuple[Tensors, tuple[str, ..
     Batch counters may be missing.
 
     Raises:
-        WeightsError: The file cannot be read, is not a safetensors file, or does not hold this encoder with finite
-            values and its very shapes; all mistakes are listed.
+        WeightsError: The file cannot be read, is neither a safetensors file nor a bundle, or does not hold this encoder
+            with finite values and its very shapes; all mistakes are listed.
     """
-    stored = read_tensor_file(path)
+    stored = read_bundle_weights(path) if is_bundle(path) else read_tensor_file(path)
     expected = encoder.state_dict()
     # A file of a whole model has the encoder's tensors behind a prefix.
     names = {name: name if name in stored else _PREFIX + name for name in expected}

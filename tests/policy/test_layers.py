@@ -34,6 +34,7 @@ ALSO = {
     r"edge_agent\.wire\.seal": {"cryptography"},
     r"edge_agent\.(personal\.encoder)": {"onnxruntime"},
     r"edge_agent\.personal\.one_file": {"onnx"},
+    r"edge_agent\.training\.bundle_weights": {"onnx"},
     r"edge_agent\.data(\..+)?": {"PIL"},
     r"edge_agent\.data\._sound_files": {"soundfile", "soxr"},
     r"edge_agent\.data\.video": {"cv2"},

@@ -67,7 +67,7 @@ def test_more_samples_where_half_of_the_devices_have_few():
 def test_an_encoder_is_given_where_samples_are_few_and_trained_where_they_are_many(method):
     few = (40, 40)
     many = (400, 400)
-    assert "--method afl with --weights FILE" in PretrainedEncoder().message(evidence(samples=few))
+    assert "--method afl with --from BUNDLE" in PretrainedEncoder().message(evidence(samples=few))
     assert not PretrainedEncoder().message(evidence(samples=many))
     assert not PretrainedEncoder().message(evidence(method=method, samples=few)), "it has one"
     assert f"{method} leaves it as it is" in TrainEncoder().message(evidence(method=method, samples=many))

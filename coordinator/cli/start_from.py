@@ -1,0 +1,122 @@
+"""What ``headwater run --from`` names: a bundle or an earlier run, whose encoder a new run begins with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from edge_agent import models
+from edge_agent.bundle.archive import open_bundle
+from edge_agent.bundle.starter import NAME, bundle_path
+from edge_agent.core.errors import UsageError
+from edge_agent.core.task import EncoderTask, Task
+
+from ..config import CoordinatorConfig
+from ..state.store import StateFolder
+
+_FILE = "encoder.safetensors"
+"""The encoder of an earlier run, in the folder of that run."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """An encoder to begin with: its weights, and the network and inputs that they belong to."""
+
+    source: str
+    weights: Path
+    task: EncoderTask | Task
+
+    def options(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the options of a simulation that begins with this encoder.
+
+        Raises:
+            UsageError: An option that was given contradicts it.
+        """
+        options = {
+            "encoder": self.task.encoder,
+            "encoder_params": dict(self.task.encoder_params),
+            "input": self.task.input.model_dump(mode="json", exclude={"kind"}),
+            "weights": self.weights,
+        }
+        contradicting = [f"--{name}" for name in options if name in given]
+        if contradicting:
+            raise UsageError(
+                f"--from {self.source} says what the encoder is and takes; leave out {', '.join(contradicting)}"
+            )
+        return options
+
+    def configured(self, settings: CoordinatorConfig) -> CoordinatorConfig:
+        """Return a configuration whose runs begin with this encoder: its network and inputs, and the own classes.
+
+        Raises:
+            UsageError: The network is none of this project, or its inputs are of another kind than the task's.
+        """
+        own = settings.task
+        if self.task.input.kind != own.input.kind:
+            raise UsageError(
+                f"--from {self.source}: its encoder takes {self.task.input.kind}s, and task.input.kind of the "
+                f"configuration is '{own.input.kind}'; choose an encoder for {own.input.kind}s"
+            )
+        if self.task.encoder not in models.names():
+            raise UsageError(
+                f"--from {self.source}: its network '{self.task.encoder}' cannot be trained here; devices can use the "
+                "bundle as it is ('edge-agent fit --bundle'), and a run can begin with one of "
+                f"{', '.join(models.names())}"
+            )
+        taken = ("input", "encoder", "encoder_params")
+        task = own.model_copy(update={name: getattr(self.task, name) for name in taken})
+        run = settings.run.model_copy(update={"weights": self.weights})
+        return settings.model_copy(update={"task": task, "run": run})
+
+    def differences(self, own: Task) -> str:
+        """Return what of the configuration's task gives way to that of the encoder, for people; empty: nothing."""
+        changes = [
+            f"{name} {theirs} (not {mine})"
+            for name, theirs, mine in (
+                ("encoder", self.task.encoder, own.encoder),
+                ("inputs", self.task.input_shape, own.input_shape),
+            )
+            if theirs != mine
+        ]
+        return ", ".join(changes)
+
+
+def bundle_start(source: str) -> Start:
+    """Return the encoder of a bundle file or of the starter bundle.
+
+    Raises:
+        UsageError: There is no such file.
+        BundleDamaged: The file is no whole bundle.
+    """
+    path = bundle_path(source).absolute()
+    if not path.is_file():
+        raise UsageError(f"--from {source}: there is no such file; expected FILE.hwb or {NAME}")
+    return Start(source, path, open_bundle(path).manifest.task)
+
+
+def find_start(source: str, state: Path) -> Start:
+    """Return the encoder of a bundle file, of the starter bundle, or of an earlier run of this state folder.
+
+    The weights of a run are written into its folder as they are after its last round.
+
+    Raises:
+        UsageError: There is no such file or run, or the run has no closed round.
+        BundleDamaged: The file is no whole bundle.
+    """
+    if bundle_path(source).is_file():
+        return bundle_start(source)
+    with StateFolder(state).look(create=True) as folder:
+        runs = folder.journal.runs()
+    if source not in runs:
+        known = f"runs here: {', '.join(runs[-5:])}" if runs else "there are no runs here yet"
+        raise UsageError(
+            f"--from {source}: is neither a bundle file nor a run; {known}; expected RUN, FILE.hwb or {NAME}"
+        )
+    from ..api import TrainedModel
+
+    trained = TrainedModel.of(state, source)
+    file = state.absolute() / "runs" / source / _FILE
+    trained.write_weights(file)
+    return Start(source, file, trained.request.task)
