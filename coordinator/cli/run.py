@@ -100,7 +100,7 @@ def run(
     settings = load_config(config, state)
     settings = settings.model_copy(update={"warm_start": None}) if no_warm_start else settings
     # What the run trains and begins with goes into the settings; what is left of the options goes into the request.
-    peft = {name: given.pop(name) for name in ("peft", "peft_params") if name in given}
+    peft: dict[str, Any] = {name: given.pop(name) for name in ("peft", "peft_params") if name in given}
     weights = given.pop("weights", None)
     settings = _with_peft(settings, peft)
     settings = _with_weights(settings, weights, source, no_weights=no_weights)

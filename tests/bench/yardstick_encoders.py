@@ -51,6 +51,7 @@ class Row:
 
 ROWS = (
     Row("small_cnn", "small_cnn", 32),
+    Row("starter_cnn", "starter_cnn", 64),
     Row("mobilenet_v3_small", "mobilenet_v3_small", 224),
     Row("mobilenet_v3_large", "mobilenet_v3_large", 224),
     Row("mobilenet_v2", "mobilenet_v2", 224),
