@@ -10,6 +10,7 @@ import importlib
 from types import ModuleType
 from typing import Literal
 
+import torch
 from pydantic import Field
 from torch import nn
 
@@ -88,7 +89,7 @@ def vit(task: Task, params: VisionTransformerParams) -> nn.Module:
     The defaults are those of DeiT-tiny (5.5 million weights, 192 features); width 384 with 6 heads is DeiT-small. The
     features are the first token of the last layer, normalised. Images are square and whole patches.
     """
-    channels, height, width = task.input_shape
+    _, height, width = task.input_shape
     mistakes = list[str]()
     if height != width or height % params.patch:
         mistakes.append(
@@ -99,20 +100,66 @@ def vit(task: Task, params: VisionTransformerParams) -> nn.Module:
         mistakes.append(f"width is {params.width}, expected a multiple of heads, {params.heads}")
     if mistakes:
         raise ConfigError("encoder 'vit'", mistakes)
-    net = networks().VisionTransformer(
-        image_size=height,
-        patch_size=params.patch,
-        num_layers=params.depth,
-        num_heads=params.heads,
-        hidden_dim=params.width,
-        mlp_dim=4 * params.width,
-    )
-    if channels != 3:
-        net.conv_proj = nn.Conv2d(channels, params.width, params.patch, stride=params.patch)
-    net.feature_dim = params.width
-    net.heads = nn.Identity()
-    network: nn.Module = net
+    network: nn.Module = _VisionTransformer(task, params)
     return network
+
+
+class _VisionTransformer(nn.Module):
+    """The parts of torchvision's transformer under their names, computed by operators that every device has.
+
+    torchvision's own way to compute attention, and to repeat the first token for each image, becomes operators on
+    shapes that devices do not have.
+    """
+
+    order: torch.Tensor
+    is_first: torch.Tensor
+
+    def __init__(self, task: Task, params: VisionTransformerParams) -> None:
+        super().__init__()
+        channels, side, _ = task.input_shape
+        net = networks().VisionTransformer(
+            image_size=side,
+            patch_size=params.patch,
+            num_layers=params.depth,
+            num_heads=params.heads,
+            hidden_dim=params.width,
+            mlp_dim=4 * params.width,
+        )
+        self.class_token = net.class_token
+        self.conv_proj = net.conv_proj
+        if channels != 3:
+            self.conv_proj = nn.Conv2d(channels, params.width, params.patch, stride=params.patch)
+        self.encoder = net.encoder
+        self.feature_dim = params.width
+        self.patches = (side // params.patch) ** 2
+        self.heads_of_attention = params.heads
+        order = torch.arange(-1, self.patches).clamp(min=0)
+        self.register_buffer("order", order, persistent=False)
+        self.register_buffer("is_first", (torch.arange(self.patches + 1) == 0).float()[None, :, None], persistent=False)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Features (n, width) of images (n, channels, side, side)."""
+        patches = self.conv_proj(images).reshape(-1, self.feature_dim, self.patches).transpose(1, 2)
+        # In front of the patches is the token that stands for the whole image: a patch is put there and blanked out.
+        is_first = self.is_first
+        tokens = patches[:, self.order] * (1 - is_first) + self.class_token * is_first + self.encoder.pos_embedding
+        for layer in self.encoder.layers:
+            tokens = tokens + self._attention(layer.self_attention, layer.ln_1(tokens))
+            tokens = tokens + layer.mlp(layer.ln_2(tokens))
+        features: torch.Tensor = self.encoder.ln(tokens)[:, 0]
+        return features
+
+    def _attention(self, layer: nn.MultiheadAttention, tokens: torch.Tensor) -> torch.Tensor:
+        """Return what each token takes from all others, (n, tokens, width), by Vaswani et al., 2017, Eq. 1."""
+        count = self.patches + 1
+        size = self.feature_dim // self.heads_of_attention
+        joined = nn.functional.linear(tokens, layer.in_proj_weight, layer.in_proj_bias)
+        split = joined.reshape(-1, count, 3, self.heads_of_attention, size).permute(2, 0, 3, 1, 4)
+        queries = split[0] * size**-0.5
+        shares = torch.softmax(queries @ split[1].transpose(-2, -1), dim=-1)
+        taken = (shares @ split[2]).transpose(1, 2).reshape(-1, count, self.feature_dim)
+        mixed: torch.Tensor = layer.out_proj(taken)
+        return mixed
 
 
 def _resnet(task: Task, name: str, params: StemParams) -> nn.Module:
