@@ -27,6 +27,7 @@ EDGES = {
     "cli.output": "prints JSON",
     "cli.run": "parameters of a method, which only the method's own class knows",
     "cli.simulate": "the JSON of a simulation, result.json, and the options of the command line",
+    "cli.start_from": "the options of the command line of a simulation",
     "config": "parameters of a method, which only the method's own class knows",
     "hosted.own_data": "functions of the compute process, which get the JSON of the pipe and read it at once",
     "hosted.run_hooks": "the JSON of the pipe to the compute process",

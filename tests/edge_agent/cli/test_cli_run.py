@@ -82,7 +82,7 @@ def test_wrong_usage_exits_with_2(words, capsys):
 
 def test_wrong_usage_is_one_line_that_names_the_command_and_similar_options(capsys):
     for words, said in (
-        (["fit"], "edge-agent fit: the following arguments are required: --bundle, --data, --out; "),
+        (["fit"], "edge-agent fit: the following arguments are required: --data, --out; "),
         (["status", "--confg=x"], "edge-agent status: unknown arguments: --confg=x, did you mean --config?; "),
         (["fit", "--bundl", "b.hwb"], "edge-agent fit: unknown arguments: --bundl, did you mean --bundle?; "),
         (["fit", "--bundle", "b.hwb", "--ou=x"], "edge-agent fit: unknown arguments: --ou=x, did you mean --out?; "),
