@@ -148,19 +148,20 @@ def _planned(given: dict[str, Any], config: Path | None, out: Path | None) -> tu
 
 def _from_folder(raw: Mapping[str, Any], folder: Path) -> dict[str, str]:
     """Return the paths among the values of a file, which count from the file's folder."""
+    texts = {name: value for name, value in raw.items() if isinstance(value, str) and value}
     paths = dict[str, str]()
-    for name in ("method", "encoder", "folder", "weights", "partition"):
-        value = raw.get(name)
-        if not isinstance(value, str) or not value:
-            continue
-        # The name of a rule of partitions is no path, that of a saved partition is one.
-        is_rule = name == "partition" and not is_saved_partition(value)
-        if name in {"method", "encoder"}:
-            paths[name] = absolute(value, folder)
-        elif name == "weights":
-            paths[name] = str(folder / bundle_path(Path(value).expanduser()))
-        elif not is_rule:
-            paths[name] = str(folder / Path(value).expanduser())
+    # 1. A method and an encoder are names, or files of Python code.
+    for name in ("method", "encoder"):
+        if name in texts:
+            paths[name] = absolute(texts[name], folder)
+    # 2. Weights are a file, a run's folder, or the name of a bundle that comes with the package.
+    if "weights" in texts:
+        paths["weights"] = str(folder / bundle_path(Path(texts["weights"]).expanduser()))
+    # 3. The folder of the data is always a path; a partition only where it is a saved one, and not the name of a rule.
+    if "folder" in texts:
+        paths["folder"] = str(folder / Path(texts["folder"]).expanduser())
+    if "partition" in texts and is_saved_partition(texts["partition"]):
+        paths["partition"] = str(folder / Path(texts["partition"]).expanduser())
     return paths
 
 

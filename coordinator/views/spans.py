@@ -88,20 +88,31 @@ class _Run:
         fact = entry.fact
         if isinstance(fact, RoundOpened):
             self._open_round(entry, at, fact)
-        elif isinstance(fact, UpdateAccepted | UpdateRefused):
-            self._add_update(at, is_rejected=isinstance(fact, UpdateRefused))
+        elif isinstance(fact, UpdateAccepted):
+            self._add_update(at, is_rejected=False)
+        elif isinstance(fact, UpdateRefused):
+            self._add_update(at, is_rejected=True)
         elif isinstance(fact, RoundClosed):
             yield from self._close_round(at, fact)
-        elif isinstance(fact, RunStarted | BundleExported):
-            name = "queue" if isinstance(fact, RunStarted) else "export"
-            yield self._span(name, self._digits("run"), self._at, at, str(entry.round or ""))
-            self._at = at
-        elif isinstance(fact, RunFinished | RunFailed | RunCancelled):
+        elif isinstance(fact, RunStarted):
+            yield self._close_part("queue", entry, at)
+        elif isinstance(fact, BundleExported):
+            yield self._close_part("export", entry, at)
+        elif isinstance(fact, RunFinished):
+            yield self._end(at, FINAL[entry.kind], error="")
+        elif isinstance(fact, RunFailed | RunCancelled):
             status = FINAL[entry.kind]
-            error = ""
-            if not isinstance(fact, RunFinished):
-                error = fact.reason or status
-            yield self._span("run", "", self._requested, at, error=error, status=status)
+            yield self._end(at, status, error=fact.reason or status)
+
+    def _close_part(self, name: str, entry: Entry, at: datetime) -> Span:
+        """Return the span of a part of the run, which began where the part before it ended."""
+        span = self._span(name, self._digits("run"), self._at, at, str(entry.round or ""))
+        self._at = at
+        return span
+
+    def _end(self, at: datetime, status: str, error: str) -> Span:
+        """Return the span of the whole run; ``error`` is why it failed, empty where it did not."""
+        return self._span("run", "", self._requested, at, error=error, status=status)
 
     def _open_round(self, entry: Entry, at: datetime, fact: RoundOpened) -> None:
         """Note that a round has begun, or that it is tried again."""

@@ -2,7 +2,7 @@
 
 ``headwater run`` and ``headwater simulate`` have the figures of a run, ``edge-agent fit`` those of one device. A rule
 reads what it needs of them and returns nothing where that is not known: no step is named that the figures do not speak
-for. Whether there is a reason to look for steps at all is decided by whoever has the accuracies.
+for. The caller, who has the accuracies, decides whether steps are looked for at all.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median_low
-from typing import ClassVar
+from typing import ClassVar, Generic, TypeVar
 
 LOSS_ROUNDS = 3
 """The number of rounds over which a fall of the training loss is measured."""
@@ -125,55 +125,59 @@ class FitEvidence:
     is_local_saved: bool = False
 
 
-class RunRule(ABC):
-    """One reason why a run did not help, and what to do about it."""
+Evidence = TypeVar("Evidence", RunEvidence, FitEvidence)
+"""The figures that a rule reads: those of a run, or those of one fit on a device."""
+
+
+class Rule(ABC, Generic[Evidence]):
+    """One reason why federated learning did not help, and what to do about it."""
 
     name: ClassVar[str]
-    """Of the rule, in JSON."""
+    """The name that the rule has in JSON."""
 
     @abstractmethod
-    def message(self, run: RunEvidence) -> str:
+    def message(self, evidence: Evidence) -> str:
         """Return what to try, with the figures that speak for it; empty where they do not, or are not known."""
 
 
-class MoreRounds(RunRule):
+class MoreRounds(Rule[RunEvidence]):
     """The training loss still falls: the run was too short."""
 
     name = "more_rounds"
 
-    def message(self, run: RunEvidence) -> str:
-        """See `RunRule.message`."""
-        if not run.is_loss_falling:
+    def message(self, evidence: RunEvidence) -> str:
+        """See `Rule.message`."""
+        if not evidence.is_loss_falling:
             return ""
         return (
-            f"more rounds (--rounds): the training loss still falls, from {run.earlier_loss:.3g} to "
-            f"{run.losses[-1]:.3g} in the last {LOSS_ROUNDS} rounds"
+            f"more rounds (--rounds): the training loss still falls, from {evidence.earlier_loss:.3g} to "
+            f"{evidence.losses[-1]:.3g} in the last {LOSS_ROUNDS} rounds"
         )
 
 
-class CollectOnDevices(RunRule):
+class CollectOnDevices(Rule[RunEvidence]):
     """Devices have few samples: with so few a personal part learns little."""
 
     name = "more_samples"
 
-    def message(self, run: RunEvidence) -> str:
-        """See `RunRule.message`."""
-        typical = run.typical_samples
-        if typical is None or not run.has_few_samples:
+    def message(self, evidence: RunEvidence) -> str:
+        """See `Rule.message`."""
+        typical = evidence.typical_samples
+        if typical is None or not evidence.has_few_samples:
             return ""
         return (
             f"more samples: half of the devices have {typical} or fewer; collect {FEW_SAMPLES - typical} more on these"
         )
 
 
-class PretrainedEncoder(RunRule):
+class PretrainedEncoder(Rule[RunEvidence]):
     """Devices have few samples, and are asked to train an encoder with them."""
 
     name = "pretrained_encoder"
 
-    def message(self, run: RunEvidence) -> str:
-        """See `RunRule.message`."""
-        if not run.has_few_samples or run.method in ANALYTIC_METHODS:
+    def message(self, evidence: RunEvidence) -> str:
+        """See `Rule.message`."""
+        if not evidence.has_few_samples or evidence.method in ANALYTIC_METHODS:
             return ""
         return (
             "an encoder that is trained already and stays as it is (--method afl with --from BUNDLE, one round): few "
@@ -181,54 +185,54 @@ class PretrainedEncoder(RunRule):
         )
 
 
-class TrainEncoder(RunRule):
+class TrainEncoder(Rule[RunEvidence]):
     """The encoder stayed as it was, and devices have the samples to train it."""
 
     name = "train_encoder"
 
-    def message(self, run: RunEvidence) -> str:
-        """See `RunRule.message`."""
-        is_frozen = run.method in ANALYTIC_METHODS
-        if not is_frozen or run.typical_samples is None or run.has_few_samples:
+    def message(self, evidence: RunEvidence) -> str:
+        """See `Rule.message`."""
+        is_frozen = evidence.method in ANALYTIC_METHODS
+        if not is_frozen or evidence.typical_samples is None or evidence.has_few_samples:
             return ""
         return (
-            f"a method that trains the encoder (--method fedavg_ft): {run.method} leaves it as it is, and half of the "
-            f"devices have {run.typical_samples} samples or more"
+            f"a method that trains the encoder (--method fedavg_ft): {evidence.method} leaves it as it is, and half of "
+            f"the devices have {evidence.typical_samples} samples or more"
         )
 
 
-class PersonalPart(RunRule):
+class PersonalPart(Rule[RunEvidence]):
     """All clients answer with the shared model: nothing of it can suit one client alone."""
 
     name = "personal_part"
 
-    def message(self, run: RunEvidence) -> str:
-        """See `RunRule.message`."""
-        if not run.answers_with_shared:
+    def message(self, evidence: RunEvidence) -> str:
+        """See `Rule.message`."""
+        if not evidence.answers_with_shared:
             return ""
         return (
-            f"a method with a part that stays on the device ({_other_methods(run)}): with {run.method} every device "
-            "answers with the shared model"
+            f"a method with a part that stays on the device ({_other_methods(evidence)}): with {evidence.method} every "
+            "device answers with the shared model"
         )
 
 
-class OtherMethod(RunRule):
+class OtherMethod(Rule[RunEvidence]):
     """The shared model suits clients far less than their personal ones: what they learn disagrees."""
 
     name = "other_method"
 
-    def message(self, run: RunEvidence) -> str:
-        """See `RunRule.message`."""
-        gap = run.personal_over_shared
+    def message(self, evidence: RunEvidence) -> str:
+        """See `Rule.message`."""
+        gap = evidence.personal_over_shared
         if gap is None:
             return ""
         return (
-            f"a method that keeps more on the device ({_other_methods(run)}): clients disagree, personal models are "
-            f"{100 * gap:.1f} points above the shared one in the mean, by more than noise"
+            f"a method that keeps more on the device ({_other_methods(evidence)}): clients disagree, personal models "
+            f"are {100 * gap:.1f} points above the shared one in the mean, by more than noise"
         )
 
 
-class LargerEncoder(RunRule):
+class LargerEncoder(Rule[RunEvidence]):
     """The training loss stands high, with samples enough: the encoder is too small for the task."""
 
     name = "larger_encoder"
@@ -241,32 +245,33 @@ class LargerEncoder(RunRule):
     }
     """(Kind of input, encoder) -> the next larger encoder for it, and the least side that it needs."""
 
-    def message(self, run: RunEvidence) -> str:
-        """See `RunRule.message`."""
-        has_settled = run.earlier_loss is not None and not run.is_loss_falling
-        if not has_settled or run.has_few_samples:
+    def message(self, evidence: RunEvidence) -> str:
+        """See `Rule.message`."""
+        has_settled = evidence.earlier_loss is not None and not evidence.is_loss_falling
+        if not has_settled or evidence.has_few_samples:
             return ""
-        # Below even odds for the right class, on samples that it learns from; of two classes, where even odds are
-        # guessing, half of the loss of guessing.
-        if run.losses[-1] < min(math.log(2), math.log(run.num_classes) / 2):
+        # A loss is low where the right class has better than even odds on samples that are learned from; of two
+        # classes, where even odds are guessing, where it is below half of the loss of guessing.
+        low_loss = min(math.log(2), math.log(evidence.num_classes) / 2)
+        if evidence.losses[-1] < low_loss:
             return ""
-        larger, least_side = self.next_larger.get((run.input_kind, run.encoder), ("", 0))
-        if not larger or run.input_side < least_side:
+        larger, least_side = self.next_larger.get((evidence.input_kind, evidence.encoder), ("", 0))
+        if not larger or evidence.input_side < least_side:
             return ""
         return (
-            f"a larger encoder, {larger} in place of {run.encoder} (task.encoder, or --encoder of a simulation): the "
-            f"training loss no longer falls and stands at {run.losses[-1]:.3g}"
+            f"a larger encoder, {larger} in place of {evidence.encoder} (task.encoder, or --encoder of a simulation): "
+            f"the training loss no longer falls and stands at {evidence.losses[-1]:.3g}"
         )
 
 
-class BlendOnDevices(RunRule):
+class BlendOnDevices(Rule[RunEvidence]):
     """Devices answer with the layers that they train, where a blend with the local model would be possible."""
 
     name = "blend"
 
-    def message(self, run: RunEvidence) -> str:
-        """See `RunRule.message`."""
-        if not run.has_bundle or not run.losing_with_own_layers:
+    def message(self, evidence: RunEvidence) -> str:
+        """See `Rule.message`."""
+        if not evidence.has_bundle or not evidence.losing_with_own_layers:
             return ""
         return (
             "a blend on the devices that lose ('edge-agent fit' with this run's bundle): they answer with the layers "
@@ -274,7 +279,7 @@ class BlendOnDevices(RunRule):
         )
 
 
-RUN_RULES: tuple[RunRule, ...] = (
+RUN_RULES: tuple[Rule[RunEvidence], ...] = (
     MoreRounds(),
     CollectOnDevices(),
     PretrainedEncoder(),
@@ -287,13 +292,9 @@ RUN_RULES: tuple[RunRule, ...] = (
 """All rules for runs, in the order in which their steps are shown."""
 
 
-def steps_after_run(run: RunEvidence, rules: Iterable[RunRule] = RUN_RULES) -> list[NextStep]:
+def steps_after_run(run: RunEvidence, rules: Iterable[Rule[RunEvidence]] = RUN_RULES) -> list[NextStep]:
     """Return what can be tried after a run with which clients are worse than alone; at least one step."""
-    steps = []
-    for rule in rules:
-        message = rule.message(run)
-        if message:
-            steps.append(NextStep(rule.name, message))
+    steps = _named_steps(run, rules)
     # Where no figure speaks for anything, what differs most from the run at the least cost is another method.
     if not steps:
         steps.append(NextStep(OtherMethod.name, f"a method that keeps more on the device ({_other_methods(run)})"))
@@ -306,75 +307,69 @@ def _other_methods(run: RunEvidence) -> str:
     return f"--method {' or '.join(names[:2])}"
 
 
-class FitRule(ABC):
-    """One reason why a head on a bundle's encoder is worse than a model alone, and what to do about it."""
-
-    name: ClassVar[str]
-    """Of the rule, in JSON."""
-
-    @abstractmethod
-    def message(self, fit: FitEvidence) -> str:
-        """Return what to try, with the figures that speak for it; empty where they do not speak for it."""
-
-
-class TryBlend(FitRule):
+class TryBlend(Rule[FitEvidence]):
     """No blend of the head with the local model was tried."""
 
     name = "blend"
 
-    def message(self, fit: FitEvidence) -> str:
-        """See `FitRule.message`."""
-        if fit.compares_blend:
+    def message(self, evidence: FitEvidence) -> str:
+        """See `Rule.message`."""
+        if evidence.compares_blend:
             return ""
         return "--head auto without --no-blend: it also tries the head together with the model of acc.local"
 
 
-class AllowLocal(FitRule):
+class AllowLocal(Rule[FitEvidence]):
     """The better model is there and was not saved."""
 
     name = "allow_local"
 
-    def message(self, fit: FitEvidence) -> str:
-        """See `FitRule.message`."""
-        if fit.is_local_saved:
+    def message(self, evidence: FitEvidence) -> str:
+        """See `Rule.message`."""
+        if evidence.is_local_saved:
             return ""
         return "--allow-local saves that model in the head's place"
 
 
-class CollectMore(FitRule):
+class CollectMore(Rule[FitEvidence]):
     """The device has few samples."""
 
     name = "more_samples"
 
-    def message(self, fit: FitEvidence) -> str:
-        """See `FitRule.message`."""
-        if fit.samples >= FEW_SAMPLES:
+    def message(self, evidence: FitEvidence) -> str:
+        """See `Rule.message`."""
+        if evidence.samples >= FEW_SAMPLES:
             return ""
-        return f"more samples: {fit.samples} to fit are few; collect {FEW_SAMPLES - fit.samples} more"
+        return f"more samples: {evidence.samples} to fit are few; collect {FEW_SAMPLES - evidence.samples} more"
 
 
-class OtherBundle(FitRule):
+class OtherBundle(Rule[FitEvidence]):
     """The encoder's features say less of these samples than the raw inputs do."""
 
     name = "other_bundle"
 
-    def message(self, fit: FitEvidence) -> str:
-        """See `FitRule.message`."""
+    def message(self, evidence: FitEvidence) -> str:
+        """See `Rule.message`."""
         return (
             "another bundle, with an encoder for such data (--bundle): the features of this one say less about these "
-            f"{fit.samples} samples than the raw inputs; 'headwater bundle' makes one of any pretrained network"
+            f"{evidence.samples} samples than the raw inputs; 'headwater bundle' makes one of any pretrained network"
         )
 
 
-FIT_RULES: tuple[FitRule, ...] = (TryBlend(), AllowLocal(), CollectMore(), OtherBundle())
+FIT_RULES: tuple[Rule[FitEvidence], ...] = (TryBlend(), AllowLocal(), CollectMore(), OtherBundle())
 """All rules for one fit, in the order in which their steps are shown."""
 
 
-def steps_after_fit(fit: FitEvidence, rules: Iterable[FitRule] = FIT_RULES) -> list[NextStep]:
+def steps_after_fit(fit: FitEvidence, rules: Iterable[Rule[FitEvidence]] = FIT_RULES) -> list[NextStep]:
     """Return what can be tried after a fit whose head is worse than the model alone."""
+    return _named_steps(fit, rules)
+
+
+def _named_steps(evidence: Evidence, rules: Iterable[Rule[Evidence]]) -> list[NextStep]:
+    """Return the steps of the rules for which the figures speak, in the rules' order."""
     steps = []
     for rule in rules:
-        message = rule.message(fit)
+        message = rule.message(evidence)
         if message:
             steps.append(NextStep(rule.name, message))
     return steps

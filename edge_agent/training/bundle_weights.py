@@ -46,13 +46,19 @@ def read_bundle_weights(path: Path) -> Tensors:
         content = b"".join(bundle.blocks(bundle.manifest.variants["fp32"].file))
     except BundleError as error:
         raise WeightsError(f"{path}: its weights cannot be read: {error}") from error
-    graph = onnx.load_from_string(content).graph
-    constants = {constant.name: numpy_helper.to_array(constant) for constant in graph.initializer}
+    try:
+        graph = onnx.load_from_string(content).graph
+        constants = {constant.name: numpy_helper.to_array(constant) for constant in graph.initializer}
+    except Exception as error:  # the errors of protobuf and of onnx have no common base
+        raise WeightsError(f"{path}: its fp32 graph cannot be read: {error}; export the bundle again") from error
     # 2. The statistics of batch norm, which the graph has under names of its own.
     weights = dict[str, np.ndarray]()
     renamed = set[str]()
     for node in graph.node:
-        if node.op_type != "BatchNormalization":
+        # A node without constant statistics has none to give: they are then missing, and reported as such.
+        if node.op_type != "BatchNormalization" or len(node.input) <= max(_STATISTICS):
+            continue
+        if any(node.input[position] not in constants for position in _STATISTICS):
             continue
         layer, _, _ = node.input[1].rpartition(".")
         for position, statistic in _STATISTICS.items():

@@ -33,6 +33,12 @@ _LARGEST = 3000
 """Pixels of the sides of a picture that is read."""
 
 _CHARACTERS = 1000
+_CHINESE_EACH = 120
+_LETTERS_EACH = 14
+_FAMILIES_FOR_TEXT = ("Sans-", "Serif-", "Mono-", "Display-")
+_LETTERS_AND_SIGNS = {"Lu", "Ll", "Lo", "So", "Sm"}
+"""Categories of Unicode; those of digits are not among them."""
+
 _FONTS_EACH = 10
 _FRACTALS = 500
 _SHAPES = 400
@@ -141,19 +147,30 @@ def characters(font_files: Iterable[Path]) -> list[list[np.ndarray]]:
 
 def _chosen_characters(file: Path) -> list[int]:
     """Return some letters and signs of a font, no digit: the Latin ones of text fonts, a few of each other script."""
+    letters = _letters_in(file)
+    latin = [point for point in letters if point < 128]
+    # Greek, with 0x370, is the first script behind the letters of Latin.
+    others = [point for point in letters if point >= 0x370]
+    if len(others) >= 24:
+        others = _sample(others, is_chinese=file.suffix == ".ttc")
+    is_for_text = any(family in file.name for family in _FAMILIES_FOR_TEXT)
+    return others + latin if is_for_text else others
+
+
+def _letters_in(file: Path) -> list[int]:
+    """Return the code points of the letters and signs that a font has, in order; none where it cannot be read."""
     try:
         points = sorted(TTFont(file, fontNumber=0, lazy=True).getBestCmap())
     except (TTLibError, TypeError):
         return []
-    letters = [point for point in points if unicodedata.category(chr(point)) in {"Lu", "Ll", "Lo", "So", "Sm"}]
-    latin = [point for point in letters if point < 128]
-    others = [point for point in letters if point >= 0x370]
-    is_chinese = file.suffix == ".ttc"
-    if len(others) >= 24:
-        rng = np.random.default_rng(5 if is_chinese else len(others))
-        others = [int(point) for point in rng.permutation(others)[: 120 if is_chinese else 14]]
-    is_for_text = any(f"{family}-" in file.name for family in ("Sans", "Serif", "Mono", "Display"))
-    return others + latin if is_for_text else others
+    return [point for point in points if unicodedata.category(chr(point)) in _LETTERS_AND_SIGNS]
+
+
+def _sample(points: list[int], *, is_chinese: bool) -> list[int]:
+    """Return some of the code points, drawn at random but always the same."""
+    seed = 5 if is_chinese else len(points)
+    count = _CHINESE_EACH if is_chinese else _LETTERS_EACH
+    return [int(point) for point in np.random.default_rng(seed).permutation(points)[:count]]
 
 
 def fractals(rng: np.random.Generator, count: int) -> list[np.ndarray]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -23,6 +24,7 @@ import numpy as np
 import onnxruntime
 import torch
 
+from coordinator.research.bench.measuring import usage
 from edge_agent import methods
 from edge_agent.core.task import ImageInput, Task, WindowInput
 from edge_agent.personal.personalizer import load_bundle
@@ -93,7 +95,7 @@ def run_graph(graph: Path, shape: list[int]) -> dict[str, float]:
     """Return milliseconds for one input, and the peak of memory, MB, above that of the runtime alone."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
-    before = _peak_kb()
+    before = usage(os.getpid()).peak_mb
     session = onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
     name = session.get_inputs()[0].name
     image = np.random.default_rng(1).standard_normal((1, *shape), np.float32)
@@ -103,13 +105,7 @@ def run_graph(graph: Path, shape: list[int]) -> dict[str, float]:
         begin = time.thread_time()
         session.run(None, {name: image})
         seconds.append(time.thread_time() - begin)
-    return {"ms": 1000 * statistics.median(seconds), "peak_mb": (_peak_kb() - before) / 1000}
-
-
-def _peak_kb() -> int:
-    """Return the peak of resident memory of this process, kB."""
-    status = Path("/proc/self/status").read_text(encoding="ascii")
-    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
+    return {"ms": 1000 * statistics.median(seconds), "peak_mb": usage(os.getpid()).peak_mb - before}
 
 
 def table(results: dict[str, dict[str, Any]]) -> list[str]:
@@ -119,17 +115,17 @@ def table(results: dict[str, dict[str, Any]]) -> list[str]:
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in ROWS:
-        found = results[row.title]
-        sides = [found.get(name) for name in ("fp32", "int8")]
+        costs = results[row.title]
+        sides = [costs.get(name) for name in ("fp32", "int8")]
         cells = [
             f"{side[key]:.{places}f}" if side else "–"
             for key, places in (("mb", 1), ("peak_mb", 0), ("ms", 1))
             for side in sides
         ]
-        weights = f"{found['weights'] / 1e6:.2f} M"
+        weights = f"{costs['weights'] / 1e6:.2f} M"
         size = f"{row.side}" if row.encoder == "cnn1d" else f"{row.side} x {row.side}"
-        cosine = "–" if found["int8_cosine"] is None else f"{found['int8_cosine']:.4f}"
-        lines.append(f"| {row.title} | {size} | {weights} | {found['features']} | {' | '.join(cells)} | {cosine} |")
+        cosine = "–" if costs["int8_cosine"] is None else f"{costs['int8_cosine']:.4f}"
+        lines.append(f"| {row.title} | {size} | {weights} | {costs['features']} | {' | '.join(cells)} | {cosine} |")
     return lines
 
 

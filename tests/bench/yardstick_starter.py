@@ -83,7 +83,7 @@ def drawn_apart(pool: Drawn, test_pool: Drawn, rng: np.random.Generator) -> Pict
 
 
 def fashion(seed: int, _packages: Path) -> Pictures:
-    """Return clothes."""
+    """Return pictures of clothes, one piece on each."""
     rng = np.random.default_rng([seed, 1])
     return drawn_apart(own_classes.fashion("train"), own_classes.fashion("test"), rng)
 

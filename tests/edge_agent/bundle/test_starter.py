@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import onnx
 import pytest
 import torch
 from PIL import Image, ImageDraw
@@ -114,6 +115,45 @@ def test_without_onnx_the_missing_package_is_named(monkeypatch, network):
     monkeypatch.setitem(__import__("sys").modules, "onnx", None)
     with pytest.raises(MissingCapability, match="onnx"):
         bundle_weights.read_bundle_weights(bundle_path("starter"))
+
+
+class _Unchecked:
+    """A bundle whose fp32 graph is other bytes than its manifest says, as no gate would pass it."""
+
+    def __init__(self, bundle, graph: bytes) -> None:
+        self.manifest = bundle.manifest
+        self._graph = graph
+
+    def blocks(self, _name):
+        return [self._graph]
+
+
+def _read_graph(monkeypatch, graph: bytes):
+    """Return the weights that are read where the starter's graph is replaced."""
+    unchecked = _Unchecked(open_bundle(bundle_path("starter")), graph)
+    monkeypatch.setattr(bundle_weights, "open_bundle", lambda _path: unchecked)
+    return bundle_weights.read_bundle_weights(bundle_path("starter"))
+
+
+def test_a_graph_that_cannot_be_read_is_named(monkeypatch):
+    with pytest.raises(WeightsError, match="its fp32 graph cannot be read"):
+        _read_graph(monkeypatch, b"\xff" * 64)
+
+
+def test_a_constant_of_the_wrong_size_is_named(monkeypatch):
+    short = onnx.TensorProto(name="w", data_type=onnx.TensorProto.FLOAT, dims=[4], raw_data=bytes(4))
+    graph = onnx.helper.make_graph([], "g", [], [], [short])
+    with pytest.raises(WeightsError, match="its fp32 graph cannot be read"):
+        _read_graph(monkeypatch, onnx.helper.make_model(graph).SerializeToString())
+
+
+@pytest.mark.parametrize("inputs", [["x"], ["x", "bn.weight", "bn.bias", "computed", "bn.variance"]])
+def test_batch_norm_without_constant_statistics_has_none(monkeypatch, inputs):
+    node = onnx.helper.make_node("BatchNormalization", inputs, ["y"])
+    weight = onnx.numpy_helper.from_array(np.ones(2, np.float32), "bn.weight")
+    graph = onnx.helper.make_graph([node], "g", [], [], [weight])
+    weights = _read_graph(monkeypatch, onnx.helper.make_model(graph).SerializeToString())
+    assert list(weights) == ["bn.weight"]
 
 
 def test_a_program_uses_it_by_name(photos, tmp_path):
