@@ -23,8 +23,8 @@ STILL_FALLING = 0.97
 FEW_SAMPLES = 100
 """A device with fewer training samples has few: with batches of 32 an epoch has three steps."""
 
-ANALYTIC_METHODS = ("afl", "fedcof")
-"""Methods that leave the encoder as it is, so that few samples and one round are enough."""
+FROZEN_METHODS = ("afl", "fedcof", "linear_probe")
+"""Methods that leave the encoder as it is, so that few samples are enough."""
 
 PERSONAL_METHODS = ("fedper", "fedrep", "fedavg_ft")
 """Methods with a personal part that work with their default parameters."""
@@ -177,7 +177,7 @@ class PretrainedEncoder(Rule[RunEvidence]):
 
     def message(self, evidence: RunEvidence) -> str:
         """See `Rule.message`."""
-        if not evidence.has_few_samples or evidence.method in ANALYTIC_METHODS:
+        if not evidence.has_few_samples or evidence.method in FROZEN_METHODS:
             return ""
         return (
             "an encoder that is trained already and stays as it is (--method afl with --from BUNDLE, one round): few "
@@ -192,7 +192,7 @@ class TrainEncoder(Rule[RunEvidence]):
 
     def message(self, evidence: RunEvidence) -> str:
         """See `Rule.message`."""
-        is_frozen = evidence.method in ANALYTIC_METHODS
+        is_frozen = evidence.method in FROZEN_METHODS
         if not is_frozen or evidence.typical_samples is None or evidence.has_few_samples:
             return ""
         return (

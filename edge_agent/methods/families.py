@@ -1,4 +1,4 @@
-"""What groups of methods share: server optimizers, personal second networks, fine-tuned copies, arrays per client."""
+"""What groups of methods share: server optimizers, second networks, tuned copies, fitted heads, arrays per client."""
 
 from __future__ import annotations
 
@@ -9,9 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .. import heads
 from ..core.errors import TrainingFailed
 from ..core.task import State, Task, Tensors
-from ..training.finetune import PERSONAL, has_copy, make_copy, on_features, second, two_networks, with_copy_loaded
+from ..heads import FitData, Head
+from ..training.finetune import (
+    PERSONAL,
+    fingerprint,
+    has_copy,
+    make_copy,
+    on_features,
+    second,
+    two_networks,
+    with_copy_loaded,
+)
 from ..training.loops import TrainingOptions, cross_entropy, features_of, predict_probabilities, train
 from . import Client, Method, Update, grades
 from .base import SERVER_ONLY, is_learned
@@ -189,3 +200,54 @@ class FineTuned(Tuned):
         train(
             tuned, cross_entropy(model), params, lr=params.tune_lr, options=TrainingOptions(epochs=params.tune_epochs)
         )
+
+
+class FittedHead(Method):
+    """Methods whose clients fit a device head on the features of the frozen encoder.
+
+    The parameters ``head`` and ``head_params`` name it. It is fitted again whenever the encoder has changed.
+    """
+
+    _STAMP = "personal.encoder"
+    _HEAD = "personal.head."
+
+    @property
+    def head_name(self) -> str:
+        """The personal head that ``personalize`` fits."""
+        return str(self.params.head)
+
+    def personalize(self, client: Client, received: Tensors) -> None:
+        """Fit the head on the client's own inputs as they are, with the encoder frozen in eval mode."""
+        stamp = fingerprint(client.model.encoder, with_counters=True)
+        head = self._head()
+        features = features_of(client.model, client.train_inputs).cpu().numpy()
+        # Seeded by the encoder: an evaluation that fits a head between rounds must not shift training's random numbers.
+        rng = np.random.default_rng(int.from_bytes(stamp[:8].tobytes(), "little"))
+        head.fit(FitData(features, client.train_labels.cpu().numpy(), client.task.num_classes), rng)
+        for name in [name for name in client.memory if name.startswith(self._HEAD)]:
+            del client.memory[name]
+        fitted = {self._HEAD + name: array for name, array in head.arrays.items()}
+        client.memory.update({self._STAMP: stamp, **fitted})
+
+    def predict(self, client: Client, inputs: torch.Tensor) -> torch.Tensor:
+        """Return class probabilities of the personal head, which is fitted first if the encoder has changed since."""
+        import torch
+
+        stamp = fingerprint(client.model.encoder, with_counters=True)
+        if not np.array_equal(client.memory.get(self._STAMP, ()), stamp):
+            self.personalize(client, {})
+        arrays = {}
+        for name, array in client.memory.items():
+            if name.startswith(self._HEAD):
+                arrays[name.removeprefix(self._HEAD)] = array
+        head = self._head()
+        head.load(arrays, client.task.num_classes)
+        probabilities = head.predict_proba(features_of(client.model, inputs).cpu().numpy())
+        return torch.from_numpy(probabilities.astype(np.float32)).to(inputs.device)
+
+    def head_params(self, head: str) -> dict[str, Any]:
+        """Return ``head_params`` for the method's own head, and the defaults of all others."""
+        return dict(self.params.head_params) if head == self.params.head else {}
+
+    def _head(self) -> Head:
+        return heads.create(self.params.head, self.head_params(self.params.head))

@@ -125,10 +125,7 @@ class FedCOF(Method):
         """
         from ..training.loops import features_of
 
-        if not client.samples:
-            raise TrainingFailed(
-                f"client '{client.id}' has no training samples; it takes no part until it has some", is_public=True
-            )
+        client.require_samples()
         features = features_of(client.model, client.train_inputs).cpu().numpy()
         labels = client.train_labels.cpu().numpy()
         return _statistics(features, labels, client.task.num_classes, self.params.model_dump())

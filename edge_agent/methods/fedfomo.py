@@ -23,7 +23,6 @@ import torch
 from pydantic import Field
 from torch.nn import functional as F
 
-from ..core.errors import TrainingFailed
 from ..core.task import State, Task, Tensors
 from ..training.finetune import copy_tensors, second
 from ..training.loops import cross_entropy, evaluate, train
@@ -144,10 +143,7 @@ class FedFomo(TwoNetworks):
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:
         """Mix the received models into the client's own, then E epochs on the training part."""
-        if not client.samples:
-            raise TrainingFailed(
-                f"client '{client.id}' has no training samples; it takes no part until it has some", is_public=True
-            )
+        client.require_samples()
         helped = self._federate(client, received)
         names = self.shared_names(client.model)
         client.memory.update({_BEGAN + name: array for name, array in to_arrays(client.model, names).items()})

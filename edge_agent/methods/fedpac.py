@@ -140,10 +140,7 @@ class FedPAC(Method):
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:
         """Compute statistics, train the classifier, then the encoder towards centroids, and add class means."""
-        if not client.samples:
-            raise TrainingFailed(
-                f"client '{client.id}' has no training samples; it takes no part until it has some", is_public=True
-            )
+        client.require_samples()
         params = self.params
         labels = client.train_labels.cpu().numpy()
         before = features_of(client.model, client.train_inputs).cpu().numpy()

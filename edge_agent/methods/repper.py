@@ -16,23 +16,18 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from pydantic import Field
 from torch.nn import functional as F
 
 from .. import heads
 from ..core.task import Task, Tensors
-from ..heads import FitData, Head
 from ..training import augment
-from ..training.finetune import fingerprint
-from ..training.loops import Loss, features_of, local_optimizer, train
+from ..training.loops import Loss, local_optimizer, train
 from ..training.losses import supervised_contrastive
 from ..training.parts import Parts, encoder_alone, encoder_and_head
-from . import Client, Method, MethodParams, grades
-
-_STAMP = "personal.encoder"
-_HEAD = "personal.head."
+from . import Client, MethodParams, grades
+from .families import FittedHead
 
 
 class RepPerParams(MethodParams):
@@ -59,7 +54,7 @@ class RepPerParams(MethodParams):
     global_head_lr: float = Field(0.01, gt=0, description="step size of Adam for that classifier")
 
 
-class RepPer(Method):
+class RepPer(FittedHead):
     """Supervised contrastive learning of the encoder; heads on devices."""
 
     Params = RepPerParams
@@ -71,11 +66,6 @@ class RepPer(Method):
         lr=("exact", "stage PCL of the paper with logistic regression"),
         svm=("exact", "stage PCL of the paper with a support vector machine"),
     )
-
-    @property
-    def head_name(self) -> str:
-        """The personal head that ``personalize`` fits."""
-        return str(self.params.head)
 
     @property
     def shared(self) -> tuple[str, ...]:
@@ -98,33 +88,8 @@ class RepPer(Method):
         train(client, self.loss(client, received), params, optimizer=optimizer)
         return self.sent(client)
 
-    def personalize(self, client: Client, received: Tensors) -> None:
-        """Run stage PCL: fit the head on the client's un-augmented data, with the encoder frozen in eval mode."""
-        stamp = fingerprint(client.model.encoder, with_counters=True)
-        head = self._head()
-        features = features_of(client.model, client.train_inputs).cpu().numpy()
-        # Seeded by the encoder: an evaluation that fits a head between rounds must not shift training's random numbers.
-        rng = np.random.default_rng(int.from_bytes(stamp[:8].tobytes(), "little"))
-        head.fit(FitData(features, client.train_labels.cpu().numpy(), client.task.num_classes), rng)
-        for name in [name for name in client.memory if name.startswith(_HEAD)]:
-            del client.memory[name]
-        client.memory.update({_STAMP: stamp, **{_HEAD + name: array for name, array in head.arrays.items()}})
-
-    def predict(self, client: Client, inputs: torch.Tensor) -> torch.Tensor:
-        """Return class probabilities of the personal head, which is fitted first if the encoder has changed since."""
-        if not np.array_equal(client.memory.get(_STAMP, ()), fingerprint(client.model.encoder, with_counters=True)):
-            self.personalize(client, {})
-        head = self._head()
-        arrays = {name.removeprefix(_HEAD): a for name, a in client.memory.items() if name.startswith(_HEAD)}
-        head.load(arrays, client.task.num_classes)
-        probabilities = head.predict_proba(features_of(client.model, inputs).cpu().numpy())
-        return torch.from_numpy(probabilities.astype(np.float32)).to(inputs.device)
-
     def loss(self, client: Client, received: Tensors) -> Loss:
-        """Return the loss of Eq.
-
-        5 on two views of each image, with ``global_head`` plus that classifier's cross entropy.
-        """
+        """Return the loss of Eq. 5 on two views of each image; with ``global_head`` plus that classifier's."""
         views = augment.for_task(client.task) if self.params.augment else None
 
         def loss(inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -146,7 +111,4 @@ class RepPer(Method):
         """
         fields = heads.get(head).Params.model_fields
         norm = {"feature_norm": self.params.feature_norm} if "feature_norm" in fields else {}
-        return {**norm, **self.params.head_params} if head == self.params.head else norm
-
-    def _head(self) -> Head:
-        return heads.create(self.params.head, self.head_params(self.params.head))
+        return {**norm, **super().head_params(head)}

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 import numpy as np
 from pydantic import Field
 
+from ..core.errors import TrainingFailed
 from ..core.task import Frozen, Task, Tensors
 
 if TYPE_CHECKING:
@@ -140,6 +141,17 @@ class Client:
     def samples(self) -> int:
         """Number of training samples, n_i."""
         return len(self.train_labels)
+
+    def require_samples(self) -> None:
+        """Require that there are training samples.
+
+        Raises:
+            TrainingFailed: There is none.
+        """
+        if not self.samples:
+            raise TrainingFailed(
+                f"client '{self.id}' has no training samples; it takes no part until it has some", is_public=True
+            )
 
 
 @dataclass(frozen=True)

@@ -194,10 +194,7 @@ def train_by_steps(
         TrainingFailed: There are no samples, only one where batch norm needs two, or the loss is not finite.
         TrainingCancelled: ``client.control`` has stopped the training.
     """
-    if not client.samples:
-        raise TrainingFailed(
-            f"client '{client.id}' has no training samples; it takes no part until it has some", is_public=True
-        )
+    client.require_samples()
     epochs = params.local_epochs if options.epochs is None else options.epochs
     batch_size = options.batch_size or params.batch_size
     steps = options.steps

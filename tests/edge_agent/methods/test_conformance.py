@@ -313,7 +313,7 @@ def test_the_mean_of_nobody_is_refused():
 
 
 SECOND_NETWORK = {"apfl", "ditto", "fedfomo", "pfedme"}
-NO_ENCODER = {"afl", "fedcof", "fedproto", "lg_fedavg", "local"}
+NO_ENCODER = {"afl", "fedcof", "fedproto", "lg_fedavg", "linear_probe", "local"}
 OTHER_REASONS = {"pfedhn", "scaffold"}
 NO_PEFT = SECOND_NETWORK | NO_ENCODER | OTHER_REASONS
 """Methods that cannot train a part of their encoder alone."""

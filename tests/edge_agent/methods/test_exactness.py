@@ -128,8 +128,9 @@ def test_an_approximate_head_answers_otherwise_than_the_method(name, federation,
         assert np.abs(device - own).max() > 1e-4, head
 
 
-def test_repper_alone_has_exact_heads():
-    assert sorted(EXACT) == [("repper", "lr"), ("repper", "mlp"), ("repper", "svm")]
+def test_only_methods_that_fit_a_device_head_themselves_have_exact_ones():
+    assert {name for name, _ in EXACT} == {"linear_probe", "repper"}
+    assert sorted(head for name, head in EXACT if name == "repper") == ["lr", "mlp", "svm"]
 
 
 @pytest.mark.parametrize("name, head, grade, why", CARDS)
