@@ -59,6 +59,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "reproduce": "Run the cells of a published table and compare.",
         "analyze": "Measure a run's features and models as the papers do.",
         "report": "Write a run's page with tables and plots.",
+        "gains": "Show what each run has brought over the one before.",
     },
     "Operator": {
         "sign": "Answer a device's request for a certificate in a file.",

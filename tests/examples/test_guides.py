@@ -45,7 +45,15 @@ else:
 ROOT = Path(__file__).parents[2]
 GUIDES = ROOT / "examples/guides"
 PAGES = sorted(path.stem for path in GUIDES.glob("*.md"))
-SLOW = {"data-center", "five-minutes", "method-without-torch", "own-parts", "own-photos", "sensor-data"}
+SLOW = {
+    "data-center",
+    "five-minutes",
+    "method-without-torch",
+    "own-parts",
+    "own-photos",
+    "photos-together",
+    "sensor-data",
+}
 """Pages that take more than some ten seconds."""
 
 PROGRAMS = {"headwater": ("coordinator", HEADWATER), "edge-agent": ("edge_agent", EDGE_AGENT)}
