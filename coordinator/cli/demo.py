@@ -12,13 +12,14 @@ import math
 import re
 import shlex
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from edge_agent.bundle.starter import NAME
 from edge_agent.core.children import stop_on_signals
 from edge_agent.core.config import parse
 from edge_agent.core.errors import HeadwaterError, UsageError
@@ -26,10 +27,11 @@ from edge_agent.core.own_folders import MARK, FolderKind, holds_only, make_folde
 from edge_agent.core.task import ImageInput, Task
 
 from ..config import CoordinatorConfig, RunConfig, WebConfig
-from ..state.noise import Gain, classify_gain
+from ..state.noise import Compared, Gain, classify_gain, classify_mean_gain
 from ..text import counted, listed
 from .options import Given, Json, Verbose, from_model
 from .output import console, present, set_up_logging, table
+from .start_from import bundle_start
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -46,7 +48,7 @@ MARKER = ".headwater-demo"
 
 
 _OF_A_DEMO = re.compile(
-    rf"{re.escape(MARKER)}|{re.escape(MARK)}|coordinator|agents|logs|pictures|(train|head)-[a-z]+\.toml|\..+\.tmp"
+    rf"{re.escape(MARKER)}|{re.escape(MARK)}|coordinator|agents|logs|pictures|starter|(train|head)-[a-z]+\.toml|\..+\.tmp"
 )
 """Names of what a demonstration makes in its folder; anything else there is somebody's own."""
 
@@ -60,11 +62,11 @@ DEMO_FOLDER = FolderKind("demonstration", _is_earlier_demo)
 TRAIN_STYLES = ("optdigits", "inverted", "photo", "rendered")
 HEAD_STYLES = ("photo", "rendered")
 STYLES = (*TRAIN_STYLES, *HEAD_STYLES)
-HELD_OUT = {"train": 0.5, "head": 0.8}
-"""Share of each agent's samples that is held out, by tier: the new devices learn from 60 and 80 samples."""
+HELD_OUT = 0.8
+"""Share of each agent's samples that is held out: all devices learn from 60 to 80 samples."""
 
 SAMPLES_OF_RENDERED = 400
-EVALUATE_EVERY = 5
+EVALUATE_EVERY = 3
 
 GAIN_WORDS = {
     Gain.ABOVE: "better",
@@ -74,13 +76,13 @@ GAIN_WORDS = {
 }
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "fedavg_ft": {"lr": 0.05, "momentum": 0.9, "local_epochs": 4, "batch_size": 32, "tune": "all"},
+    "fedavg_ft": {"lr": 0.03, "momentum": 0.9, "local_epochs": 3, "batch_size": 16, "tune": "all"},
     "repper": {"augment": False, "global_head": True, "local_epochs": 4, "batch_size": 64, "lr": 3e-3},
 }
 """Settings that are not the defaults of a method; the demonstration prints them.
 
-Several epochs with large steps train 150 images for each agent in 25 rounds. RepPer's views flip images, which turns
-digits into other digits; its shared classifier is for ``acc.global``."""
+Several epochs with small batches, because an agent has 60 to 80 images. RepPer's views flip images, which turns digits
+into other digits; its shared classifier is for ``acc.global``."""
 
 
 Folder = Annotated[
@@ -100,7 +102,7 @@ Serve = Annotated[
     ("method", "rounds", "seed"),
     help={
         "method": "Method to train with; default: fedavg_ft.",
-        "rounds": "Number of rounds; default: 25.",
+        "rounds": "Number of rounds; default: 6.",
         "seed": "Seed of weights, cohorts and agents; default: 0.",
     },
     bounds=True,
@@ -115,10 +117,10 @@ def demo(
 ) -> None:
     """Go the whole way on this machine in one to two minutes: no network, no GPU, no download.
 
-    Starts a broker, a coordinator and six agents, each in its own process. Four agents train a shared encoder, each on
-    digits of another style; the frozen encoder then goes to two new agents without torch, which have few samples, of
-    writers that were in no training data, and they fit personal heads. The bundle is released to them at once, by
-    export.release = "each_run"; elsewhere 'headwater release create' does that.
+    Starts a broker, a coordinator and six agents, each in its own process. Four agents train the starter encoder
+    further together, each on digits of another style; the frozen encoder then goes to two new agents without torch, of
+    writers that were in no training data, and they fit personal heads. All have few samples. The bundle is released to
+    the new ones at once, by export.release = "each_run"; elsewhere 'headwater release create' does that.
 
     Example: headwater demo --method fedavg --rounds 10
 
@@ -129,6 +131,7 @@ def demo(
     from ..processes.compute import InlineCompute
     from ..service.app import coordinator
     from ..web.server import WebProcess
+    from .demo_starter import accuracies_on_starter
     from .follow import follow
     from .run import request_for
     from .web import announcement
@@ -137,7 +140,7 @@ def demo(
     begin = time.monotonic()
     folder = folder.parent.resolve() / folder.name
     _make_demo_folder(folder)
-    options = {"method": "fedavg_ft", "rounds": 25, "seed": 0, **given}
+    options = {"method": "fedavg_ft", "rounds": 6, "seed": 0, **given}
     config = _coordinator_config(folder)
     request = request_for(config, **options, params=SETTINGS.get(options["method"], {}))
     with contextlib.ExitStack() as stack:
@@ -159,7 +162,9 @@ def demo(
         results = service.state.run(run)
         if not web:
             stack.close()  # ends coordinator and agents
-        _present(results, folder, time.monotonic() - begin, as_json=as_json)
+        console.print("fitting heads on the starter encoder as it comes, to compare", soft_wrap=True)
+        starter = accuracies_on_starter(_new_devices(options["seed"]), HELD_OUT, folder / "starter")
+        _present(results, folder, starter, time.monotonic() - begin, as_json=as_json)
         if serve:
             page = stack.enter_context(_served_device(folder, config.task, options["seed"]))
             console.print(f"device head-{HEAD_STYLES[-1]} answers; open {page}", soft_wrap=True)
@@ -201,6 +206,12 @@ def _source(number: int, style: str, seed: int) -> str:
     return f"digits:{style}?client={number}&clients={len(STYLES)}&seed={seed}{count}"
 
 
+def _new_devices(seed: int) -> dict[str, str]:
+    """Return the data source of each new device."""
+    first = len(TRAIN_STYLES)
+    return {f"head-{style}": _source(first + number, style, seed) for number, style in enumerate(HEAD_STYLES)}
+
+
 def _web_settings(config: CoordinatorConfig) -> Settings:
     """Return settings of a web view at the usual port of this machine, or at any free one where that is taken."""
     from ..web.server import Settings, listening
@@ -213,11 +224,18 @@ def _web_settings(config: CoordinatorConfig) -> Settings:
     return Settings.of(config, web, None)
 
 
-def _present(results: RunFolder, folder: Path, seconds: float, *, as_json: bool) -> None:
+def _present(results: RunFolder, folder: Path, starter: Mapping[str, float], seconds: float, *, as_json: bool) -> None:
     """Print what the run has brought.
 
+    Args:
+        results: The run's folder.
+        folder: The demonstration's.
+        starter: New device -> the accuracy, 0..1, of a head on the encoder before anybody trained it.
+        seconds: What all of it took.
+        as_json: Whether to print JSON.
+
     Raises:
-        HeadwaterError: it left no summary.
+        HeadwaterError: The run left no summary.
     """
     from ..runs.run_summary import RunSummary
     from .run import footnotes
@@ -228,13 +246,14 @@ def _present(results: RunFolder, folder: Path, seconds: float, *, as_json: bool)
     names = ("run_id", "method", "rounds", "seed", "encoder_sha256", "agents", "faults", "warnings", "next_steps")
     result = {
         **{name: summary[name] for name in (*names, "bundle")},
+        "starter": {device: round(accuracy, 4) for device, accuracy in starter.items()},
         "seconds": round(seconds, 1),
         "report": str(results.report_path),
         "folder": str(folder),
     }
     took = f"All of it took {seconds:.0f} s. Plots: {results.report_path}"
     shown = RunSummary.from_json(summary)
-    present(result, [gains_table(shown), *footnotes(shown), *_reading(shown, took)], as_json=as_json)
+    present(result, [gains_table(shown), *footnotes(shown), *_reading(shown, starter, took)], as_json=as_json)
 
 
 def gains_table(summary: RunSummary) -> Table:
@@ -254,7 +273,7 @@ def gains_table(summary: RunSummary) -> Table:
                 agent.samples,
             )
         )
-    columns = ("device", "is", "with the federation", "gain,\npoints", "acc.local\nalone", "acc.global\nshared")
+    columns = ("device", "is", "with the shared encoder", "gain,\npoints", "acc.local\nalone", "acc.global\nshared")
     title = f"{summary.run_id}: {summary.method}, {counted(summary.rounds, 'round')}"
     result = table(title, (*columns, "acc.personal\npersonal", "samples"), rows, left=3)
     for row, gain in zip(result.rows, gains, strict=True):
@@ -282,26 +301,18 @@ def _gain_points(agent: AgentLine) -> float | None:
     return None if personal is None or local is None else 100 * (personal - local)
 
 
-def _reading(summary: RunSummary, took: str) -> Iterator[str]:
+def _reading(summary: RunSummary, starter: Mapping[str, float], took: str) -> Iterator[str]:
     """Yield what the table means, and what to try next."""
     from edge_agent.core.installation import program_command
 
     from ..runs.result_notes import describe_warnings
 
-    heads = [agent.acc for agent in summary.agents if agent.tier == "head"]
-    personal = [acc["personal"] for acc in heads if acc["personal"] is not None]
-    local = [acc["local"] for acc in heads if acc["local"] is not None]
-    if personal and local:
-        yield (
-            f"The {len(heads)} new devices, without torch and with few samples, get {fmean(personal):.3f} with a "
-            f"personal head on the shared encoder, {fmean(local):.3f} with the best model that each can fit alone."
-        )
+    yield from _reading_of_new_devices(summary, starter)
     unchanged = [agent for agent in summary.agents if _classify_gain(agent) is Gain.WITHIN]
     if unchanged:
         yield (
             f"As good as alone: the difference of {counted(len(unchanged), 'device')} is within the noise of "
-            f"{min(agent.support or 0 for agent in unchanged)} held-out samples or more. Devices with few samples gain "
-            "from the federation; devices with many samples of one style do as well alone."
+            f"{min(agent.support or 0 for agent in unchanged)} held-out samples or more."
         )
     yield from (f"warning: {line}" for line in describe_warnings(summary.warnings))
     yield from (f"to try next: {next_step.message}" for next_step in summary.next_steps)
@@ -317,6 +328,32 @@ def _reading(summary: RunSummary, took: str) -> Iterator[str]:
         yield f"  {program} fit --bundle {path} --data '{source}' --out my-head"
         yield f"  {program} evaluate --bundle {path} --data '{source}' --head my-head"
         yield f"  {program} serve --bundle {path} --head my-head"
+
+
+def _reading_of_new_devices(summary: RunSummary, starter: Mapping[str, float]) -> Iterator[str]:
+    """Yield what the new devices have reached in the mean, on the trained encoder, on the starter, and alone."""
+    # 1. Those that have all three figures.
+    agents = [agent for agent in summary.agents if agent.id in starter and _gain_points(agent) is not None]
+    if not agents:
+        return
+    before = fmean(starter[agent.id] for agent in agents)
+    personal = fmean(agent.acc["personal"] or 0.0 for agent in agents)
+    local = fmean(agent.acc["local"] or 0.0 for agent in agents)
+    who = "new device, without torch, gets" if len(agents) == 1 else f"{len(agents)} new devices, without torch, get"
+    yield (
+        f"The {who} {personal:.3f} with a personal head on the shared encoder, "
+        f"{before:.3f} with one on the starter encoder before anybody trained it, {local:.3f} with the best model that "
+        "each can fit alone."
+    )
+    # 2. How much of the gain is due to training together.
+    compared = [Compared(starter[agent.id], agent.acc["personal"] or 0.0, agent.support or 0) for agent in agents]
+    verdict = classify_mean_gain(compared)
+    if verdict is Gain.ABOVE:
+        yield "Training together helps them by more than noise."
+    elif verdict is Gain.BELOW:
+        yield "Training together harms them by more than noise: here the starter encoder as it comes is the better one."
+    else:
+        yield "Of the first two the difference is within noise: a pretrained encoder alone brings most of this gain."
 
 
 def _make_demo_folder(folder: Path) -> None:
@@ -343,7 +380,7 @@ def _make_demo_folder(folder: Path) -> None:
 
 
 def _coordinator_config(folder: Path) -> CoordinatorConfig:
-    task = Task(input=ImageInput(channels=3, height=32, width=32), class_names=tuple("0123456789"), encoder="small_cnn")
+    task = Task(input=ImageInput(channels=3), class_names=tuple("0123456789"), encoder="starter_cnn")
     raw = {
         "federation": "demo",
         "state": str(folder / "coordinator"),
@@ -362,7 +399,7 @@ def _coordinator_config(folder: Path) -> CoordinatorConfig:
             "calibration": [f"digits:{style}?n=128" for style in TRAIN_STYLES],
         },
     }
-    return parse(CoordinatorConfig, raw, where="the demo's configuration")
+    return bundle_start(NAME).configured(parse(CoordinatorConfig, raw, where="the demo's configuration"))
 
 
 @contextlib.contextmanager
@@ -381,7 +418,7 @@ def _agents(folder: Path, url: str, seed: int) -> Iterator[dict[str, ChildProces
             source = _source(number, style, seed)
             path.write_text(
                 f'id = "{name}"\nfederation = "demo"\ntier = "{tier}"\nstate = "agents/{name}"\nheartbeat_s = 5\n\n'
-                f'[broker]\nurl = "{url}"\n\n[data]\nsource = "{source}"\ntest_fraction = {HELD_OUT[tier]}\n',
+                f'[broker]\nurl = "{url}"\n\n[data]\nsource = "{source}"\ntest_fraction = {HELD_OUT}\n',
                 encoding="utf-8",
             )
             run_agent = module_command("edge_agent", "run", "--config", str(path))

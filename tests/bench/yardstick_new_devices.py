@@ -48,6 +48,8 @@ ROWS = {
     "the same with `--allow-local`": "used",
     "**auto, as a device chooses**": "blend",
     "the blend in any case": "blend in any case",
+    "starter encoder, nothing shared: auto": "starter",
+    "starter encoder, one round of AFL: auto": "starter afl",
     "full training, classifier tuned": "full, head tuned",
     "full training, all tuned": "full, all tuned",
 }
@@ -241,19 +243,74 @@ def measure(clients: Clients, folder: Path, seed: int, **settings: Any) -> dict[
     return result
 
 
+def measure_starter(clients: Clients, folder: Path, seed: int) -> dict[str, dict[str, float]]:
+    """New client -> accuracies 0..1 on the starter encoder, as it comes and after one round of AFL of the others."""
+    new = sorted(name for name in clients if name.startswith("new"))
+    path = folder / "starter-afl.hwb"
+    if not path.exists():
+        run = starter_round({name: clients[name] for name in clients if name not in new}, folder, seed)
+        run.export(folder / "part.hwb").replace(path)
+    result: dict[str, dict[str, float]] = {name: {} for name in new}
+    for way, source in {"starter": Path("starter"), "starter afl": path}.items():
+        bundle = load_bundle(source, folder / "cache")
+        for name in new:
+            train, test = pair_of_samples(*clients[name], bundle)
+            fitted = personalize(bundle, (train, test), open_encoder(bundle, "fp32", train), FitOptions(AUTO))
+            result[name][way] = fitted.scores.personal or 0.0
+    return result
+
+
+def pair_of_samples(train: Part, test: Part, bundle: Bundle) -> tuple[Samples, Samples]:
+    """Both parts of a device, with the same classes where the bundle has none of its own."""
+    task = bundle.manifest.task
+    inputs = np.concatenate([train.inputs, test.inputs])
+    names = np.concatenate([class_names(train), class_names(test)])
+    both = data.from_arrays(inputs, names, task.input, task.class_names, own_classes=not task.class_names)
+    size = len(train.labels)
+    first, second = (
+        Samples(both.inputs[rows], both.labels[rows], both.class_names, task.input)
+        for rows in (slice(None, size), slice(size, None))
+    )
+    return first, second
+
+
+def starter_round(clients: Clients, folder: Path, seed: int) -> Any:
+    """A simulation of one round of AFL on the starter encoder with these clients, every one with its own samples."""
+    spec = load_bundle("starter", folder / "cache").manifest.task.input.model_dump(mode="json", exclude={"kind"})
+    given = {
+        name: (train.inputs, class_names(train), test.inputs, class_names(test))
+        for name, (train, test) in clients.items()
+    }
+    settings = {"encoder": "starter_cnn", "weights": "starter", "input": spec, "local": False}
+    return simulate("afl", data=given, rounds=1, seed=seed, engine="serial", **settings)
+
+
+def class_names(part: Part) -> np.ndarray:
+    """The names of a part's classes."""
+    return np.char.add("k", part.labels.astype(str))
+
+
 def table(folder: Path) -> list[str]:
     """Lines of Markdown: accuracies in percent, mean over new clients, and mean and standard deviation over seeds."""
     tasks = ("domains", "fonts", "watch", "fashion")
     files = {task: sorted(folder.glob(f"{task}-[0-9].json")) for task in tasks}
-    runs = {task: [json.loads(path.read_text()) for path in paths] for task, paths in files.items() if paths}
+    runs = {task: [_with_starter(path) for path in paths] for task, paths in files.items() if paths}
     lines = [f"| | {' | '.join(runs)} |", "|---|" + "---|" * len(runs)]
     for title, name in ROWS.items():
         cells = []
         for results in runs.values():
             values = [100 * float(np.mean([client.get(name, np.nan) for client in run.values()])) for run in results]
-            cells.append(f"{np.mean(values):.1f} ± {np.std(values):.1f}")
+            cells.append("–" if np.isnan(values).any() else f"{np.mean(values):.1f} ± {np.std(values):.1f}")
         lines.append(f"| {title} | {' | '.join(cells)} |")
     return lines
+
+
+def _with_starter(path: Path) -> dict[str, dict[str, float]]:
+    """The results of a file, with those on the starter encoder where they are beside it."""
+    results = json.loads(path.read_text())
+    beside = path.with_name(f"starter-{path.name}")
+    extra = json.loads(beside.read_text()) if beside.exists() else {}
+    return {name: {**accuracies, **extra.get(name, {})} for name, accuracies in results.items()}
 
 
 def main() -> None:
@@ -274,6 +331,10 @@ def main() -> None:
                 result = measure(makers[task](seed), arguments.folder / f"{task}-{seed}", seed)
                 path.write_text(json.dumps(result, indent=1))
             print(path, flush=True)
+            beside = path.with_name(f"starter-{path.name}")
+            if task != "watch" and not beside.exists():
+                result = measure_starter(makers[task](seed), arguments.folder / f"{task}-{seed}", seed)
+                beside.write_text(json.dumps(result, indent=1))
     print("\n".join(table(arguments.folder)))
 
 
