@@ -14,7 +14,7 @@ from rich.table import Table
 from edge_agent import methods as registry
 from edge_agent.core.errors import UsageError
 
-from ..text import plain
+from ..text import listed, plain
 from .options import Json
 from .output import present, print_json, show, table
 
@@ -33,12 +33,12 @@ def methods(name: Name = None, as_json: Json = False) -> None:
         one = {**describe(name), "params": parameters(name)}
         present(one, _lines(one), as_json=as_json)
         return
-    listed = {} if as_json else json.loads(files(__package__).joinpath(LISTED).read_bytes())
+    stored = {} if as_json else json.loads(files(__package__).joinpath(LISTED).read_bytes())
     rows = list[dict[str, Any]]()
     broken = dict[str, str]()
     for known in registry.names():
         try:
-            rows.append(listed.get(known) or describe(known))
+            rows.append(stored.get(known) or describe(known))
         except UsageError as error:  # a method of another package; the list shows the others
             broken[known] = str(error)
     if as_json:
@@ -73,6 +73,7 @@ def describe(name: str) -> dict[str, Any]:
         **{key: plain(section(doc, heading)) for key, heading in HEADINGS.items()},
         "paper": method.source,
         "shared": list(method.shared),
+        "returned": list(method.shared if method.returned is None else method.returned),
         "norm": method.norm,
         "own_norm": method.own_norm,
         "weighting": method.weighting,
@@ -106,6 +107,7 @@ def _lines(one: dict[str, Any]) -> Iterator[Table | str]:
     if len(known) < len(HEADINGS):
         missing = ", ".join(f"'{heading}:'" for key, heading in HEADINGS.items() if key not in known)
         yield f"its docstring does not say the rest: paragraphs that begin with {missing} appear here"
+    yield f"parts sent to devices: {listed(one['shared']) or 'none'}; sent back: {listed(one['returned']) or 'none'}"
     yield f"norm: {one['norm']}, weighting: {one['weighting']}"
     own = "may use those of its inputs" if one["own_norm"] else "keeps those of the bundle"
     yield f"batch norm statistics of the exported encoder: a device {own}"

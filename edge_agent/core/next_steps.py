@@ -239,8 +239,13 @@ class LargerEncoder(Rule[RunEvidence]):
     next_larger: ClassVar[Mapping[tuple[str, str], tuple[str, int]]] = {
         ("image", "linear"): ("small_cnn", 4),
         ("image", "small_cnn"): ("mobilenet_v3_small", 32),
-        ("image", "mobilenet_v3_small"): ("resnet18", 32),
+        ("image", "starter_cnn"): ("mobilenet_v3_large", 32),
+        ("image", "mobilenet_v3_small"): ("mobilenet_v3_large", 32),
+        ("image", "mobilenet_v3_large"): ("efficientnet_b0", 32),
+        ("image", "mobilenet_v2"): ("efficientnet_b0", 32),
+        ("image", "efficientnet_b0"): ("resnet50", 32),
         ("image", "resnet18"): ("resnet34", 32),
+        ("image", "resnet34"): ("resnet50", 32),
         ("window", "linear"): ("cnn1d", 8),
     }
     """(Kind of input, encoder) -> the next larger encoder for it, and the least side that it needs."""
