@@ -10,24 +10,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias, TypeVar
 
-import numpy as np
 from pydantic import Field, TypeAdapter
 
-from edge_agent import heads, methods
 from edge_agent.agent.tasks.resources import Resources
 from edge_agent.agent.tasks.runner import TaskRunner
 from edge_agent.agent.tasks.table import state_before
 from edge_agent.agent.transfers import Outbox, manifest_of
 from edge_agent.client import Built, ClientState, Session
 from edge_agent.core.config import AgentConfig, DataConfig, HeadConfig, Precision, PrivacyConfig, TrainingConfig
-from edge_agent.core.errors import HeadwaterError, MissingCapability
+from edge_agent.core.errors import HeadwaterError
 from edge_agent.core.task import Task, Tensors
 from edge_agent.data import Samples
 from edge_agent.data.partition import Division
-from edge_agent.heads import FitData
 from edge_agent.methods import Client
 from edge_agent.run_folder.client_state import ClientStateFiles
-from edge_agent.training.loops import accuracy, features_of
 from edge_agent.wire.faults import fault
 from edge_agent.wire.messages import down, up
 from edge_agent.wire.messages import fields as fields_module
@@ -35,6 +31,7 @@ from edge_agent.wire.tensors import pieces
 
 from ..text import reason_of
 from .datasets import Pools
+from .device_heads import contribute, fit_head
 from .failures import NONE, Failure
 from .out_of_memory import is_out_of_memory
 from .plan import Plan
@@ -245,7 +242,8 @@ def answer(shared: Shared, client: str, job: down.Job, received: Tensors) -> Ans
             content.extend(resources.outbox.content)
             return reply
         if job.purpose == "personalize" and client in {*shared.new_clients, *shared.head_clients}:
-            return tasks.report(job, *fit_head(tasks.session(job), received, rounds=job.rounds))
+            fitted = fit_head(tasks.session(job), received, rounds=job.rounds, head=shared.plan.head)
+            return tasks.report(job, *fitted)
         reply = tasks.do(job, received)
         content.extend(resources.outbox.content)
         return reply
@@ -297,46 +295,3 @@ def _memory_advice(job: down.Job) -> str:
     size = job.params.get("batch_size")
     batch = "a smaller batch_size" if size is None else f"a smaller batch_size than {size}"
     return f"try {batch}, fewer --workers, or a smaller encoder"
-
-
-def contribute(tasks: TaskRunner, job: down.Job, received: Tensors) -> up.UpdateManifest:
-    """Take part in a round as a device without torch does, and put the update into the outbox.
-
-    Features are those of the encoder in torch, which a device has as a graph: it is exported for no simulation.
-    """
-    session = tasks.session(job)
-    client = session.before_round(received, ClientState(), round_number=job.round, rounds=job.rounds)
-    half = methods.contribution(session.method.name)
-    if half is None:
-        raise MissingCapability(f"method '{session.method.name}' has no half for devices without torch")
-    features = features_of(client.model, client.train_inputs).cpu().numpy()
-    labels = client.train_labels.cpu().numpy()
-    data = FitData(features, labels, client.task.num_classes, None, session.method.all_params())
-    return tasks.offer(job, half(data, received, client.rng), client.samples, {})
-
-
-def fit_head(session: Session, received: Tensors, *, rounds: int) -> tuple[str, float | None, np.ndarray | None]:
-    """(head, accuracy of the shared model, the head's right answers (n,)) on the client's own test samples.
-
-    ``received`` holds the pooled batch norm as well where that stays with clients. The head is the first of those that
-    the method's bundle offers, with the parameters that the bundle suggests. Where a method shares no encoder, the
-    model is the one that all clients start from.
-    """
-    method = session.method
-    if "encoder" not in method.shared or not method.heads:
-        outcome = session.finish(received, ClientState(), rounds=rounds)
-        return method.head_name, outcome.metrics.get("acc.global"), outcome.right
-    client = session.before_round(received, ClientState(), round_number=rounds, rounds=rounds)
-    name = method.heads[0]
-    head = heads.create(name, method.head_params(name))
-    params = method.params.model_dump()
-    features = features_of(client.model, client.train_inputs).cpu().numpy()
-    labels = client.train_labels.cpu().numpy()
-    head.fit(FitData(features, labels, client.task.num_classes, method.global_head(received), params), client.rng)
-    inputs, truth = session.test
-    if not len(truth):
-        return name, None, None
-    shared = method.predict_global(client, inputs)
-    result = head.predict_proba(features_of(client.model, inputs).cpu().numpy()).argmax(axis=1)
-    overall = None if shared is None else accuracy(shared, truth)
-    return name, overall, np.asarray(result == truth.cpu().numpy())

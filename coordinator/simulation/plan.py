@@ -108,6 +108,12 @@ class Plan(Frozen):
         description="the first so many clients by name are devices without torch, which take part where the method has "
         "a half for them; after the run they fit a head",
     )
+    head: str | None = Field(
+        None,
+        max_length=100,
+        description="head that new clients and clients without torch fit: a file name in edge_agent/heads, or auto for "
+        "the best in cross-validation; default: the first of the method's",
+    )
     rounds: int = Field(10, ge=1, le=1_000_000, description="number of rounds")
     seed: int = Field(0, ge=0, lt=1 << 63, description="seed of partition, first weights, cohorts and clients")
     encoder: str | None = Field(

@@ -28,6 +28,7 @@ from ..state.store import StateFolder
 from ..views.runs import RunRecord, replay
 from .client_tasks import state_files_in
 from .datasets import Pools, prepare
+from .device_heads import check_head
 from .engines.base import EngineChoice
 from .own_parts import register
 from .plan import Plan
@@ -97,6 +98,7 @@ class Prepared:
                 f"head_clients = {plan.head_clients}, and method '{method.name}' has no half for devices without "
                 "torch; leave it out, or choose a method that has one, such as afl"
             )
+        check_head(plan)
         weights_path = plan.weights_path
         if weights_path is not None:
             # A simulation that is resumed has a copy of its own: the original may have changed since.

@@ -26,7 +26,7 @@ EACH = (10, 40)
 FULL = ("--rounds", "10", "--evaluate-every", "10", "-p", "lr=0.05", "-p", "momentum=0.9", "-p", "local_epochs=4")
 STEPS: dict[str, tuple[str, ...]] = {
     "linear_probe": ("--method", "linear_probe", "--rounds", "1"),
-    "afl": ("--method", "afl", "--rounds", "1", "--head-clients", "4"),
+    "afl": ("--method", "afl", "--rounds", "1", "--head-clients", "4", "--head", "auto"),
     "fedavg_ft": ("--method", "fedavg_ft", *FULL),
 }
 NAMES = {
@@ -61,13 +61,17 @@ def run_step(step: str, photos: Path, folder: Path, seed: int) -> dict[str, floa
     return {"alone": alone["accuracy"], step: reached["accuracy"], f"{step} MB": reached["bytes_each"] / 1e6}
 
 
-def row_of(seed: int, each: int, folder: Path, packages: Path) -> dict[str, float]:
-    """Return the accuracies of all steps with one seed."""
+def measure(each: int, seed: int, folder: Path, packages: Path) -> dict[str, float]:
+    """Return the accuracies of all steps with one seed; those that are in the folder already are not run again."""
+    path = folder / f"row-{each}-{seed}.json"
+    row: dict[str, float] = json.loads(path.read_text()) if path.exists() else {}
     photos = folder / f"photos-{each}-{seed}"
-    write_photos(photos, packages, seed, each)
-    row: dict[str, float] = {}
+    if not photos.exists():
+        write_photos(photos, packages, seed, each)
     for step in STEPS:
-        row |= run_step(step, photos, folder / f"{step}-{each}-{seed}", seed)
+        if step not in row:
+            row |= run_step(step, photos, folder / f"{step}-{each}-{seed}", seed)
+            path.write_text(json.dumps(row))
     return row
 
 
@@ -101,14 +105,9 @@ def main() -> None:
     parser.add_argument("--packages", type=Path, required=True)
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2, 3, 4])
     arguments = parser.parse_args()
-    rows: dict[int, list[dict[str, float]]] = {}
-    for each in EACH:
-        rows[each] = []
-        for seed in arguments.seeds:
-            path = arguments.folder / f"row-{each}-{seed}.json"
-            if not path.exists():
-                path.write_text(json.dumps(row_of(seed, each, arguments.folder, arguments.packages)))
-            rows[each].append(json.loads(path.read_text()))
+    rows = {
+        each: [measure(each, seed, arguments.folder, arguments.packages) for seed in arguments.seeds] for each in EACH
+    }
     print("\n".join(table(rows)))
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from coordinator import simulate
 from coordinator.api import TrainedModel
-from edge_agent.core.errors import UsageError
+from edge_agent.core.errors import UnknownName, UsageError
 
 COMMON = {"clients": 6, "rounds": 1, "partition": "iid", "local": False, "engine": "serial", "encoder": "linear"}
 
@@ -65,3 +67,46 @@ def test_a_method_without_a_half_for_them_is_refused(tmp_path):
 def test_more_than_take_part_are_refused(tmp_path):
     with pytest.raises(UsageError, match="head_clients = 6, but only 5 clients take part; give fewer"):
         run(tmp_path / "run", head_clients=6, new_clients=1)
+
+
+def heads_of(result):
+    """Client -> the head that it has fitted, in order of the clients."""
+    folder = Path(result.folder) / "runs" / result.summary["run_id"]
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    return {agent["id"]: agent["head"] for agent in summary["agents"]}
+
+
+def test_they_fit_the_head_that_is_named(tmp_path):
+    _, first = run(tmp_path / "first", head_clients=6)
+    _, named = run(tmp_path / "named", head_clients=6, head="knn")
+    assert set(heads_of(first).values()) == {"shared_classifier"}
+    assert set(heads_of(named).values()) == {"knn"}
+
+
+def test_auto_takes_the_surest_head_in_cross_validation_and_the_same_one_each_time(tmp_path):
+    _, one = run(tmp_path / "one", head_clients=6, head="auto")
+    _, again = run(tmp_path / "again", head_clients=6, head="auto")
+    chosen = heads_of(one)
+    assert "auto" not in chosen.values()
+    assert chosen == heads_of(again)
+    assert one.clients == again.clients
+
+
+def test_new_clients_fit_it_as_well(tmp_path):
+    _, result = run(tmp_path / "new", "fedavg", new_clients=2, head="prototype")
+    assert [*heads_of(result).values()][-2:] == ["prototype", "prototype"]
+
+
+@pytest.mark.parametrize(
+    "settings, error, reason",
+    [
+        ({"head": "auto"}, UsageError, "no client fits it; give new_clients or head_clients as well"),
+        ({"head": "lrr", "head_clients": 2}, UnknownName, "did you mean 'lr'"),
+        ({"head": "ridge_prior", "head_clients": 2}, UsageError, "needs a bundle, which no simulation makes"),
+        ({"head": "blend", "head_clients": 2}, UsageError, "needs a bundle, which no simulation makes"),
+    ],
+)
+def test_a_head_that_nobody_can_fit_is_refused(tmp_path, settings, error, reason):
+    with pytest.raises(error, match=reason):
+        run(tmp_path / "run", **settings)
+    assert not (tmp_path / "run").exists()
