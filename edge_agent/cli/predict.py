@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +42,8 @@ def predict(arguments: argparse.Namespace) -> int:
     than chance explains are drift: the inputs have changed since the head was fitted.
 
     Example:
-      edge-agent predict --bundle b.hwb --head head cat.png dog.png
+      edge-agent predict --head my-head cat.png dog.png
+      edge-agent predict --bundle b.hwb --head my-head --data images:new-photos
     """
     from ..heads.saved import is_numeric
     from ..personal.personalize import load_head, probabilities, saved_features
@@ -119,12 +121,18 @@ def _check_inputs(arguments: argparse.Namespace) -> None:
     """Require either files or a data source, before a bundle is opened.
 
     Raises:
-        UsageError: both or none were given, or a file is a folder.
+        UsageError: both or none were given, or a file is a folder or a data source.
     """
+    from ..data import registry
+
     files = _files(arguments)
     if (arguments.data is None) == (not files):
         raise UsageError("expected FILE ... or --data SOURCE: which inputs are to be classified?")
     for file in files:
+        kind, colon, _ = file.partition(":")
+        is_source = bool(colon) and kind in registry.names()
+        if is_source and not Path(file).exists():
+            raise UsageError(f"{file}: is a data source, expected a file; give it as --data {shlex.quote(file)}")
         if Path(file).is_dir():
             raise UsageError(
                 f"{file}: is a folder; give a folder of images as --data images:{file}, and recordings by their files"

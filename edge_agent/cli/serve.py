@@ -183,7 +183,8 @@ def serve(arguments: argparse.Namespace) -> int:
     fit, a release or a rollback puts in use is taken over; no request fails meanwhile.
 
     Example:
-      edge-agent serve --bundle b.hwb --head my-head
+      edge-agent serve --head my-head
+      edge-agent serve --state /var/lib/headwater-agent --host 0.0.0.0
     """
     from ..core.children import stop_on_signals
     from ..serving.service import serving
@@ -247,7 +248,7 @@ def _pair_source(arguments: argparse.Namespace) -> PairSource:
             raise UsageError("--head goes with --bundle; the head of a state folder is the one in use there")
         arguments.bundle = bundle_path(starter.NAME)
     if arguments.bundle is None:
-        state = state_of(arguments)
+        state = state_of(arguments, ", or without an agent a head that 'edge-agent fit' has saved (--head DIR)")
         check_exists(state, "a device's state folder")
         return StatePair(state, arguments.precision, threads)
     # A state folder that is named as the bundle stands for its device, as for 'edge-agent predict'.

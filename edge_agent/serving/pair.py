@@ -96,7 +96,7 @@ class Pair:
         elif bundle.global_head() is None:
             raise UsageError(
                 f"bundle '{bundle.manifest.name}' has no shared classifier, and no head was named; fit one first "
-                "('edge-agent fit'), and name its folder (--head)"
+                "('edge-agent fit --data images:FOLDER --out my-head'), and name its folder (--head my-head)"
             )
         if head is None:
             encoder = Encoder.open(bundle, "fp32" if precision == "auto" else precision, threads)
