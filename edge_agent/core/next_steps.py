@@ -71,6 +71,7 @@ class RunEvidence:
         answers_with_shared: Whether acc.personal is acc.global at every client: the personal model is the shared one.
         losing_with_own_layers: Clients that are better off alone and answer with the layers that they have trained.
         has_bundle: Whether the encoder was exported.
+        began_trained: Whether the encoder began with weights that were trained before, not with random ones.
     """
 
     method: str
@@ -84,6 +85,7 @@ class RunEvidence:
     answers_with_shared: bool = False
     losing_with_own_layers: Sequence[str] = ()
     has_bundle: bool = False
+    began_trained: bool = False
 
     @property
     def typical_samples(self) -> int | None:
@@ -167,17 +169,31 @@ class CollectOnDevices(RunRule):
 
 
 class PretrainedEncoder(RunRule):
-    """Devices have few samples, and are asked to train an encoder with them."""
+    """Devices have few samples and are asked to train an encoder with them, or nobody has trained it."""
 
     name = "pretrained_encoder"
 
     def message(self, run: RunEvidence) -> str:
         """See `RunRule.message`."""
-        if not run.has_few_samples or run.method in ANALYTIC_METHODS:
+        # For pictures an encoder comes with the package; for recordings a bundle has to be named.
+        source = "starter, or a bundle" if run.input_kind == "image" else "BUNDLE"
+        if run.method in ANALYTIC_METHODS:
+            if run.began_trained or run.typical_samples is None:
+                return ""
+            return (
+                f"an encoder that is trained already (--from {source}): {run.method} leaves it as it is, and this one "
+                "has the random weights that it began with"
+            )
+        if not run.has_few_samples:
             return ""
+        if run.began_trained:
+            return (
+                "the same encoder as it began (--method afl, one round): few samples are enough for a classifier on "
+                "it, not to train it"
+            )
         return (
-            "an encoder that is trained already and stays as it is (--method afl with --from BUNDLE, one round): few "
-            "samples are enough for a classifier on it, not for an encoder"
+            f"an encoder that is trained already and stays as it is (--method afl with --from {source}, one round): "
+            "few samples are enough for a classifier on it, not for an encoder"
         )
 
 
