@@ -47,7 +47,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         "--head",
         type=Path,
         metavar="DIR",
-        help="saved head for --bundle; default: the shared classifier that came with the bundle",
+        help="saved head for --bundle; default: the bundle's shared classifier, where it has one",
     )
     model.add_argument(
         "--precision",
@@ -127,7 +127,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         "--token-file",
         type=Path,
         metavar="FILE",
-        help="file of the token, created if it is missing (default: serve/token in the state folder, with --bundle in "
+        help="file of the token, created if it is missing (default: serve/token in the state folder, with --head in "
         "the folder of --cache)",
     )
     where.add_argument(

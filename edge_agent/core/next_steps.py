@@ -188,8 +188,8 @@ class PretrainedEncoder(RunRule):
             return ""
         if run.began_trained:
             return (
-                "the same encoder as it began (--method afl, one round): few samples are enough for a classifier on "
-                "it, not to train it"
+                "the encoder as it began (the same --from or --weights with --method afl, one round): few samples are "
+                "enough for a classifier on it, not to train it"
             )
         return (
             f"an encoder that is trained already and stays as it is (--method afl with --from {source}, one round): "

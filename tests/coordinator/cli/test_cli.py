@@ -523,6 +523,13 @@ def test_progress_estimates_what_is_left_from_the_rounds_that_it_has_seen(capsys
     ]
 
 
+def test_bench_serve_takes_the_starter_encoder_where_no_bundle_is_named(call, tmp_path):
+    code, _, err = call("bench", "serve", "--head", tmp_path / "no-head", "--input", tmp_path / "no.png")
+    assert code == 2
+    said = f"headwater: --head {tmp_path / 'no-head'}, --input {tmp_path / 'no.png'}: no such file or folder"
+    assert said in " ".join(err.split()), "the bundle is there"
+
+
 def test_a_home_that_nobody_has_is_told(call, tmp_path):
     code, out, err = call("partition", "iid", "--data", "images:~nobody-of-this-name/x", "--clients", 2, "--json")
     assert code == 2

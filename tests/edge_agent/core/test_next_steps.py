@@ -72,7 +72,11 @@ def test_an_encoder_is_given_where_samples_are_few_and_trained_where_they_are_ma
     assert "--method afl with --from BUNDLE, one round" in PretrainedEncoder().message(of_windows)
     assert not PretrainedEncoder().message(evidence(samples=many))
     has_one = evidence(samples=few, began_trained=True)
-    assert PretrainedEncoder().message(has_one).startswith("the same encoder as it began (--method afl, one round)")
+    assert (
+        PretrainedEncoder()
+        .message(has_one)
+        .startswith("the encoder as it began (the same --from or --weights with --m")
+    )
     assert not PretrainedEncoder().message(evidence(method=method, samples=few, began_trained=True)), "it has one"
     has_none = PretrainedEncoder().message(evidence(method=method, samples=few))
     assert has_none.startswith("an encoder that is trained already (--from starter, or a bundle): ")
