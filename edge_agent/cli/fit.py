@@ -9,8 +9,6 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..bundle import starter
-from ..bundle.starter import bundle_path
 from ..core import formats
 from ..core.errors import UnknownName, UsageError
 from ..core.next_steps import FitEvidence, NextStep, steps_after_fit
@@ -21,6 +19,7 @@ from .arguments import (
     add_data,
     add_no_local,
     bundle_of,
+    bundle_option,
     cache_of,
     data_config,
     encoder_of,
@@ -190,12 +189,9 @@ def _next_steps(result: Result, arguments: argparse.Namespace) -> list[NextStep]
 
 def _predict_command(arguments: argparse.Namespace, bundle: Bundle) -> str:
     """Return the command that answers inputs with the saved head; the bundle is named where it is not the default."""
-    named_bundle = ""
-    if arguments.bundle != bundle_path(starter.NAME):
-        named_bundle = f" --bundle {shlex.quote(str(arguments.bundle))}"
     head = shlex.quote(str(arguments.out))
     inputs = "FILE ..." if bundle.manifest.task.input.kind == "image" else "--data SOURCE"
-    return f"edge-agent predict{named_bundle} --head {head} {inputs}"
+    return f"edge-agent predict{bundle_option(arguments)} --head {head} {inputs}"
 
 
 def _describe_head(result: Result) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..core import formats
 from ..core.errors import UsageError
 from . import output
-from .arguments import add_bundle, add_strict, bundle_of, encoder_of, head_folder, own_head
+from .arguments import add_bundle, add_strict, bundle_of, bundle_option, encoder_of, head_folder, own_head
 
 if TYPE_CHECKING:
     from ..bundle.unpacked import Bundle
@@ -53,6 +53,13 @@ def predict(arguments: argparse.Namespace) -> int:
     bundle = bundle_of(arguments)
     if arguments.head is not None and is_numeric(arguments.head):
         return _predict_numeric(arguments, bundle)
+    if arguments.head is None and bundle.global_head() is None:
+        source = "images:FOLDER" if bundle.manifest.task.input.kind == "image" else "SOURCE"
+        raise UsageError(
+            f"bundle '{bundle.manifest.name}' has no shared classifier, and no head was named; fit one first "
+            f"('edge-agent fit{bundle_option(arguments)} --data {source} --out my-head'), and name its folder "
+            "(--head my-head)"
+        )
     head = load_head(arguments.head, bundle, arguments.precision) if arguments.head is not None else None
     task = bundle.manifest.task
     class_names = task.class_names if head is None else head.class_names

@@ -653,8 +653,8 @@ def probabilities(bundle: Bundle, head: SavedHead | None, features: np.ndarray) 
     shared = bundle.global_head()
     if shared is None:
         raise UsageError(
-            f"bundle '{bundle.manifest.name}' has no shared classifier, and no head was named; fit one first "
-            "('edge-agent fit --data images:FOLDER --out my-head'), and name its folder (--head my-head)"
+            f"bundle '{bundle.manifest.name}' has no shared classifier, and no head was named; fit one with this "
+            "bundle first ('edge-agent fit'), and name its folder (--head)"
         )
     return global_probabilities(shared, features)
 
