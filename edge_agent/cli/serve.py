@@ -127,8 +127,8 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         "--token-file",
         type=Path,
         metavar="FILE",
-        help="file of the token, created if it is missing (default: serve/token in the state folder, with --head in "
-        "the folder of --cache)",
+        help="file of the token, created if it is missing (default: serve/token in the state folder, with --bundle "
+        "or --head in the folder of --cache)",
     )
     where.add_argument(
         "--cert", type=Path, metavar="FILE", help="certificate of this server (PEM): encrypts connections"
