@@ -16,7 +16,16 @@ from torch import nn
 
 import edge_agent
 from edge_agent.bundle.archive import pack
-from edge_agent.bundle.manifest import SCHEMA, EncoderPrecision, HeadCard, Lineage, Manifest, Parity, Quantization
+from edge_agent.bundle.manifest import (
+    NO_METHOD,
+    SCHEMA,
+    EncoderPrecision,
+    HeadCard,
+    Lineage,
+    Manifest,
+    Parity,
+    Quantization,
+)
 from edge_agent.core.errors import ExportRejected
 from edge_agent.core.task import Task, Tensors
 from edge_agent.personal import self_test
@@ -84,7 +93,7 @@ class Origin:
     global_head: Tensors | None = None
     """The shared linear classifier: ``weight`` (K, d) and ``bias`` (K,); None where there is none."""
 
-    method: str = "none"
+    method: str = NO_METHOD
     """The method that has trained the encoder; ``none`` where no run of this project has."""
 
     method_params: Mapping[str, Any] = field(default_factory=dict)

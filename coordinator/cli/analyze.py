@@ -16,6 +16,7 @@ from edge_agent.core.storage import check_writable
 
 from ..research import analyze as analysis
 from ..research.analyze import Settings
+from ..text import counted
 from .options import Config, Given, Json, Verbose, from_model, state_path
 from .output import console, is_live, present, set_up_logging, table, text
 
@@ -165,5 +166,6 @@ def reading(result: dict[str, Any]) -> Iterator[str]:
     sent = result["communication"]
     if sent is not None:
         up, down = (sent[name] / 1e6 for name in ("bytes_up", "bytes_down"))
-        yield f"{sent['rounds']} rounds, {sent['agents']} agents: {up:.2f} MB up, {down:.2f} MB down"
+        who = f"{counted(sent['rounds'], 'round')}, {counted(sent['agents'], 'agent')}"
+        yield f"{who}: {up:.2f} MB up, {down:.2f} MB down"
     yield from (f"left out: {one['what']}: {one['why']}" for one in result["left_out"])

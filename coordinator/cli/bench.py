@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from edge_agent.bundle.starter import bundle_path
 from edge_agent.core.config import parse
 from edge_agent.core.errors import UsageError
 
@@ -108,11 +109,12 @@ def serve(given: Given, folder: Folder = None, as_json: Json = False) -> None:
 
     Times of an answer, what of them is the server's own, and memory, beside the encoder in a bare loop.
 
-    Example: headwater bench serve --bundle b.hwb --head my-head --input cat.jpg --json
+    Example: headwater bench serve --head my-head --input cat.jpg --json
     """
     from ..research.bench import serving as bench
 
     plan = parse(ServePlan, given, where="the options")
+    plan = plan.model_copy(update={"bundle": bundle_path(plan.bundle)})
     paths = {"--bundle": plan.bundle, "--head": plan.head, "--input": plan.input}
     missing = [f"{option} {path}" for option, path in paths.items() if path is not None and not path.exists()]
     if missing:

@@ -13,7 +13,7 @@ from export.foreign.settings import ForeignSettings
 
 from ..config import DEFAULT_CONFIG
 from .options import Config, Given, Json, State, from_model, state_path
-from .output import console, is_live, present, ready_for, set_up_logging, table, text
+from .output import console, fit_command, is_live, present, ready_for, set_up_logging, table, text
 
 if TYPE_CHECKING:
     from export.foreign import ForeignReport
@@ -57,8 +57,7 @@ def bundle(
         table("variants", ("variant or domain", "figures"), figure_rows.variant_rows(result["figures"]), left=2)
     )
     lines = [f"note: {note}" for note in made.notes]
-    source = "images:FOLDER" if made.form.spec.kind == "image" else "SOURCE"
-    lines.append(f"next: edge-agent fit --bundle {out} --data {source} --out my-head")
+    lines.append(f"next: {fit_command(out, made.form.spec.kind)}")
     present(result, [*tables, *lines], as_json=as_json)
 
 

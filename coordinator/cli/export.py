@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +15,7 @@ from edge_agent.bundle import figure_rows
 from ..config import DEFAULT_CONFIG, ExportConfig, HostedConfig, load_config
 from ..views.runs import RunRecord
 from .options import Config, Json, RunOption, State, one_of
-from .output import console, is_live, present, ready_for, set_up_logging, table, text
+from .output import console, fit_command, is_live, present, ready_for, set_up_logging, table, text
 
 if TYPE_CHECKING:
     from ..api import TrainedModel
@@ -73,12 +74,14 @@ def export(
     if out.suffix == ".safetensors":
         title = "weights"
         result = _write_weights(TrainedModel.of(folder, run), out)
+        next_command = f"headwater run --weights {shlex.quote(str(out))}"
     else:
         busy = console.status("exporting and checking") if is_live(console) else contextlib.nullcontext()
         with busy:
             made = export_run(folder, out, settings, run=run, calibration=calibration or (), hosted=hosted)
             title = "exported"
             result = _exported(*made)
+        next_command = fit_command(out, made[0].manifest.task.input.kind)
     shown = {name: value for name, value in result.items() if name != "figures"}
     rows = [(name, near_one(value) if name == "int8_cosine" else _cell(value)) for name, value in shown.items()]
     tables = [table(title, ("what", "value"), rows, left=2)]
@@ -86,7 +89,7 @@ def export(
         tables.append(
             table("variants", ("variant or domain", "figures"), figure_rows.variant_rows(result["figures"]), left=2)
         )
-    present(result, tables, as_json=as_json)
+    present(result, [*tables, f"next: {next_command}"], as_json=as_json)
 
 
 def _write_weights(trained: TrainedModel, out: Path) -> dict[str, Any]:

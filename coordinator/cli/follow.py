@@ -120,6 +120,7 @@ class _Lines:
         self._closed = -1
         self._since = time.monotonic()
         self._is_shown = False
+        self._has_said_who = False
         self._last: tuple[RunRecord | None, str] = None, ""
         self._without: dict[str, str] = {}
         self._said = SaidBefore()
@@ -129,6 +130,12 @@ class _Lines:
         if record.round != self._closed:
             self._closed = record.round
             self._show(self._closed_line(record.round, rounds))
+        # Who takes part is said once: a run of one round may begin while a device is still on its way.
+        if record.open_round is not None and not self._has_said_who:
+            self._has_said_who = True
+            cohort = record.open_round.cohort
+            who = f"{counted(len(cohort), 'agent')}: {listed(cohort)}"
+            self._show(f"round {record.open_round.round} begins with {who}")
         if record.open_round is not None:  # agents that are left out, unless they were in the previous round
             before = self._without
             self._without = dict(record.open_round.fact.left_out)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from edge_agent.core.class_names import parse_class_names
 from edge_agent.core.config import NAME_PATTERN, is_loopback, parse
 from edge_agent.core.errors import MissingCapability, UsageError
 from edge_agent.core.storage import read_regular, read_regular_text, read_toml, write_atomic
@@ -48,6 +49,17 @@ Threshold = Annotated[
     int, typer.Option("--threshold", min=1, max=16, help="How many of the release keys have to sign.")
 ]
 
+Classes = Annotated[
+    str | None,
+    typer.Option(
+        "--classes",
+        help="The classes of all devices, in a new configuration: names with commas, or a file with one a line.",
+    ),
+]
+
+DIGITS = tuple("0123456789")
+"""The classes of a new configuration for which nobody has named others: those of the demonstration."""
+
 NEW = """\
 # The coordinator's configuration: headwater serve --config coordinator.toml
 # All keys: configs/README.md of the project.
@@ -56,7 +68,7 @@ federation = {federation}
 state = "state"   # journal, runs, and identity: the certificate authority; back it up
 
 [task]            # put your own here before the first run
-class_names = ["0", "1", "2", "3", "4", "5", "6", "7", "8", "9"]
+class_names = {class_names}
 encoder = "small_cnn"
 input = {{ kind = "image", channels = 3, height = 32, width = 32 }}
 """
@@ -80,6 +92,7 @@ def init(
     enroll_port: EnrollPort = 8884,
     release_key: Keys = None,
     threshold: Threshold = 1,
+    classes: Classes = None,
     as_json: Json = False,
 ) -> None:
     """Make a federation whose devices have certificates: an authority, the broker's files, and a configuration.
@@ -89,7 +102,7 @@ def init(
     Then 'headwater serve' starts Mosquitto with TLS, and 'headwater enroll NAME' makes a token for each device. With
     --config, an existing configuration gets the section [identity].
 
-    Example: headwater init fleet --host coordinator.example
+    Example: headwater init fleet --host coordinator.example --classes cat,dog,fox
     """
     from ..broker import find_mosquitto
     from ..identity.ledger import identity_folder
@@ -100,6 +113,8 @@ def init(
         raise UsageError(
             "name either a new folder (headwater init DIR) or an existing file (headwater init --config FILE)"
         )
+    if config is not None and classes is not None:
+        raise UsageError(f"--classes is for a new configuration; {config} has class_names in its section [task]")
     if not re.fullmatch(NAME_PATTERN, federation):
         raise UsageError(f"federation '{federation[:80]}' does not match {NAME_PATTERN}")
     # 1. Everything is checked before the first file is written: options, configuration and keys.
@@ -113,7 +128,9 @@ def init(
     else:
         path = (folder or Path()) / "coordinator.toml"
         _check_is_new(path)
-        text = NEW.format(federation=json.dumps(federation)) + section
+        class_names = DIGITS if classes is None else parse_class_names(classes)
+        listed_names = json.dumps(class_names, ensure_ascii=False)
+        text = NEW.format(federation=json.dumps(federation), class_names=listed_names) + section
     public_keys = [read_public(file) for file in release_key or ()]
     role(public_keys or [Public(bytes(32))], threshold)
     # 2. The configuration is written first, because it says where the state folder with the keys is. Where the keys
@@ -129,7 +146,7 @@ def init(
         f"releases: {describe_keys(ReleaseKeys(settings.state))}",
         f"configuration in {path}, keys in {identity_folder(settings.state)} (back it up, show it to nobody)",
         f"devices connect to {host}, ports {port} and {enroll_port}; open both in a firewall",
-        *_next_steps(path, is_new=config is None),
+        *_next_steps(path, is_new=config is None, has_classes=classes is not None),
     ]
     if find_mosquitto() is None:
         lines.append(f"note: {MissingCapability.__name__}: mosquitto is not installed: apt-get install mosquitto")
@@ -208,12 +225,14 @@ def _put_back_on_error(path: Path) -> Iterator[None]:
         raise
 
 
-def _next_steps(path: Path, *, is_new: bool) -> Iterator[str]:
+def _next_steps(path: Path, *, is_new: bool, has_classes: bool) -> Iterator[str]:
     """Yield what to do after the files are made; a new configuration has the task of the demonstration."""
     if is_new:
+        missing = "size" if has_classes else "classes and the size"
+        fits = "pictures" if has_classes else "digits"
         yield (
-            f"first: put the classes and the size of your inputs into [task] of {path}; "
-            "what is there fits digits of 32 x 32 pixels"
+            f"first: put the {missing} of your inputs into [task] of {path}; what is there fits {fits} of 32 x 32 "
+            "pixels (for photos, 'headwater run --from starter' brings encoder and size)"
         )
     yield f"next: headwater serve --config {path}"
     yield f"then, for each device: headwater enroll NAME --config {path}"

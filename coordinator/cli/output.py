@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import shlex
 import signal
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -78,6 +79,12 @@ def ready_for(path: Path) -> None:
     if not path.parent.exists():
         path.parent.mkdir(parents=True)
         console.print(f"made the folder {path.parent}", soft_wrap=True)
+
+
+def fit_command(bundle: Path, kind: str) -> str:
+    """Return the command that fits a head on a bundle whose encoder takes inputs of this kind, image or window."""
+    source = "images:FOLDER" if kind == "image" else "SOURCE"
+    return f"edge-agent fit --bundle {shlex.quote(str(bundle))} --data {source} --out my-head"
 
 
 def present(result: Mapping[str, Any], parts: Iterable[Table | str], *, as_json: bool) -> None:

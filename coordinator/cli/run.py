@@ -311,6 +311,7 @@ def request_for(
     """
     from ..rounds.request import Request, Weights
     from ..service.preflight import checked_method, fresh_on_devices, overlaps
+    from .start_from import notes_before
 
     defaults = settings.run
     name = method or defaults.method
@@ -325,11 +326,15 @@ def request_for(
     if defaults.weights is not None and (staying := fresh_on_devices(made, settings.run_task)):
         note = f"{counted(len(staying), 'tensor')} that stay on devices begin fresh there, not from {defaults.weights}"
         console.print(f"note: {note}: {listed(staying)}", soft_wrap=True)
+    has_weights = defaults.weights is not None or settings.warm_start is not None
+    asked_rounds = rounds if rounds is not None else defaults.rounds
+    for note in notes_before(made.name, asked_rounds, began_trained=has_weights):
+        console.print(f"note: {note}", soft_wrap=True)
     return Request(
         method=made.name,
         method_file=method_file,
         params=made.params.model_dump(mode="json"),
-        rounds=rounds if rounds is not None else defaults.rounds,
+        rounds=asked_rounds,
         seed=seed if seed is not None else defaults.seed,
         task=settings.run_task,
         keep_every=defaults.keep_every if keep_every is None else keep_every,

@@ -24,7 +24,7 @@ from ..text import about_time, counted, encoder_named
 from ..views.runs import replay
 from .options import INTERRUPTED, Given, Json, Verbose, from_model
 from .output import console, is_live, present, set_up_logging, sigterm_as_ctrl_c, table
-from .start_from import bundle_start
+from .start_from import bundle_start, notes_before
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -47,6 +47,9 @@ From = Annotated[
         "package; the simulation has its network and inputs.",
     ),
 ]
+_OPTIONS_ALONE = frozenset({"out", "resume", "config", "json", "verbose"})
+"""Options that are no settings: they do not count in a file."""
+
 Resume = Annotated[bool, typer.Option("--resume", help="Resume the run in --out with the settings saved there.")]
 Config = Annotated[
     Path | None, typer.Option("--config", "-c", help="TOML file with these settings; options override it.")
@@ -86,6 +89,8 @@ def simulate(
     if is_saved_partition(given.get("partition")):
         given["partition"] = str(Path(given["partition"]).expanduser().absolute())
     plan, folder = _resumed(given, config, out) if resume else _planned(given, config, out)
+    for note in notes_before(plan.method_name, plan.rounds, began_trained=plan.weights is not None):
+        console.print(f"note: {note}", soft_wrap=True)
     try:
         with sigterm_as_ctrl_c():
             result = run_plan(plan, folder, resume=resume)
@@ -128,8 +133,14 @@ def _planned(given: dict[str, Any], config: Path | None, out: Path | None) -> tu
     raw: dict[str, Any] = {"folder": str(Path.cwd())}
     if config is not None:
         folder = config.absolute().parent
-        raw = {"folder": str(folder), **read_toml(config)}
+        settings = read_toml(config)
+        _check_no_options(settings, config)
+        source = settings.pop("from", None)
+        raw = {"folder": str(folder), **settings}
         raw |= _from_folder(raw, folder)
+        # --from on the command line has replaced what the file says of the encoder's beginning.
+        if source is not None and "weights" not in given:
+            raw |= bundle_start(_source_in(source, folder)).options({**raw, **given})
         if "data" in given:
             raw["folder"] = str(Path.cwd())
     for name, value in given.items():
@@ -144,6 +155,24 @@ def _planned(given: dict[str, Any], config: Path | None, out: Path | None) -> tu
         raise UsageError(f"{folder} holds a simulation; resume it with --resume, or choose another folder with --out")
     check_writable(folder)
     return plan, folder
+
+
+def _check_no_options(settings: Mapping[str, Any], config: Path) -> None:
+    """Require that a file has settings of a simulation alone, and none of the options that say where and how.
+
+    Raises:
+        UsageError: It has one of these.
+    """
+    options = sorted(_OPTIONS_ALONE & settings.keys())
+    if options:
+        flags = ", ".join(f"--{name}" for name in options)
+        raise UsageError(f"{config}: {', '.join(options)}: no setting of a file; give it on the command line ({flags})")
+
+
+def _source_in(source: object, folder: Path) -> str:
+    """Return the encoder that ``from`` in a file names: that of the package by its name, or a path from ``folder``."""
+    name = str(source)
+    return name if bundle_path(name) != Path(name) else str(folder / Path(name).expanduser())
 
 
 def _from_folder(raw: Mapping[str, Any], folder: Path) -> dict[str, str]:

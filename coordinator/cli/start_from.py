@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from edge_agent import models
 from edge_agent.bundle.archive import open_bundle
 from edge_agent.bundle.starter import NAME, bundle_path
 from edge_agent.core.errors import UsageError
+from edge_agent.core.next_steps import ANALYTIC_METHODS
 from edge_agent.core.task import EncoderTask, Task
 
 from ..config import CoordinatorConfig
@@ -81,6 +82,28 @@ class Start:
             if theirs != mine
         ]
         return ", ".join(changes)
+
+
+def notes_before(method: str, rounds: int, *, began_trained: bool) -> Iterator[str]:
+    """Yield what a run with these settings will lack or waste, while it can still be changed.
+
+    Args:
+        method: The name of its method.
+        rounds: The number of its rounds.
+        began_trained: Whether the encoder begins with weights that were trained before.
+    """
+    if method not in ANALYTIC_METHODS:
+        return
+    if not began_trained:
+        yield (
+            f"{method} leaves the encoder as it is, and this one has random weights: --from starter (pictures) or "
+            "--from BUNDLE begins with one that is trained"
+        )
+    if rounds > 1:
+        yield (
+            f"{method} needs one round (--rounds 1): the encoder stays as it is, so that later ones change nothing "
+            "unless other clients take part"
+        )
 
 
 def bundle_start(source: str) -> Start:

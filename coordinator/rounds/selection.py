@@ -960,9 +960,11 @@ def aim_of_cohort(cohort: int, over_selection: float) -> int:
 
 
 def failures(collection: Collection) -> str:
-    """Return the agents that failed in a round with reasons, on one line."""
-    rejected = sorted(collection.rejected.items())
-    return "; ".join(f"{agent}: {rejection.reason}" for agent, rejection in rejected)
+    """Return the agents that failed in a round with reasons, on one line; those with the same reason share one."""
+    agents_of: dict[str, list[str]] = {}
+    for agent, rejection in sorted(collection.rejected.items()):
+        agents_of.setdefault(rejection.reason, []).append(agent)
+    return "; ".join(f"{listed(agents)}: {reason}" for reason, agents in agents_of.items())
 
 
 def choose(available: Sequence[str], config: CohortConfig, *, seed: int, round_number: int) -> tuple[str, ...]:

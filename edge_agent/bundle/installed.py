@@ -249,7 +249,10 @@ def rollback(root: Path, check: Callable[[Bundle], object] | None = None) -> Bun
     """
     names = _history(root)
     if len(names) < 2:
-        raise StateError(f"{root}: {len(names)} bundle(s) installed, no earlier bundle to roll back to; install one")
+        raise StateError(
+            f"{root}: {len(names)} bundle(s) installed, no earlier bundle to roll back to; "
+            "install one, or return to the earlier head alone (--head)"
+        )
     bundle = open_folder(root / names[1])
     if check is not None:
         check(bundle)

@@ -17,6 +17,7 @@ from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
 
 from ..core.config import mistakes_of
 from ..core.errors import BundleDamaged, BundleError, cause
+from ..core.next_steps import ANALYTIC_METHODS
 from ..core.storage import (
     sha256_of,
 )
@@ -32,6 +33,9 @@ from .trust import (
 
 SCHEMA: Literal[3] = 3
 """The version of the manifest's form that is written of encoders that a run has trained."""
+
+NO_METHOD = "none"
+"""Stands in the place of the method in bundles of encoders that no run has trained."""
 
 NEWEST_SCHEMA: Literal[4] = 4
 """The newest version that is read.
@@ -250,6 +254,11 @@ class Manifest(Frozen):
         """SHA-256 (hex) of the manifest without name, time, figures of int8 and lineage: the id of the bundle."""
         unnamed = self.model_copy(update={"name": "", "created": "", "quantization": None, "lineage": None})
         return hashlib.sha256(dump_manifest(unnamed)).hexdigest()
+
+    @property
+    def is_trained_by_devices(self) -> bool:
+        """Whether devices of a federation have trained the encoder, so that it has seen samples of theirs."""
+        return self.method != NO_METHOD and self.method not in ANALYTIC_METHODS
 
 
 def files_of(manifest: Manifest) -> Files:

@@ -141,7 +141,7 @@ def _parser(given: Sequence[str]) -> _Parser:
     parser = _Parser(
         prog="edge-agent",
         description="Personal models on a device: an encoder from a bundle, and a head that is fitted and stays here.",
-        epilog="example:\n  edge-agent fit --bundle b.hwb --data images:photos --head lr --out head",
+        epilog="example:\n  edge-agent fit --data images:photos --out my-head",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,6 +68,13 @@ def add_bundle(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="auto: the saved head's, else fp32, unless int8 is faster here and a head on your data as accurate",
     )
+
+
+def bundle_option(arguments: argparse.Namespace) -> str:
+    """Return the option by which the next command names the same bundle, such as " --bundle b.hwb"; empty: none."""
+    if arguments.bundle == bundle_path(starter.NAME):
+        return ""
+    return f" --bundle {shlex.quote(str(arguments.bundle))}"
 
 
 def add_data(parser: argparse.ArgumentParser) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -16,7 +17,7 @@ from ..core.errors import HeadwaterError, StateError, UsageError
 from ..core.locks import folder_lock
 from ..core.storage import check_writable, read_json
 from . import output
-from .where import check_exists, config_of_folder, named
+from .where import config_of_folder, named
 
 if TYPE_CHECKING:
     from ..agent.head_tier import Refitted
@@ -202,18 +203,39 @@ def _opened(arguments: argparse.Namespace) -> tuple[AgentConfig, Manifest, Colle
     if arguments.state is None and not arguments.config.exists():
         raise UsageError(
             f"{arguments.config}: it is not there; name the agent's file (--config FILE), or, without one, a state "
-            "folder (--state DIR), into which 'edge-agent import' has put a bundle"
+            "folder (--state DIR); 'edge-agent import starter --state DIR' makes one"
         )
     if arguments.state is None:
         config = load(AgentConfig, arguments.config)
     else:
-        check_exists(arguments.state, "a device's state folder")
+        _check_state(arguments.state)
         config = config_of_folder(arguments.state)
     manifest = current_manifest(config.state / "bundles") if config.state.is_dir() else None
     if manifest is None:
-        raise StateError(f"{config.state}: no bundle is in use; install one first with 'edge-agent import'")
+        raise StateError(f"{config.state}: no bundle is in use; {_how_to_import(named(arguments))}")
     check_writable(config.state)
     return config, manifest, collection_of(config)
+
+
+def _check_state(state: Path) -> None:
+    """Require that the folder of a device is there.
+
+    Raises:
+        UsageError: It is not; the message has the command that makes one.
+    """
+    if not state.exists():
+        new = _how_to_import(f" --state {shlex.quote(str(state))}")
+        raise UsageError(
+            f"{state}: it is not there; expected a device's state folder; check the path, or, for a new one, {new}"
+        )
+
+
+def _how_to_import(device: str) -> str:
+    """Return the command that puts a bundle into a device's folder; ``device``: the option that names it."""
+    return (
+        f"install a bundle: 'edge-agent import BUNDLE{device}'; the BUNDLE 'starter' is the encoder of pictures that "
+        "comes with this package"
+    )
 
 
 def _refitted(
@@ -258,6 +280,9 @@ def _refitted(
         content["warnings"] = [*warnings_about(refitted, named(arguments))]
         by_class = ["", *_class_table(refitted)] if len(content["per_class"]) > 1 else []
         notes += [f"warning: {line}" for line in content["warnings"]]
+    if not before and arguments.state is not None:
+        state = shlex.quote(str(arguments.state))
+        notes.append(f"next: edge-agent predict --bundle {state} FILE ..., or edge-agent serve --state {state}")
     return output.result(arguments, content, lambda: [*formats.pairs(shown), *by_class, *notes])
 
 

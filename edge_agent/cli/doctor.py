@@ -68,7 +68,6 @@ def doctor(arguments: argparse.Namespace) -> int:
     content = {
         **device.model_dump(mode="json"),
         "tier": device.tier,
-        "head": device.head,
         "advice": list(device.advice()),
         "verdict": _verdict(device, config, own, steps),
     }
@@ -232,7 +231,6 @@ def _lines(device: Capabilities, config: AgentConfig | None, own: list[Step], st
             ("accelerators", ", ".join(device.accelerators) or "none found"),
             ("packages", ", ".join(f"{name} {version}" for name, version in device.packages.items())),
             ("suggested tier", _TIERS[device.tier]),
-            ("suggested head", f"{device.head} (logistic regression)"),
         ]
     )
     lines += [f"note: {advice}" for advice in device.advice()]

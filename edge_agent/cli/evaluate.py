@@ -70,7 +70,8 @@ def evaluate(arguments: argparse.Namespace) -> int:
     personal part of the bundle's method: exact (equal), same form (same layers and loss), approximate (anything else).
 
     Example:
-      edge-agent evaluate --bundle b.hwb --data images:photos
+      edge-agent evaluate --data images:photos
+      edge-agent evaluate --bundle b.hwb --head my-head --data images:new-photos
     """
     from ..heads.saved import is_numeric
 
@@ -333,13 +334,16 @@ def _metrics(result: Result) -> dict[str, Any]:
 
 def _costs(result: Result) -> tuple[str, ...]:
     """Return a head's row in the table of those that are compared."""
+    from ..personal.personalize import NOT_STATED
+
     costs = {} if result.budget is None else result.budget.metrics()
     ends = intervals_of(result.scores, result.n_test)["acc.personal"]
+    grade = "–" if result.exactness == NOT_STATED else result.exactness
     return (
         result.head.name,
         formats.percent(result.scores.personal),
         "–" if ends is None else f"{100 * ends[0]:.1f} to {100 * ends[1]:.1f} %",
-        result.exactness,
+        grade,
         f"{result.seconds:.2f} s",
         f"{costs['fit_mb']:.1f} MB",
         f"{costs['saved_kb']:.0f} kB",

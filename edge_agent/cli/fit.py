@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from .arguments import (
     add_data,
     add_no_local,
     bundle_of,
+    bundle_option,
     cache_of,
     data_config,
     encoder_of,
@@ -95,7 +97,8 @@ def fit(arguments: argparse.Namespace) -> int:
     of a few models on the raw inputs: what this device would reach alone. Which one is found by cross-validation.
 
     Example:
-      edge-agent fit --bundle b.hwb --data images:photos --head svm --param c=0.5 --out head
+      edge-agent fit --data images:photos --out my-head
+      edge-agent fit --bundle b.hwb --data images:photos --head svm --param c=0.5 --out my-head
     """
     from .. import heads
     from ..bundle.manifest import variant_figures
@@ -161,8 +164,9 @@ def fit(arguments: argparse.Namespace) -> int:
     if result.choice is not None:
         content["candidates"] = [trial.as_json() for trial in result.choice.trials]
         details += ["", *_trials(result.choice), *folds_note(result.same_sitting, result.choice.same_sitting)]
-    if notes:
-        details += ["", *notes]
+        details += _overrated_encoder(result.choice, bundle)
+    notes.append(f"next: {_predict_command(arguments, bundle)}")
+    details += ["", *notes]
     return output.result(arguments, content, lambda: [*formats.pairs(rows), *details])
 
 
@@ -183,15 +187,26 @@ def _next_steps(result: Result, arguments: argparse.Namespace) -> list[NextStep]
     )
 
 
+def _predict_command(arguments: argparse.Namespace, bundle: Bundle) -> str:
+    """Return the command that answers inputs with the saved head; the bundle is named where it is not the default."""
+    head = shlex.quote(str(arguments.out))
+    inputs = "FILE ..." if bundle.manifest.task.input.kind == "image" else "--data SOURCE"
+    return f"edge-agent predict{bundle_option(arguments)} --head {head} {inputs}"
+
+
 def _describe_head(result: Result) -> str:
     """Return which head was fitted, and on what, for people."""
+    from ..personal.personalize import NOT_STATED
+
     if result.local is not None:
         return f"{result.title}, without the encoder: the model of acc.local"
     share = result.encoder_share
     if share is not None:
         parts = f"{formats.percent(share)} {result.head.params.first}, {formats.percent(1 - share)} the local model"
         return f"{result.title} ({parts}), {result.precision} features"
-    text = f"{result.title} ({result.exactness}), {result.precision} features"
+    # How closely a head on the device follows the method's own is known of methods with such a head alone.
+    grade = "" if result.exactness == NOT_STATED else f" ({result.exactness})"
+    text = f"{result.title}{grade}, {result.precision} features"
     if result.head.name == "shared_classifier":
         text += ": the bundle's shared classifier as it is"
     return text
@@ -223,12 +238,25 @@ def _trials(choice: HeadChoice) -> list[str]:
             "local: the model of acc.local; blend: the product of its probabilities and those of the best head; "
             f"{BOTH}: one logistic regression on the features of both"
         )
-        if choice.name not in (BLEND, BOTH):
-            lines.append(
-                "if this device has trained the encoder on these samples, the encoder looks better here than it is on "
-                "new ones: '--head blend' takes the blend in any case"
-            )
     return [*lines, *(f"{trial.name}: {trial.dropped}" for trial in choice.trials if trial.dropped)]
+
+
+def _overrated_encoder(choice: HeadChoice, bundle: Bundle) -> list[str]:
+    """Return what to do where this device may have trained the encoder on the samples by which the head was chosen.
+
+    The starter encoder, and those that ``headwater bundle`` makes of other networks, have not seen them.
+    """
+    from ..personal.blend import BLEND, BOTH
+
+    is_blend_compared = any(trial.name == BLEND for trial in choice.trials)
+    is_blend_taken = choice.name in (BLEND, BOTH)
+    if not is_blend_compared or is_blend_taken or not bundle.manifest.is_trained_by_devices:
+        return []
+    advice = (
+        "if this device has trained the encoder on these samples, the encoder looks better here than it is on new "
+        "ones: '--head blend' takes the blend in any case"
+    )
+    return [advice]
 
 
 def _confidence_rows(

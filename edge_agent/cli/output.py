@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core import formats
@@ -42,12 +43,40 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
     return lines
 
 
+_MOST_REASONS = 5
+"""Lines about what was left out, at most, without that which counts the others."""
+
+
 def skipped(reasons: Sequence[str]) -> list[str]:
-    """Return lines about images and recordings that were left out; none where all could be used."""
+    """Return lines about images and recordings that were left out; none where all could be used.
+
+    Where they are too many for a line each, files of one folder with the same reason share one, so that a folder at
+    the wrong place hides nothing else.
+
+    Args:
+        reasons: For each file or recording its name and why it cannot be used, as "name: reason".
+    """
     if not reasons:
         return []
-    more = [f"  … and {len(reasons) - 5} more"] if len(reasons) > 5 else []
-    return [f"left out because they cannot be used: {len(reasons)}", *(f"  {reason}" for reason in reasons[:5]), *more]
+    head = f"left out because they cannot be used: {len(reasons)}"
+    if len(reasons) <= _MOST_REASONS:
+        return [head, *(f"  {line}" for line in reasons)]
+    counts: dict[tuple[str, str], int] = {}
+    first_names: dict[tuple[str, str], str] = {}
+    for line in reasons:
+        name, _, reason = line.partition(": ")
+        group = (str(Path(name).parent), reason)
+        counts[group] = counts.get(group, 0) + 1
+        first_names.setdefault(group, name)
+    lines = []
+    described = 0
+    for group, count in list(counts.items())[:_MOST_REASONS]:
+        others = f" and {count - 1} more in its folder" if count > 1 else ""
+        lines.append(f"  {first_names[group]}{others}: {group[1]}")
+        described += count
+    if described < len(reasons):
+        lines.append(f"  … and {len(reasons) - described} more")
+    return [head, *lines]
 
 
 ONE_CLASS = "all samples are of one class, so accuracies say nothing"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core import formats
 from ..core.errors import UsageError
 from . import output
-from .arguments import add_bundle, add_strict, bundle_of, encoder_of, head_folder, own_head
+from .arguments import add_bundle, add_strict, bundle_of, bundle_option, encoder_of, head_folder, own_head
 
 if TYPE_CHECKING:
     from ..bundle.unpacked import Bundle
@@ -41,7 +42,8 @@ def predict(arguments: argparse.Namespace) -> int:
     than chance explains are drift: the inputs have changed since the head was fitted.
 
     Example:
-      edge-agent predict --bundle b.hwb --head head cat.png dog.png
+      edge-agent predict --head my-head cat.png dog.png
+      edge-agent predict --bundle b.hwb --head my-head --data images:new-photos
     """
     from ..heads.saved import is_numeric
     from ..personal.personalize import load_head, probabilities, saved_features
@@ -51,6 +53,13 @@ def predict(arguments: argparse.Namespace) -> int:
     bundle = bundle_of(arguments)
     if arguments.head is not None and is_numeric(arguments.head):
         return _predict_numeric(arguments, bundle)
+    if arguments.head is None and bundle.global_head() is None:
+        source = "images:FOLDER" if bundle.manifest.task.input.kind == "image" else "SOURCE"
+        raise UsageError(
+            f"bundle '{bundle.manifest.name}' has no shared classifier, and no head was named; fit one first "
+            f"('edge-agent fit{bundle_option(arguments)} --data {source} --out my-head'), and name its folder "
+            "(--head my-head)"
+        )
     head = load_head(arguments.head, bundle, arguments.precision) if arguments.head is not None else None
     task = bundle.manifest.task
     class_names = task.class_names if head is None else head.class_names
@@ -119,12 +128,18 @@ def _check_inputs(arguments: argparse.Namespace) -> None:
     """Require either files or a data source, before a bundle is opened.
 
     Raises:
-        UsageError: both or none were given, or a file is a folder.
+        UsageError: both or none were given, or a file is a folder or a data source.
     """
+    from ..data import registry
+
     files = _files(arguments)
     if (arguments.data is None) == (not files):
         raise UsageError("expected FILE ... or --data SOURCE: which inputs are to be classified?")
     for file in files:
+        kind, colon, _ = file.partition(":")
+        is_source = bool(colon) and kind in registry.names()
+        if is_source and not Path(file).exists():
+            raise UsageError(f"{file}: is a data source, expected a file; give it as --data {shlex.quote(file)}")
         if Path(file).is_dir():
             raise UsageError(
                 f"{file}: is a folder; give a folder of images as --data images:{file}, and recordings by their files"

@@ -47,7 +47,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         "--head",
         type=Path,
         metavar="DIR",
-        help="saved head for --bundle; default: the shared classifier that came with the bundle",
+        help="saved head for --bundle; default: the bundle's shared classifier, where it has one",
     )
     model.add_argument(
         "--precision",
@@ -127,8 +127,8 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         "--token-file",
         type=Path,
         metavar="FILE",
-        help="file of the token, created if it is missing (default: serve/token in the state folder, with --bundle in "
-        "the folder of --cache)",
+        help="file of the token, created if it is missing (default: serve/token in the state folder, with --bundle "
+        "or --head in the folder of --cache)",
     )
     where.add_argument(
         "--cert", type=Path, metavar="FILE", help="certificate of this server (PEM): encrypts connections"
@@ -183,7 +183,8 @@ def serve(arguments: argparse.Namespace) -> int:
     fit, a release or a rollback puts in use is taken over; no request fails meanwhile.
 
     Example:
-      edge-agent serve --bundle b.hwb --head my-head
+      edge-agent serve --head my-head
+      edge-agent serve --state /var/lib/headwater-agent --host 0.0.0.0
     """
     from ..core.children import stop_on_signals
     from ..serving.service import serving
@@ -247,7 +248,7 @@ def _pair_source(arguments: argparse.Namespace) -> PairSource:
             raise UsageError("--head goes with --bundle; the head of a state folder is the one in use there")
         arguments.bundle = bundle_path(starter.NAME)
     if arguments.bundle is None:
-        state = state_of(arguments)
+        state = state_of(arguments, ", or without an agent a head that 'edge-agent fit' has saved (--head DIR)")
         check_exists(state, "a device's state folder")
         return StatePair(state, arguments.precision, threads)
     # A state folder that is named as the bundle stands for its device, as for 'edge-agent predict'.

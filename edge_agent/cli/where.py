@@ -46,8 +46,12 @@ def add_agent(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def state_of(arguments: argparse.Namespace) -> Path:
+def state_of(arguments: argparse.Namespace, otherwise: str = "") -> Path:
     """Return the state folder that the options of `add_agent` name.
+
+    Args:
+        arguments: The options.
+        otherwise: What else than an agent the command can work with, for people who have none.
 
     Raises:
         UsageError: neither is there.
@@ -60,6 +64,7 @@ def state_of(arguments: argparse.Namespace) -> Path:
     if not path.exists():
         raise UsageError(
             f"{path}: it is not there; name the agent's file (--config FILE) or its state folder (--state DIR)"
+            f"{otherwise}"
         )
     from ..core.config import AgentConfig, load  # brings pydantic, which '--help' does without
 

@@ -73,11 +73,6 @@ class Capabilities(Frozen):
             return "train"
         return "head" if "onnxruntime" in self.packages and self.is_64bit else "idle"
 
-    @property
-    def head(self) -> str:
-        """The recommended first head: logistic regression, which is fitted in 0.1 s and needs numpy alone."""
-        return "lr"
-
     def advice(self) -> tuple[str, ...]:
         """Return a sentence for each package or setting that would let this device do more."""
         from .installation import install_command

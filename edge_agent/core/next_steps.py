@@ -71,6 +71,7 @@ class RunEvidence:
         answers_with_shared: Whether acc.personal is acc.global at every client: the personal model is the shared one.
         losing_with_own_layers: Clients that are better off alone and answer with the layers that they have trained.
         has_bundle: Whether the encoder was exported.
+        began_trained: Whether the encoder began with weights that were trained before, not with random ones.
     """
 
     method: str
@@ -84,6 +85,7 @@ class RunEvidence:
     answers_with_shared: bool = False
     losing_with_own_layers: Sequence[str] = ()
     has_bundle: bool = False
+    began_trained: bool = False
 
     @property
     def typical_samples(self) -> int | None:
@@ -171,17 +173,33 @@ class CollectOnDevices(Rule[RunEvidence]):
 
 
 class PretrainedEncoder(Rule[RunEvidence]):
-    """Devices have few samples, and are asked to train an encoder with them."""
+    """Devices have few samples and are asked to train an encoder with them, or nobody has trained it."""
 
     name = "pretrained_encoder"
 
     def message(self, evidence: RunEvidence) -> str:
         """See `Rule.message`."""
-        if not evidence.has_few_samples or evidence.method in FROZEN_METHODS:
+        # For pictures an encoder comes with the package; for recordings a bundle has to be named.
+        source = "starter, or a bundle" if evidence.input_kind == "image" else "BUNDLE"
+        # 1. A method that leaves the encoder as it is needs one that was trained.
+        if evidence.method in FROZEN_METHODS:
+            if evidence.began_trained or evidence.typical_samples is None:
+                return ""
+            return (
+                f"an encoder that is trained already (--from {source}): {evidence.method} leaves it as it is, and this "
+                "one has the random weights that it began with"
+            )
+        # 2. A method that trains the encoder needs samples.
+        if not evidence.has_few_samples:
             return ""
+        if evidence.began_trained:
+            return (
+                "the encoder as it began (the same --from or --weights with --method afl, one round): few samples are "
+                "enough for a classifier on it, not to train it"
+            )
         return (
-            "an encoder that is trained already and stays as it is (--method afl with --from BUNDLE, one round): few "
-            "samples are enough for a classifier on it, not for an encoder"
+            f"an encoder that is trained already and stays as it is (--method afl with --from {source}, one round): "
+            "few samples are enough for a classifier on it, not for an encoder"
         )
 
 

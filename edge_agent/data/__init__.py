@@ -807,7 +807,8 @@ def _check_known(held: Sequence[str], class_names: Sequence[str], source: str) -
         f"{source}: has classes that the task or bundle does not know: {_listed(suggestions)}; "
         f"it knows {_listed(class_names)}, the data have no {_listed(missing)}. Classes are matched by name: "
         "rename or remove unknown classes; missing classes are fine. A head of a device may have its own classes: "
-        "--own-classes, own_classes under [head] of an agent, or own_classes=True in Python"
+        "--own-classes, own_classes under [head] of an agent, or own_classes=True in Python. Those of a federation are "
+        "class_names in [task] of its coordinator"
     )
 
 

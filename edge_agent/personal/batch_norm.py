@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..bundle.manifest import Manifest
+from ..bundle.manifest import NO_METHOD, Manifest
 from ..bundle.unpacked import Bundle
 from ..core.errors import StateError
 from ..core.storage import read_regular, sha256_of
@@ -84,6 +84,8 @@ def own_share(inputs: int) -> float:
 def why_not(manifest: Manifest, count: int) -> str:
     """Return why ``count`` local inputs cannot give their own statistics; empty where they can."""
     if manifest.free_norm is None:
+        if manifest.method == NO_METHOD:
+            return "not applicable: the bundle's encoder has no batch norm of the device's own"
         return f"not applicable: the encoder has no batch norm that method '{manifest.method}' leaves to a device"
     return f"{count} inputs, at least {LEAST_INPUTS} are needed" if count < LEAST_INPUTS else ""
 

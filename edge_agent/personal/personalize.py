@@ -26,7 +26,7 @@ from ..heads.saved import SavedHead, SavedNumeric, title_of
 from .batch_norm import OwnNorm, grade, remains
 from .blend import BLEND
 from .choice import MOST_ROWS, HeadChoice, cross_validate
-from .confidence import Confidence, OutOfFold, estimate_confidence
+from .confidence import Confidence, OutOfFold, calibrate, estimate_confidence
 from .encoder import Encoder, Progress, features_of
 from .fitting import (
     FitOptions,
@@ -43,6 +43,10 @@ from .local.models import MAJORITY, HeadInput, LocalModel, fit_local, prepare_re
 from .local.validation import LearningCurve, is_better, learning_curve
 
 _log = logging.getLogger(__name__)
+
+NOT_STATED = "not stated"
+"""The exactness of a head that the bundle's method says nothing about, or whose bundle has no method."""
+
 Given: TypeAlias = "Samples | tuple[Samples, Samples]"
 """All samples of a device, or training and held-out samples."""
 
@@ -449,6 +453,13 @@ def _with_doubtful_labels(features: Features, result: Result, rows: Rows) -> Res
             _log.warning("labels_not_looked_at head=%s reason=%s", result.head.name, error)
             answers = None
     probabilities = result.head.predict_proba(rows.test)
+    # A head of small probabilities, such as prototype, would have nearly all samples listed, right answers too. They
+    # are compared as they are given: calibrated where the answers are enough for that.
+    if answers is not None:
+        calibration = calibrate(answers.probabilities, train.labels[answers.rows], answers.folds)
+        if calibration is not None:
+            probabilities = calibration(probabilities)
+            answers = replace(answers, probabilities=calibration(answers.probabilities))
     return replace(
         result,
         worst=tuple(worst_samples(train, answers, test, probabilities)),
@@ -484,7 +495,7 @@ def _fit_and_score(features: Features, options: FitOptions) -> tuple[Result, Row
     chosen = choose_model(features.bundle, train, features.train_features, options, local)
     rows = features.rows(chosen.takes)
     fitted = fit(features.bundle, rows.train, train.labels, chosen.options, names)
-    exactness = "not stated"
+    exactness = NOT_STATED
     card = features.bundle.manifest.heads.get(fitted.name)
     if card is not None:
         exactness = card.exactness
@@ -642,7 +653,8 @@ def probabilities(bundle: Bundle, head: SavedHead | None, features: np.ndarray) 
     shared = bundle.global_head()
     if shared is None:
         raise UsageError(
-            f"bundle '{bundle.manifest.name}' has no shared classifier; fit a head first, and pass it (--head)"
+            f"bundle '{bundle.manifest.name}' has no shared classifier, and no head was named; fit one with this "
+            "bundle first ('edge-agent fit'), and name its folder (--head)"
         )
     return global_probabilities(shared, features)
 

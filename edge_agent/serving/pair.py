@@ -95,8 +95,8 @@ class Pair:
             head = load(head_folder, bundle, precision)
         elif bundle.global_head() is None:
             raise UsageError(
-                f"bundle '{bundle.manifest.name}' has no shared classifier, and no head was named; fit one first "
-                "('edge-agent fit'), and name its folder (--head)"
+                f"bundle '{bundle.manifest.name}' has no shared classifier, and no head was named; fit one with "
+                "this bundle first ('edge-agent fit'), and name its folder (--head)"
             )
         if head is None:
             encoder = Encoder.open(bundle, "fp32" if precision == "auto" else precision, threads)

@@ -44,7 +44,8 @@ KNOWN_ERRORS = (
         errors.DataError,
         "data",
         "local data do not fit what is asked of this device; its log and 'edge-agent status' there say which",
-        "correct the data, or [data] in the agent's configuration",
+        "correct the data, or [data] in the agent's configuration; where all devices have the same other classes, "
+        "correct class_names in [task] of the coordinator's",
     ),
     KnownError(
         errors.ConfigError,

@@ -10,8 +10,8 @@ import numpy as np
 
 from edge_agent.bundle.manifest import NEWEST_SCHEMA
 from edge_agent.core import config
-from edge_agent.core.errors import UsageError, cause
-from edge_agent.core.storage import read_regular_text
+from edge_agent.core.class_names import parse_class_names
+from edge_agent.core.errors import UsageError
 from edge_agent.core.task import EncoderTask, Task, Tensors
 from edge_agent.personal import self_test
 
@@ -171,37 +171,13 @@ def _origin(
 ) -> tuple[Origin, list[str]]:
     """Return what the manifest says of the encoder, and notes on it."""
     notes: list[str] = []
-    names = _class_names(settings.classes)
+    names = () if settings.classes is None else parse_class_names(settings.classes)
     content = {"input": form.spec, "encoder": name[:200]}
     task: Task = config.parse(EncoderTask, content, where="the network's name")
     if names:
         task = config.parse(Task, {**content, "class_names": names}, where="--classes")
     head = _shared_classifier(point, cut, names, notes)
     return Origin(task, cut.feature_dim, head, schema_version=NEWEST_SCHEMA), notes
-
-
-def _class_names(classes: str | None) -> tuple[str, ...]:
-    """Return the names of classes, with commas in a text or one a line in a file; none where there are none.
-
-    Raises:
-        UsageError: The file cannot be read, or a name occurs twice.
-    """
-    if classes is None:
-        return ()
-    lines = classes.split(",")
-    path = Path(classes)
-    if "," not in classes:
-        try:
-            lines = read_regular_text(path).splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(
-                f"--classes {classes}: {cause(error)}; give names with commas between them, or a file with one a line"
-            ) from error
-    names = tuple(line.strip() for line in lines if line.strip())
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice or not names:
-        raise UsageError(f"--classes {classes}: {'no names' if not names else 'twice: ' + ', '.join(twice[:5])}")
-    return names
 
 
 def _shared_classifier(point: FeaturePoint, cut: Cut, names: tuple[str, ...], notes: list[str]) -> Tensors | None:

@@ -227,6 +227,15 @@ def _declare(values: Any, name: str, shape: Sequence[str | int | None] | None) -
     values.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, shape))
 
 
+def _takes_one_input(content: bytes, form: InputForm) -> bool:
+    """Return whether the graph in ``content``, which takes no several inputs at once, takes one."""
+    try:
+        check(content, [form.given_shape(1)], where="network", most_bytes=MOST_BYTES)
+    except BundleDamaged:
+        return False
+    return True
+
+
 def _feature_shape(model: Any, tensor: str, form: InputForm) -> tuple[int, ...]:
     """Return the shape of the features without the batch.
 
@@ -240,7 +249,8 @@ def _feature_shape(model: Any, tensor: str, form: InputForm) -> tuple[int, ...]:
         try:
             cost = check(content, [form.given_shape(batch)], where="network", most_bytes=len(_BATCHES) * MOST_BYTES)
         except BundleDamaged as error:
-            reason = f"{inside} ({error})" if shapes else str(error)
+            is_for_one_input = not shapes and _takes_one_input(content, form)
+            reason = f"{inside} ({error})" if shapes or is_for_one_input else str(error)
             raise ExportRejected(f"the network up to '{tensor}' cannot run on devices: {reason}") from error
         shapes.append(cost.outputs[0])
     firsts = tuple(shape[0] if shape else 0 for shape in shapes)

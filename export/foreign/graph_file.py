@@ -46,7 +46,7 @@ def read_graph(path: Path) -> Any:
         ) from error
     if not model.graph.node:
         raise ExportRejected(f"{path}: not an ONNX file, or a graph without nodes; export the network again")
-    mistakes = [*_mistakes_in_form(model), *_mistakes_in_interface(model), *_mistakes_in_weights(model)]
+    mistakes = [*_mistakes_in_form(model, path), *_mistakes_in_interface(model), *_mistakes_in_weights(model)]
     if mistakes:
         lines = "\n".join(f"  - {mistake}" for mistake in mistakes)
         raise ExportRejected(f"{path}: {len(mistakes)} reason(s) why this is no encoder; nothing was written\n{lines}")
@@ -88,13 +88,17 @@ def opset_of(model: Any) -> int:
     return max((entry.version for entry in model.opset_import if entry.domain in _ONNX_DOMAINS), default=0)
 
 
-def _mistakes_in_form(model: Any) -> Iterator[str]:
-    """Yield what the format allows and a bundle does not: other files, control flow, functions, newer versions."""
+def _mistakes_in_form(model: Any, path: Path) -> Iterator[str]:
+    """Yield what the format allows and a bundle does not: other files, control flow, functions, newer versions.
+
+    ``path`` is that of the file, for commands that mend it.
+    """
     outside = [tensor.name for tensor in model.graph.initializer if tensor.external_data or tensor.data_location == 1]
     if outside:
         yield (
-            f"{len(outside)} weights are in another file ({_names(outside)}); join them: "
-            "python -c \"import onnx; onnx.save(onnx.load('IN.onnx'), 'OUT.onnx')\""
+            f"{len(outside)} weights are in another file ({_names(outside)}), as torch.onnx.export writes them unless "
+            'it gets external_data=False; join them: python -c "import onnx; '
+            f'onnx.save(onnx.load({str(path)!r}), {str(path.with_stem(f"{path.stem}-joined"))!r})"'
         )
     flow = sorted(
         {node.op_type for node in model.graph.node if any(_has_graph(attribute) for attribute in node.attribute)}

@@ -90,7 +90,11 @@ def load_torchvision(name: str, weights: Path | None) -> TorchNetwork:
     """
     check_name(name)
     if weights is None:
-        raise UsageError(f"{name}: --weights is missing: which file holds the weights of this network of torchvision?")
+        raise UsageError(
+            f"{name}: --weights is missing: which file holds the weights of this network of torchvision? Nothing is "
+            "downloaded here: take the .pth that torchvision offers for it, or what "
+            "torch.save(NETWORK.state_dict(), FILE) has written of one of your own"
+        )
     tensors = read_weights(weights)
     build = networks().get_model
     network: nn.Module = build(name, weights=None)

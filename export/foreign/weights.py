@@ -23,8 +23,12 @@ _PREFIXES = ("module.", "model.", "encoder.", "_orig_mod.")
 """What stands before all names where a network was saved inside another module."""
 
 _COUNTER = "num_batches_tracked"
-_SHOWN = 1000
-"""How many names of one kind a message lists; the largest networks have about as many."""
+_SHOWN_NAMES = 10
+"""Names that are missing, and names that are not expected, are listed up to so many: the weights of another network
+differ in hundreds, and the first ones already tell it."""
+
+_SHOWN_MISTAKES = 10
+"""Mistakes of all kinds are listed up to so many."""
 
 Weights = Mapping[str, torch.Tensor]
 
@@ -92,8 +96,8 @@ def put_weights(network: nn.Module, weights: Weights, path: Path) -> None:
     """Let a network have the weights of a file.
 
     Raises:
-        WeightsError: They are those of another network: all names that are missing or not expected are listed, with the
-            nearest one in the file, and tensors of other shapes, or with NaN.
+        WeightsError: They are those of another network. The first names that are missing or not expected are listed,
+            with the nearest one on the other side, and tensors of other shapes, or with NaN.
     """
     expected = network.state_dict()
     weights = without_prefix(weights, set(expected))
@@ -110,7 +114,9 @@ def put_weights(network: nn.Module, weights: Weights, path: Path) -> None:
         elif name in expected and tensor.is_floating_point() and not torch.isfinite(tensor).all():
             mistakes.append(f"'{name}' holds NaN or infinity")
     if mistakes:
-        lines = "\n".join(f"  - {mistake}" for mistake in mistakes[:_SHOWN])
+        lines = "\n".join(f"  - {mistake}" for mistake in mistakes[:_SHOWN_MISTAKES])
+        if len(mistakes) > _SHOWN_MISTAKES:
+            lines += f"\n  - and {len(mistakes) - _SHOWN_MISTAKES} more"
         raise WeightsError(
             f"{path}: not the weights of this network ({len(weights)} tensors, {len(expected)} expected); nothing was "
             f"written\n{lines}"
@@ -123,8 +129,8 @@ def put_weights(network: nn.Module, weights: Weights, path: Path) -> None:
 def _listed(names: list[str], others: list[str]) -> str:
     """Return names for a message, each with the one among the others that looks like it."""
     texts = []
-    for name in names[:_SHOWN]:
+    for name in names[:_SHOWN_NAMES]:
         near = difflib.get_close_matches(name, others, 1, 0.6)
         texts.append(f"{name} (the nearest: {near[0]})" if near else name)
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
     return ", ".join(texts) + more

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from edge_agent.bundle import starter
 from edge_agent.core.capabilities import cores
 from edge_agent.core.child_process import module_command
 from edge_agent.core.errors import MeasuringFailed, MissingCapability, UsageError
@@ -131,7 +132,7 @@ class SimulationSize(Frozen):
 class ServePlan(Frozen):
     """The settings of ``bench serve``, which times answers over HTTP."""
 
-    bundle: Path = Field(description="bundle file (*.hwb)")
+    bundle: Path = Field(Path(starter.NAME), description="bundle file (*.hwb)")
     head: Path | None = Field(None, description="saved head; default: the shared classifier of the bundle")
     input: Path = Field(description="an image, or a recording (.npy, .csv), that is answered again and again")
     rate: float = Field(50.0, gt=0, le=10_000, description="requests in a second")

@@ -170,7 +170,9 @@ class LearningCurve:
         """Return an answer to "have I collected enough?", in one sentence."""
         forecast = self.forecast
         if forecast is None:
-            return "too few samples for a learning curve; collect at least 3 of each class"
+            return (
+                "too few samples for a learning curve: collect at least 3 of each class to fit, beside those held out"
+            )
         expected, low, high = (100 * share for share in (forecast.expected, forecast.low, forecast.high))
         about = (
             f"with {forecast.samples} samples to fit, twice as many as here, about {expected:.1f} % "

@@ -493,6 +493,20 @@ def test_progress_in_a_pipe_is_a_line_for_each_round_and_each_long_wait(capsys, 
     ]
 
 
+def test_progress_in_a_pipe_says_once_who_takes_part(capsys):
+    """A device that connected 0.2 s later was not in a run of one round, and nothing said so."""
+    lines = _Lines("run-0001")
+    opened = OpenRound(1, 1, ("hall", "porch"), RoundOpened())
+    lines(RunRecord("run-0001", RunRequested(rounds=2), open_round=opened), "")
+    later = OpenRound(2, 1, ("hall", "porch", "yard"), RoundOpened())
+    lines(RunRecord("run-0001", RunRequested(rounds=2), round=1, open_round=later), "")
+    assert capsys.readouterr().err.splitlines() == [
+        "run-0001: queued with 2 rounds",
+        "run-0001: round 1 begins with 2 agents: hall, porch",
+        "run-0001: round 1 of 2 is closed",
+    ]
+
+
 def test_progress_estimates_what_is_left_from_the_rounds_that_it_has_seen(capsys, monkeypatch):
     """A command that begins to follow in round 10 does not count the nine before."""
     now = [0.0]
@@ -507,6 +521,13 @@ def test_progress_estimates_what_is_left_from_the_rounds_that_it_has_seen(capsys
         "run-0001: round 12 of 100 is closed; about 1 h 6 min left",
         "run-0001: round 100 of 100 is closed",
     ]
+
+
+def test_bench_serve_takes_the_starter_encoder_where_no_bundle_is_named(call, tmp_path):
+    code, _, err = call("bench", "serve", "--head", tmp_path / "no-head", "--input", tmp_path / "no.png")
+    assert code == 2
+    said = f"headwater: --head {tmp_path / 'no-head'}, --input {tmp_path / 'no.png'}: no such file or folder"
+    assert said in " ".join(err.split()), "the bundle is there"
 
 
 def test_a_home_that_nobody_has_is_told(call, tmp_path):

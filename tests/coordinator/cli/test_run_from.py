@@ -103,6 +103,56 @@ def test_a_bundle_of_a_run_is_a_beginning(simulated, call, configured, tmp_path)
 
 
 @pytest.mark.parametrize(
+    "options, said, unsaid",
+    [
+        (("--method", "afl"), ("random weights: --from starter (pictures)", "afl needs one round (--rounds 1)"), ""),
+        (("--method", "afl", "--rounds", 1, "--from", "starter"), (), "note: afl"),
+        (("--method", "fedavg"), (), "note:"),
+    ],
+)
+def test_what_a_method_without_training_needs_is_said_before_its_run(call, configured, options, said, unsaid):
+    code, _, err = call("run", "--config", configured(), *options, "--no-wait")
+    text = " ".join(err.split())
+    assert code == 0
+    assert all(words in text for words in said)
+    assert not unsaid or unsaid not in text
+
+
+SIMULATION = """
+method = "afl"
+rounds = 1
+data = "digits:rendered?n=40"
+clients = 2
+local = false
+"""
+
+
+def test_a_simulation_begins_with_the_encoder_that_its_file_names(call, tmp_path):
+    """'from' was called unknown, with 'fraction_max' as the nearest name."""
+    path = tmp_path / "sim.toml"
+    path.write_text(f'from = "starter"\n{SIMULATION}')
+    code, out, err = call("simulate", "--config", path, "--out", tmp_path / "sim", "--json")
+    assert code == 0, err
+    assert json.loads(out)["weights"]["path"] == str(bundle_path("starter"))
+
+
+def test_a_bundle_in_the_file_of_a_simulation_counts_from_its_folder(call, tmp_path):
+    path = tmp_path / "sim.toml"
+    path.write_text(f'from = "gone.hwb"\n{SIMULATION}')
+    code, _, err = call("simulate", "--config", path, "--out", tmp_path / "sim")
+    assert code == 2
+    assert f"--from {tmp_path / 'gone.hwb'}: there is no such file" in " ".join(err.split())
+
+
+def test_options_that_are_no_settings_are_told_as_such(call, tmp_path):
+    path = tmp_path / "sim.toml"
+    path.write_text(f'out = "sim"\n{SIMULATION}')
+    code, _, err = call("simulate", "--config", path)
+    assert code == 2
+    assert "out: no setting of a file; give it on the command line (--out)" in " ".join(err.split())
+
+
+@pytest.mark.parametrize(
     "options, said",
     [
         (("--from", "run-0007"), "is neither a bundle file nor a run; there are no runs here yet"),

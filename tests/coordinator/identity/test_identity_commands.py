@@ -31,6 +31,22 @@ def test_longest_name_of_a_federation_is_taken(fleet):
     assert load_config(fleet.config).federation == "a" * 63
 
 
+def test_classes_of_a_new_configuration_are_named_at_once(fleet, tmp_path):
+    """Without them every device failed: the file had the ten digits until somebody edited it."""
+    code, out, err = fleet.call("init", fleet.folder, "--host", "localhost", "--classes", 'cat, grüner "Apfel",dog')
+    assert code == 0, err
+    assert load_config(fleet.config).task.class_names == ("cat", 'grüner "Apfel"', "dog")
+    assert "first: put the size of your inputs into [task]" in " ".join(out.split())
+    code, _, err = fleet.call("init", fleet.folder / "other", "--host", "localhost", "--classes", "cat,cat")
+    assert (code, "twice: cat; give each name once" in err, (fleet.folder / "other").exists()) == (2, True, False)
+    (tmp_path / "names.txt").write_text("fox\n\nhen\n")
+    third = tmp_path / "third"
+    assert fleet.call("init", third, "--host", "localhost", "--classes", tmp_path / "names.txt")[0] == 0
+    assert load_config(third / "coordinator.toml").task.class_names == ("fox", "hen")
+    code, _, err = fleet.call("init", "--config", fleet.config, "--classes", "a,b")
+    assert (code, "--classes is for a new configuration" in err) == (2, True)
+
+
 @pytest.mark.parametrize(
     "host", ["my host", "büro", "a" * 254, "foo:123", "https://x.y", "a..b", f"{'a' * 64}.example", "192.0.2.999"]
 )

@@ -139,7 +139,7 @@ def test_a_restarted_coordinator_knows_who_refused(tmp_path):
 def test_a_run_that_every_device_refuses_fails_at_once_with_their_reasons(tmp_path):
     fed = finished(tmp_path, "fedavg", {name: {"methods": ["repper"]} for name in ("a0", "a1", "a2")})
     assert fed.ended.status == "failed"
-    assert "a1: PrivacyRefused: method is 'fedavg', privacy.methods allows repper" in fed.ended.reason
+    assert "a0, a1, a2: PrivacyRefused: method is 'fedavg', privacy.methods allows repper" in fed.ended.reason
 
 
 @pytest.mark.parametrize("norm, refused", [("global", {"a1"}), ("local_stats", set())])

@@ -174,7 +174,7 @@ def test_a_round_that_nobody_can_do_is_not_tried_again(tmp_path):
         fed.finish()
         assert [(number, attempt) for number, attempt, _ in opened(fed)] == [(1, 1)]
         reason = fed.record.reason
-    assert "every agent that was asked has failed: a0: TrainingFailed" in reason
+    assert "every agent that was asked has failed: a0, a1: TrainingFailed" in reason
     assert "lambda 1e30" in reason
 
 

@@ -162,7 +162,7 @@ def test_next_steps_are_those_that_the_figures_speak_for():
     settled = [{"a": 1.0}] * 5
     assert names_of(many, settled) == ["larger_encoder"]
     assert names_of(many, settled, request=requested(side=24)) == ["other_method"], "24 of 24 x 32 pixels are too few"
-    assert names_of(many, request=requested("afl")) == ["train_encoder"]
+    assert names_of(many, request=requested("afl")) == ["pretrained_encoder", "train_encoder"]
 
 
 def test_the_disagreement_of_clients_is_what_their_personal_models_gain_over_the_shared_one():

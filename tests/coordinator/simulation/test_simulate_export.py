@@ -42,6 +42,15 @@ def test_a_simulated_encoder_becomes_a_bundle(images, tmp_path, call):
     assert origin.scores.mean == pytest.approx(result["last"]["acc"]["personal"]["clients_mean"])
 
 
+def test_an_export_ends_with_the_command_that_uses_it(images, tmp_path, call):
+    run(small_plan(images, rounds=1), tmp_path / "sim")
+    _, out, _ = call("export", "--state", tmp_path / "sim", "--out", tmp_path / "e.hwb")
+    fit = f"next: edge-agent fit --bundle {tmp_path}/e.hwb --data images:FOLDER --out my-head"
+    assert out.rstrip().splitlines()[-1] == fit
+    _, out, _ = call("export", "--state", tmp_path / "sim", "--out", tmp_path / "e.safetensors")
+    assert out.rstrip().splitlines()[-1] == f"next: headwater run --weights {tmp_path}/e.safetensors"
+
+
 def test_its_weights_are_what_another_run_begins_with(images, tmp_path, call):
     first = run(small_plan(images), tmp_path / "sim")
     code, out, _ = call("export", "--state", tmp_path / "sim", "--out", tmp_path / "e.safetensors", "--json")

@@ -168,10 +168,19 @@ def test_commands_use_it_where_no_bundle_is_named(photos, tmp_path, monkeypatch,
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     assert main(["fit", "--data", f"images:{photos}", "--out", "head"]) == 0
-    assert main(["predict", "--head", "head", "--json", str(photos / "disc/0.png")]) == 0
+    text = capsys.readouterr().out
+    next_command = text.splitlines()[-1]
+    assert next_command == "next: edge-agent predict --head head FILE ..."
+    assert "not stated" not in text  # how closely a head follows a method, where there is no method
+    assert "if this device has trained the encoder" not in text
+    words = next_command.removeprefix("next: edge-agent ").removesuffix(" FILE ...").split()
+    assert main([*words, "--json", str(photos / "disc/0.png")]) == 0
     assert '"class": "disc"' in capsys.readouterr().out.splitlines()[-1]
     assert main(["import", "starter", "--state", "dev"]) == 0
     assert main(["add", "--state", "dev", "--data", f"images:{photos}"]) == 0
+    capsys.readouterr()
+    assert main(["predict", str(photos / "disc/0.png")]) == 2
+    assert "'edge-agent fit --data images:FOLDER --out my-head'" in capsys.readouterr().err
 
 
 def test_it_takes_no_recordings(tmp_path, monkeypatch, capsys):

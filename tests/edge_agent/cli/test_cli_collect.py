@@ -271,6 +271,17 @@ def test_a_running_agent_fits_the_head_itself(place, capsys):
     assert states(capsys) == {"cat": "collected"}
 
 
+def test_the_first_fit_of_a_device_names_the_command_that_answers(place, capsys):
+    capsys.readouterr()
+    assert main(["add", "--state", "state", "--label", "cat", "cat0.png", "cat1.png"]) == 0
+    next_line = capsys.readouterr().out.splitlines()[-1]
+    assert next_line == "next: edge-agent predict --bundle state FILE ..., or edge-agent serve --state state"
+    words = next_line.removeprefix("next: edge-agent ").partition(" FILE")[0].split()
+    assert main([*words, "cat7.png"]) == 0
+    assert main(["add", "--state", "state", "--label", "dog", "dog0.png", "dog1.png"]) == 0
+    assert "next: " not in capsys.readouterr().out  # it is known by now
+
+
 @pytest.mark.parametrize(
     "words, code, said",
     [
@@ -282,8 +293,17 @@ def test_a_running_agent_fits_the_head_itself(place, capsys):
             2,
             "cannot be read as an image",
         ),
-        (("add", "--label", "cat", "cat0.png"), 2, "agent.toml: it is not there; name the agent's file"),
-        (("add", "--state", "nowhere", "--label", "cat", "cat0.png"), 2, "nowhere: it is not there"),
+        (("add", "--label", "cat", "cat0.png"), 2, "'edge-agent import starter --state DIR' makes one"),
+        (
+            ("add", "--state", "nowhere", "--label", "cat", "cat0.png"),
+            2,
+            "check the path, or, for a new one, install a bundle: 'edge-agent import BUNDLE --state nowhere'",
+        ),
+        (
+            ("add", "--state", "empty folder", "--label", "cat", "cat0.png"),
+            1,
+            "no bundle is in use; install a bundle: 'edge-agent import BUNDLE --state",
+        ),
         (("classes", "rename", "cat", "--state", "state"), 2, "rename OLD NEW"),
         (
             ("classes", "remove", "cow", "--state", "state"),
@@ -294,6 +314,7 @@ def test_a_running_agent_fits_the_head_itself(place, capsys):
     ],
 )
 def test_mistakes_are_clear_and_change_nothing(place, capsys, words, code, said):
+    (place / "empty folder").mkdir()
     assert said in answer(capsys, *words, code=code)["error"]["message"]
     assert not (place / "state" / "samples" / "index.json").exists()
 

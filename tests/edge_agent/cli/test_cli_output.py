@@ -22,6 +22,21 @@ def test_what_is_not_known_is_a_dash():
     assert [value_text(value) for value in (None, "", 0, "x")] == ["–", "–", "0", "x"]
 
 
+def test_files_that_are_left_out_share_a_line_where_folder_and_reason_are_the_same():
+    """Ten photos in a folder too deep hid which photo was broken."""
+    deep = [f"star/more/{number}.jpg: is too deep" for number in range(10)]
+    lines = output.skipped(["car/a.heic: is of another form", *deep, "cup/b.jpg: cannot be read"])
+    assert lines == [
+        "left out because they cannot be used: 12",
+        "  car/a.heic: is of another form",
+        "  star/more/0.jpg and 9 more in its folder: is too deep",
+        "  cup/b.jpg: cannot be read",
+    ]
+    assert output.skipped(deep[:2]) == ["left out because they cannot be used: 2", *(f"  {line}" for line in deep[:2])]
+    assert output.skipped([f"{name}/x.jpg: cannot be read" for name in "abcdefg"])[-1] == "  … and 2 more"
+    assert output.skipped([]) == []
+
+
 def test_remedy_on_the_device_does_not_send_to_where_it_is_shown():
     problem = problem_of("work", UsageError("no"))
     assert (problem.remedy, problem.as_json()["remedy"]) == (

@@ -61,7 +61,7 @@ def test_every_command_has_help_with_an_example_that_parses(command, capsys):
 
 def test_help_says_where_the_token_of_a_bundle_lies(capsys):
     said = " ".join(help_of("serve", capsys).split())
-    assert "serve/token in the state folder, with --bundle in the folder of --cache" in said
+    assert "serve/token in the state folder, with --bundle or --head in the folder of --cache" in said
 
 
 def test_help_lists_all_commands(capsys):

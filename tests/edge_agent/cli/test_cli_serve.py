@@ -108,6 +108,11 @@ def test_what_it_prints_for_other_machines_can_be_used_as_it_is(make_bundle, tmp
         (["--state", "nowhere"], "nowhere: it is not there"),
         (["--bundle", "nowhere"], "nowhere: it is not there"),
         (["--config", "nowhere.toml"], "nowhere.toml: it is not there"),
+        (
+            [],
+            "agent.toml: it is not there; name the agent's file (--config FILE) or its state folder (--state DIR), or",
+        ),
+        ([], "a head that 'edge-agent fit' has saved (--head DIR)"),
         (["--state", ".", "--head", "x"], "--head goes with --bundle"),
         (["--bundle", "b.hwb", "--port", "70000", "--vote", "0"], "port = 70000"),
         (["--bundle", "b.hwb", "--port", "70000", "--vote", "0"], "vote = 0"),

@@ -67,9 +67,20 @@ def test_more_samples_where_half_of_the_devices_have_few():
 def test_an_encoder_is_given_where_samples_are_few_and_trained_where_they_are_many(method):
     few = (40, 40)
     many = (400, 400)
-    assert "--method afl with --from BUNDLE" in PretrainedEncoder().message(evidence(samples=few))
+    assert "--method afl with --from starter, or a bundle, one" in PretrainedEncoder().message(evidence(samples=few))
+    of_windows = evidence(samples=few, input_kind="window")
+    assert "--method afl with --from BUNDLE, one round" in PretrainedEncoder().message(of_windows)
     assert not PretrainedEncoder().message(evidence(samples=many))
-    assert not PretrainedEncoder().message(evidence(method=method, samples=few)), "it has one"
+    has_one = evidence(samples=few, began_trained=True)
+    assert (
+        PretrainedEncoder()
+        .message(has_one)
+        .startswith("the encoder as it began (the same --from or --weights with --m")
+    )
+    assert not PretrainedEncoder().message(evidence(method=method, samples=few, began_trained=True)), "it has one"
+    has_none = PretrainedEncoder().message(evidence(method=method, samples=few))
+    assert has_none.startswith("an encoder that is trained already (--from starter, or a bundle): ")
+    assert f"{method} leaves it as it is, and this one has the random weights" in has_none
     assert f"{method} leaves it as it is" in TrainEncoder().message(evidence(method=method, samples=many))
     assert not TrainEncoder().message(evidence(method=method, samples=few))
     assert not TrainEncoder().message(evidence(samples=many))

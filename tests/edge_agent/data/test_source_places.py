@@ -67,6 +67,7 @@ def test_classes_that_the_task_does_not_know_are_told_with_those_that_are_lackin
     assert "does not know: 'blue' (did you mean 'bluu'?); it knows green, red, bluu" in said
     assert "the data have no green, bluu" in said
     assert "missing classes are fine" in said
+    assert said.endswith("Those of a federation are class_names in [task] of its coordinator")
 
 
 def test_data_of_which_nothing_can_be_used_are_told_from_those_with_a_broken_file(folder):

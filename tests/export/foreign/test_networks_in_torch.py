@@ -105,6 +105,18 @@ def test_weights_of_another_network_are_listed_with_the_nearest_names(tmp_path):
     assert "'fc.bias' holds NaN" in message
 
 
+def test_weights_of_a_very_different_network_are_told_in_a_few_lines(tmp_path):
+    """Those of one network of torchvision in the place of another made a message of 17,000 characters."""
+    other = {f"blocks.{number}.weight": torch.zeros(1) for number in range(300)}
+    path = save(tmp_path / "other.safetensors", other)
+    with pytest.raises(WeightsError) as raised:
+        put_weights(SmallResNet(), read_weights(path), path)
+    message = str(raised.value)
+    assert "300 not expected: blocks.0.weight" in message
+    assert "and 290 more" in message
+    assert len(message) < 2500
+
+
 @pytest.mark.parametrize("wrap", [lambda state: state, lambda state: {"epoch": 3, "state_dict": state}])
 def test_what_torch_save_wrote(tmp_path, wrap):
     state = {f"module.{name}": tensor for name, tensor in seeded(SmallResNet(), 4).state_dict().items()}

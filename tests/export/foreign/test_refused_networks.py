@@ -34,7 +34,9 @@ def test_weights_in_another_file(network, tmp_path):
     onnx.save(onnx.load(network), tmp_path / "split.onnx", save_as_external_data=True, size_threshold=0)
     message = refusal(tmp_path / "split.onnx", tmp_path)
     assert "weights are in another file (" in message
-    assert "onnx.save(onnx.load(" in message
+    program = message.partition('python -c "')[2].partition('"')[0]
+    exec(program)
+    bundle_network(str(tmp_path / "split-joined.onnx"), tmp_path / "joined.hwb", ForeignSettings())
 
 
 def test_control_flow(network, tmp_path):
@@ -70,6 +72,19 @@ def test_a_batch_that_is_fixed_inside(tmp_path):
 
     path = export(seeded(Inside()), tmp_path / "inside.onnx", torch.zeros(2, 3, 32, 32))
     assert "fixed batch size inside" in refusal(path, tmp_path)
+
+
+def test_a_batch_of_one_that_is_fixed_inside(tmp_path):
+    """As torch.onnx.export writes flatten(1) of one input: 'Reshape of (2, 16, 1, 1) to [1, 16]' named no remedy."""
+
+    class Inside(SmallResNet):
+        def forward(self, images):
+            return self.fc(self.avgpool(torch.relu(self.conv1(images))).reshape(1, 16))
+
+    path = export(seeded(Inside()), tmp_path / "inside.onnx", torch.zeros(1, 3, 32, 32), dynamic_axes={})
+    message = refusal(path, tmp_path, any_batch=True)
+    assert "fixed batch size inside; export it with a dynamic batch axis" in message
+    assert "Reshape of (2, 16, 1, 1) to [1, 16]" in message
 
 
 def test_rows_that_depend_on_their_neighbours(tmp_path):
