@@ -69,8 +69,15 @@ class _Writer:
         }.get(node.op_type)
         if replace is None:
             self._nodes.append(node)
-        else:
+            return
+        try:
             replace(node)
+        except (IndexError, ValueError) as error:
+            # Scales and zeros whose shapes do not fit what they belong to.
+            raise ExportRejected(
+                f"'{node.name}' ({node.op_type}) rounds in a form that is not understood ({error}); give the network "
+                "in fp32"
+            ) from error
 
     def finish(self) -> None:
         """Write nodes and constants into the model."""
@@ -151,13 +158,27 @@ class _Writer:
 
 def _in_float(values: np.ndarray, scale: np.ndarray, zero: np.ndarray | None, axis: int) -> np.ndarray:
     """Return rounded values as float32: (value - zero) * scale, with one scale, or one for each position of an axis."""
-    along_axis = [1] * values.ndim
-    along_axis[axis] = -1
     result = values.astype(np.float64)
     if zero is not None:
-        result = result - zero.astype(np.float64).reshape(along_axis if zero.size > 1 else ())
-    result = result * scale.astype(np.float64).reshape(along_axis if scale.size > 1 else ())
+        result = result - _along_axis(zero, values.ndim, axis)
+    result = result * _along_axis(scale, values.ndim, axis)
+    if result.shape != values.shape:
+        raise ValueError(f"scale {list(scale.shape)} for values {list(values.shape)}")
     return np.asarray(result, np.float32)
+
+
+def _along_axis(numbers: np.ndarray, rank: int, axis: int) -> np.ndarray:
+    """Return scales or zeros as float64 that are broadcast to values of ``rank`` axes: one for all, or along an axis.
+
+    Where there is one for all the axis says nothing: it is 1 where a node states none, also of a bias, which has one.
+    """
+    if numbers.size == 1:
+        return numbers.astype(np.float64).reshape(())
+    if not -rank <= axis < rank:
+        raise ValueError(f"axis {axis} of values of {rank} axes")
+    sides = [1] * rank
+    sides[axis] = -1
+    return numbers.astype(np.float64).reshape(sides)
 
 
 def unrounded(model: Any, tensor: str) -> str:

@@ -60,7 +60,7 @@ def load_class(source: str, weights: Path | None) -> TorchNetwork:
     if not isinstance(loaded, nn.Module):
         try:
             network = loaded()
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a script's main function may end the process
             raise UsageError(
                 f"network '{source}': {type(error).__name__}: {error}; expected a class or function without arguments, "
                 "or a torch.nn.Module"
@@ -122,13 +122,19 @@ def export_network(network: TorchNetwork, form: InputForm) -> tuple[Any, Gate]:
     shape = form.given_shape(2)
     try:
         with torch.no_grad():
-            count = len(wrapped(torch.zeros(shape)))
+            results = wrapped(torch.zeros(shape))
     except Exception as error:  # what a user's network raises is that network's matter
         raise ExportRejected(
             f"network '{network.name}' does not take inputs {[*shape]}: {type(error).__name__}: {error}; name another "
             "--size, --channels or --layout"
         ) from error
-    outputs = [_OUTPUT, *(f"{_OUTPUT}_{number}" for number in range(1, count))]
+    if not results or any(result.is_complex() for result in results):
+        kind = "complex numbers" if results else "no tensor"
+        raise ExportRejected(
+            f"network '{network.name}' gives {kind}; expected a tensor of real numbers, or several in a tuple or "
+            "dictionary; return its features or logits"
+        )
+    outputs = [_OUTPUT, *(f"{_OUTPUT}_{number}" for number in range(1, len(results)))]
     exported = _export(wrapped, task, outputs, shape)
     return onnx.load_from_string(exported), _agreement(wrapped, exported, form)
 
@@ -214,7 +220,14 @@ def _agreement(network: nn.Module, model: bytes, form: InputForm) -> Gate:
         with torch.no_grad():
             expected = network(torch.from_numpy(inputs[:size]))
         for ours, theirs in zip(expected, opened.run(None, {name: inputs[:size]}), strict=True):
-            worst = max(worst, float(np.abs(ours.numpy() - theirs).max(initial=0)))
-            scale = max(scale, float(ours.abs().max()))
+            reference = ours.numpy().astype(np.float64)
+            # The same infinity, as attention's masks have, is no difference; NaN is one, which no bound allows.
+            difference = np.where(reference == theirs, 0.0, np.abs(reference - theirs))
+            worst = float(np.maximum(worst, difference.max(initial=0)))
+            finite = np.abs(reference[np.isfinite(reference)])
+            scale = max(scale, float(finite.max(initial=0)))
     allowed = TOLERANCE * max(1.0, scale)
-    return Gate("torch", worst <= allowed, f"largest difference to torch {worst:.2g}, allowed {allowed:.2g}")
+    detail = f"largest difference to torch {worst:.2g}, allowed {allowed:.2g}"
+    if np.isnan(worst):
+        detail = "the network, or its graph, gives NaN for random inputs; look for NaN in its weights, and for 0 / 0"
+    return Gate("torch", worst <= allowed, detail)

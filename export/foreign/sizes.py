@@ -208,8 +208,12 @@ def _small_constants(model: Any) -> Values:
 
 
 def _shapes_of(light: Any) -> dict[str, tuple[int, ...]]:
-    """Return the shapes that can be inferred, of values whose sides are all known."""
-    graph = onnx.shape_inference.infer_shapes(light, data_prop=True).graph
+    """Return the shapes that can be inferred, of values whose sides are all known; none where ONNX infers nothing."""
+    try:
+        graph = onnx.shape_inference.infer_shapes(light, data_prop=True).graph
+    except onnx.shape_inference.InferenceError:
+        # Operators of which the file does not say the version, for one. What is left of the graph names them.
+        return {}
     shapes = {}
     for value in (*graph.value_info, *graph.input):
         sides = value.type.tensor_type.shape.dim

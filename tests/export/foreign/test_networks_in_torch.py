@@ -38,6 +38,27 @@ def broken():
     raise KeyError("weights")
 
 number = 7
+
+def ends():
+    raise SystemExit("usage: train.py --data FOLDER")
+
+class Silent(Net):
+    def forward(self, x):
+        return ()
+
+class Waves(Net):
+    def forward(self, x):
+        return torch.fft.fft2(x)
+
+class Damaged(Net):
+    def __init__(self):
+        super().__init__()
+        self.fc.weight.data[0, 0] = float("nan")
+
+class Talking(Net):
+    def forward(self, x):
+        print("on the way")
+        return super().forward(x)
 """
 
 
@@ -77,11 +98,33 @@ def test_a_class_with_weights(python_file, tmp_path):
 
 @pytest.mark.parametrize(
     "name, words",
-    [("broken", "KeyError"), ("number", "'int' object is not callable"), ("Absent", "Absent")],
+    [("broken", "KeyError"), ("ends", "SystemExit"), ("number", "'int' object is not callable"), ("Absent", "Absent")],
 )
 def test_names_that_give_no_network(python_file, tmp_path, name, words):
     with pytest.raises(UsageError, match=words):
         bundle_network(f"{python_file}:{name}", tmp_path / "net.hwb", ForeignSettings(size="16", channels=3))
+
+
+def test_a_script_that_ends_the_process_when_it_is_imported(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text("import sys\nsys.exit('usage: train.py --data FOLDER')\n")
+    with pytest.raises(UsageError, match=r"importing .*train.py failed: SystemExit: usage"):
+        bundle_network(f"{path}:Net", tmp_path / "net.hwb", ForeignSettings(size="16", channels=3))
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [("Silent", "gives no tensor"), ("Waves", "gives complex numbers"), ("Damaged", "gives NaN for random inputs")],
+)
+def test_networks_that_give_nothing_to_compare(python_file, tmp_path, name, words):
+    with pytest.raises(ExportRejected, match=words):
+        bundle_network(f"{python_file}:{name}", tmp_path / "net.hwb", ForeignSettings(size="16", channels=3))
+
+
+def test_what_a_network_prints_is_not_among_the_results(python_file, tmp_path, capsys):
+    bundle_network(f"{python_file}:Talking", tmp_path / "net.hwb", ForeignSettings(size="16", channels=3))
+    printed = capsys.readouterr()
+    assert (printed.out, "on the way" in printed.err) == ("", True)
 
 
 def test_a_size_that_the_network_does_not_take(python_file, tmp_path):
