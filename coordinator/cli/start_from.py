@@ -19,6 +19,9 @@ from ..state.store import StateFolder
 _FILE = "encoder.safetensors"
 """The encoder of an earlier run, in the folder of that run."""
 
+_WEIGHTS = frozenset({".safetensors", ".pth", ".pt", ".bin"})
+"""Ends of the names of files that hold weights alone."""
+
 
 @dataclass(frozen=True)
 class Start:
@@ -40,7 +43,7 @@ class Start:
             "input": self.task.input.model_dump(mode="json", exclude={"kind"}),
             "weights": self.weights,
         }
-        contradicting = [f"--{name}" for name in options if name in given]
+        contradicting = [f"--{name.replace('_', '-')}" for name in options if name in given]
         if contradicting:
             raise UsageError(
                 f"--from {self.source} says what the encoder is and takes; leave out {', '.join(contradicting)}"
@@ -87,12 +90,18 @@ def bundle_start(source: str) -> Start:
     """Return the encoder of a bundle file or of the starter bundle.
 
     Raises:
-        UsageError: There is no such file.
+        UsageError: There is no such file, or it holds weights alone.
         BundleDamaged: The file is no whole bundle.
     """
     path = bundle_path(source).absolute()
     if not path.is_file():
-        raise UsageError(f"--from {source}: there is no such file; expected FILE.hwb or {NAME}")
+        advice = f"expected FILE.hwb or {NAME}; 'headwater export' makes such a file of a run"
+        raise UsageError(f"--from {source}: there is no such file; {advice}")
+    if path.suffix in _WEIGHTS:
+        raise UsageError(
+            f"--from {source}: weights do not say what network they belong to; name the encoder, and the file by "
+            f"--weights {source}"
+        )
     return Start(source, path, open_bundle(path).manifest.task)
 
 

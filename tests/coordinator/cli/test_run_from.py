@@ -118,6 +118,22 @@ def test_what_cannot_be_is_refused(call, configured, options, said):
     assert said in " ".join(err.split())
 
 
+def test_weights_alone_do_not_say_their_network(call, configured, tmp_path):
+    file = tmp_path / "encoder.safetensors"
+    file.write_bytes(b"weights")
+    simulation = ("simulate", "-m", "afl", "-d", "digits", "--out", tmp_path / "sim")
+    for words in (("run", "--config", configured(), "--no-wait"), simulation):
+        code, _, err = call(*words, "--from", file)
+        assert code == 2
+        assert f"name the encoder, and the file by --weights {file}" in " ".join(err.split())
+
+
+def test_a_simulation_is_told_how_a_run_becomes_a_file(call, tmp_path):
+    code, _, err = call("simulate", "-m", "afl", "-d", "digits", "--out", tmp_path / "sim", "--from", "run-0001")
+    assert code == 2
+    assert "'headwater export' makes such a file of a run" in err
+
+
 def test_recordings_need_an_encoder_of_recordings(call, configured):
     path = configured("cnn1d", "window", "channels = 3, length = 50")
     code, _, err = call("run", "--config", path, "--from", "starter", "--no-wait")
@@ -156,6 +172,7 @@ def test_a_simulation_begins_with_the_starter_encoder(call, tmp_path):
     [
         (("--from", "nowhere.hwb"), "there is no such file"),
         (("--from", "starter", "--encoder", "small_cnn", "--weights", "w"), "leave out --encoder, --weights"),
+        (("--from", "starter", "--encoder-params", "width=3"), "leave out --encoder-params"),
         (("--from", "starter", "--resume"), "has an encoder already"),
     ],
 )
