@@ -98,9 +98,16 @@ class _Writer:
         del graph.value_info[:]
 
     def _add_cut_off(self, node: Any) -> None:
-        """Let values keep their digits, within the range that their rounding would leave."""
+        """Let values keep their digits, within the range that their rounding would leave; weights are rounded here.
+
+        Networks that were trained with rounding have their weights in float32, and round them each time.
+        """
         scale = self._constant(node, 1)
         zero = self._constant(node, 2) if len(node.input) > 2 and node.input[2] else np.zeros((), np.uint8)
+        weights = self._constants.get(node.input[0])
+        if weights is not None and zero.dtype.kind in "iu":
+            self._constants[node.output[0]] = _rounded(weights, scale, zero, _axis_of(node))
+            return
         if scale.size != 1 or zero.dtype.kind not in "iu":
             raise ExportRejected(
                 f"'{node.name}' rounds activations in a form that is not understood; give the network in fp32"
@@ -120,9 +127,9 @@ class _Writer:
         if source not in self._constants:
             self._names[node.output[0]] = source
             return
-        axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 1)
         zero = self._constant(node, 2) if len(node.input) > 2 and node.input[2] else None
-        self._constants[node.output[0]] = _in_float(self._constants[source], self._constant(node, 1), zero, axis)
+        scale = self._constant(node, 1)
+        self._constants[node.output[0]] = _in_float(self._constants[source], scale, zero, _axis_of(node))
 
     def _add_dynamic(self, node: Any) -> None:
         """Let values stay as they are: their scale is 1, and their zero is 0."""
@@ -154,6 +161,18 @@ class _Writer:
                 "network in fp32"
             )
         return array
+
+
+def _axis_of(node: Any) -> int:
+    """Return the axis along which a node's scales lie; ONNX takes 1 where a node states none."""
+    return next((int(attribute.i) for attribute in node.attribute if attribute.name == "axis"), 1)
+
+
+def _rounded(values: np.ndarray, scale: np.ndarray, zero: np.ndarray, axis: int) -> np.ndarray:
+    """Return float32 values as integers of the type of ``zero``: value / scale + zero, halves to the even number."""
+    bounds = np.iinfo(zero.dtype)
+    steps = np.rint(values.astype(np.float64) / _along_axis(scale, values.ndim, axis))
+    return np.clip(steps + _along_axis(zero, values.ndim, axis), bounds.min, bounds.max).astype(zero.dtype)
 
 
 def _in_float(values: np.ndarray, scale: np.ndarray, zero: np.ndarray | None, axis: int) -> np.ndarray:

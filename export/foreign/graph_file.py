@@ -54,6 +54,8 @@ def read_graph(path: Path) -> Any:
         ) from error
     if not model.graph.node:
         raise ExportRejected(f"{path}: not an ONNX file, or a graph without nodes; export the network again")
+    if not all(isinstance(name, str) for name in _names_in(model)):
+        raise ExportRejected(f"{path}: has names that are no UTF-8 text; copy the file, or export the network again")
     mistakes = [
         *_mistakes_in_form(model),
         *_mistakes_in_nodes(model),
@@ -102,6 +104,18 @@ def sides_of(value: Any) -> list[int | None]:
 def opset_of(model: Any) -> int:
     """Return the version of ONNX's own operators that a model uses; 0 where it states none."""
     return max((entry.version for entry in model.opset_import if entry.domain in _ONNX_DOMAINS), default=0)
+
+
+def _names_in(model: Any) -> Iterator[str | bytes]:
+    """Yield all names in a model; protobuf gives one that is no text as bytes."""
+    graph = model.graph
+    for entry in model.opset_import:
+        yield entry.domain
+    for value in (*graph.input, *graph.output, *graph.initializer):
+        yield value.name
+    for node in graph.node:
+        yield from (node.name, node.op_type, node.domain, *node.input, *node.output)
+        yield from (attribute.name for attribute in node.attribute)
 
 
 def _mistakes_in_form(model: Any) -> Iterator[str]:
@@ -185,7 +199,7 @@ def _mistakes_in_nodes(model: Any) -> Iterator[str]:
 
 def _has_right_counts(node: Any, opset: int) -> bool:
     """Return whether a node has as many inputs and results as its operator; those of others are not known."""
-    if node.domain not in _ONNX_DOMAINS:
+    if node.domain not in _ONNX_DOMAINS or not 1 <= opset <= NEWEST_OPSET:
         return True
     try:
         operator = onnx.defs.get_schema(node.op_type, opset, "")
@@ -207,7 +221,8 @@ def _mistakes_in_interface(model: Any) -> Iterator[str]:
         return
     element = inputs[0].type.tensor_type.elem_type
     if element != TensorProto.FLOAT:
-        kind = TensorProto.DataType.Name(element).lower()
+        is_type = element in TensorProto.DataType.values()
+        kind = TensorProto.DataType.Name(element).lower() if is_type else f"of type {element}"
         yield f"input '{inputs[0].name}' is {kind}, expected float32; export the network in float32"
     if len(sides_of(inputs[0])) not in {2, 3, 4}:
         yield f"input '{inputs[0].name}' is {_shape_text(inputs[0])}, expected 2 to 4 axes, the batch first"

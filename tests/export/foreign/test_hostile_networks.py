@@ -135,6 +135,22 @@ def test_weights_that_a_node_holds_are_read_as_others_are(tmp_path):
         assert f"1 weights {words}" in refusal(model, tmp_path)
 
 
+def test_numbers_and_names_that_nobody_writes(tmp_path):
+    model = network()
+    model.opset_import[0].version = 1 << 40
+    model.graph.input[0].type.tensor_type.elem_type = 67
+    message = refusal(model, tmp_path)
+    assert "operators of version 1099511627776, devices have up to 21" in message
+    assert "input 'images' is of type 67, expected float32" in message
+
+
+def test_names_that_are_no_text(tmp_path):
+    path = tmp_path / "network.onnx"
+    path.write_bytes(network().SerializeToString().replace(b"kernel", b"\xff\xfernel"))
+    with pytest.raises(ExportRejected, match="names that are no UTF-8 text"):
+        bundle_network(str(path), tmp_path / "made.hwb", ForeignSettings())
+
+
 def test_a_network_without_an_output(tmp_path):
     model = network()
     del model.graph.output[:]
@@ -196,6 +212,30 @@ def test_rounded_weights_with_one_scale_and_a_bias_without_an_axis(tmp_path, axi
     received = features_of(made, images)
     # An input is rounded to steps of 0.05 in the network alone: at most 0.025 of each of 27 products of at most 1.27.
     assert np.abs(received - expected).max() < 0.025 * 27 * 1.27
+
+
+@pytest.mark.parametrize("axis", [None, 0])
+def test_weights_in_float32_that_are_rounded_each_time(tmp_path, axis):
+    """Networks that were trained with rounding: their weights are rounded, and cut off, as the network does it."""
+    rng = np.random.default_rng(0)
+    rows = {} if axis is None else {"axis": axis}
+    steps = np.float32(0.02) if axis is None else np.linspace(0.01, 0.03, 6).astype(np.float32)
+    nodes = [
+        node("QuantizeLinear", "kernel step zero", "kernel8", **rows),
+        node("DequantizeLinear", "kernel8 step zero", "kernel_near", **rows),
+        node("Conv", "images kernel_near", "maps"),
+        node("Flatten", "maps", "logits"),
+    ]
+    constants = {
+        "kernel": (2 * rng.normal(size=(6, 3, 3, 3))).astype(np.float32),
+        "step": steps,
+        "zero": np.zeros(steps.shape, np.int8),
+    }
+    model = graph_of(nodes, constants)
+    made = bundle(model, tmp_path, mean="0", std="1")
+    images = rng.random((5, 3, 8, 8)).astype(np.float32)
+    expected = onnxruntime.InferenceSession(model.SerializeToString()).run(None, {"images": images})[0]
+    np.testing.assert_allclose(features_of(made, images), expected, atol=1e-4)
 
 
 def test_scales_that_fit_nothing(tmp_path):
