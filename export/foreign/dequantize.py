@@ -172,7 +172,8 @@ def _rounded(values: np.ndarray, scale: np.ndarray, zero: np.ndarray, axis: int)
     """Return float32 values as integers of the type of ``zero``: value / scale + zero, halves to the even number."""
     bounds = np.iinfo(zero.dtype)
     steps = np.rint(values.astype(np.float64) / _along_axis(scale, values.ndim, axis))
-    return np.clip(steps + _along_axis(zero, values.ndim, axis), bounds.min, bounds.max).astype(zero.dtype)
+    integers = np.clip(steps + _along_axis(zero, values.ndim, axis), bounds.min, bounds.max)
+    return np.asarray(integers, zero.dtype)
 
 
 def _in_float(values: np.ndarray, scale: np.ndarray, zero: np.ndarray | None, axis: int) -> np.ndarray:
