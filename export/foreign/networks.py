@@ -26,7 +26,7 @@ from ..parity import BATCHES, TOLERANCE, Gate, session
 from .input_form import InputForm
 from .sizes import fix_sizes, unknown_operators
 from .torchvision_names import check_name
-from .weights import put_weights, read_weights, without_prefix
+from .weights import Weights, put_weights, read_weights, without_prefix
 
 _OUTPUT = "output"
 """The name of a network's first output, which says nothing of what it is; further ones get numbers."""
@@ -100,8 +100,8 @@ def load_torchvision(name: str, weights: Path | None) -> TorchNetwork:
     notes = list[str]()
     classifier = last.rpartition(".")[0]
     own = {key for key in expected if key.rpartition(".")[0] == classifier}
-    if last in tensors and tensors[last].shape != expected[last].shape:
-        # Of another number of classes: its classifier is built for as many, and cut off later.
+    if _has_other_classes(tensors, expected, own):
+        # Its classifier is built for as many, and cut off later.
         network = build(name, weights=None, num_classes=len(tensors[last]))
     elif not own & tensors.keys():
         # An encoder alone, as `headwater export --out FILE.safetensors` writes it.
@@ -109,6 +109,18 @@ def load_torchvision(name: str, weights: Path | None) -> TorchNetwork:
         tensors = {**tensors, **{key: expected[key] for key in own}}
     put_weights(network, tensors, weights)
     return TorchNetwork(network.eval(), name, tuple(notes))
+
+
+def _has_other_classes(tensors: Weights, expected: Weights, names: set[str]) -> bool:
+    """Return whether weights have all tensors of a classifier (``names``), for one other number of classes.
+
+    A network is built for that number, so all of them have to agree on it.
+    """
+    if not names <= tensors.keys():
+        return False
+    counts = {tuple(tensors[name].shape[:1]) for name in names}
+    has_same_form = all(tensors[name].shape[1:] == expected[name].shape[1:] for name in names)
+    return has_same_form and len(counts) == 1 and counts != {tuple(expected[name].shape[:1]) for name in names}
 
 
 def export_network(network: TorchNetwork, form: InputForm) -> tuple[Any, Gate]:
