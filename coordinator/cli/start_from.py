@@ -19,6 +19,9 @@ from ..state.store import StateFolder
 _FILE = "encoder.safetensors"
 """The encoder of an earlier run, in the folder of that run."""
 
+_SHAPE = frozenset({"kind", "channels", "height", "width", "length"})
+"""The fields of a task's input that its shape is made of."""
+
 _WEIGHTS = frozenset({".safetensors", ".pth", ".pt", ".bin"})
 """Ends of the names of files that hold weights alone."""
 
@@ -75,14 +78,19 @@ class Start:
 
     def differences(self, own: Task) -> str:
         """Return what of the configuration's task gives way to that of the encoder, for people; empty: nothing."""
-        changes = [
-            f"{name} {theirs} (not {mine})"
-            for name, theirs, mine in (
-                ("encoder", self.task.encoder, own.encoder),
-                ("inputs", self.task.input_shape, own.input_shape),
-            )
-            if theirs != mine
+        pairs: list[tuple[str, object, object]] = [
+            ("encoder", self.task.encoder, own.encoder),
+            ("inputs", self.task.input_shape, own.input_shape),
         ]
+        # Parameters of two networks have nothing to do with each other.
+        if self.task.encoder == own.encoder:
+            pairs.append(("encoder parameters", self.task.encoder_params, own.encoder_params))
+        # What is done to inputs of the same shape, such as their mean and std.
+        own_input = own.input.model_dump()
+        for name, value in self.task.input.model_dump().items():
+            if name in own_input and name not in _SHAPE:
+                pairs.append((name, value, own_input[name]))
+        changes = [f"{name} {theirs} (not {mine})" for name, theirs, mine in pairs if theirs != mine]
         return ", ".join(changes)
 
 

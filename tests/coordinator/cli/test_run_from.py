@@ -148,6 +148,18 @@ def test_a_network_that_cannot_be_trained_here_is_refused(configured, tmp_path):
         start.configured(load_config(configured(), None))
 
 
+def test_parameters_and_normalization_that_give_way_are_named(configured, tmp_path):
+    own = load_config(configured(), None).task
+    task = EncoderTask(
+        input=ImageInput(channels=1, height=8, width=8, mean=(0.25,), std=(0.5,)),
+        encoder="small_cnn",
+        encoder_params={"width": 3},
+    )
+    start = Start("theirs.hwb", tmp_path / "theirs.hwb", task)
+    assert start.differences(own) == "encoder parameters {'width': 3} (not {}), mean (0.25,) (not (0.5,))"
+    assert start.configured(load_config(configured(), None)).task.encoder_params == {"width": 3}
+
+
 def test_the_configuration_stays_as_it_is(call, configured):
     path = configured()
     before = load_config(path, None)
