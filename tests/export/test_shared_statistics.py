@@ -130,6 +130,16 @@ def test_statistics_that_are_not_finite_are_refused(exported, tmp_path):
         bundle.shared_statistics()
 
 
+@pytest.mark.parametrize("shares", [[0.5, -0.1, 0.5], [0, 0, 0], [0.5, 0.5, 0.5], [1e-30, 0, 0]])
+def test_shares_that_no_samples_have_are_refused(exported, tmp_path, shares):
+    _, path = exported
+    known = dict(decode(open_bundle(path).read("shared_statistics.safetensors")))
+    known["shares"] = np.array(shares, np.float32)
+    bundle = install(changed(path, tmp_path / "b.hwb", known), tmp_path / "bundles")
+    with pytest.raises(BundleDamaged, match="shares of classes from"):
+        bundle.shared_statistics()
+
+
 def changed(path, out, known):
     """A bundle like the one at ``path`` with other statistics; None: with none."""
     opened = open_bundle(path)
