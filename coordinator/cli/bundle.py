@@ -54,6 +54,9 @@ def bundle(
         made = bundle_network(model, out, settings)
     version = None if state_folder is None else sign(out, state_folder)
     result = _result(made, version)
+    is_named = config is not None or state is not None
+    if is_named and version is None:
+        result["notes"].append(f"not signed: {state_folder} has no release key that signs here; see 'headwater keys'")
     rows = [(name, _cell(value)) for name, value in result.items() if name not in {"figures", "notes", "gates"}]
     tables = [table("bundle", ("what", "value"), rows, left=2)]
     tables.append(
@@ -62,7 +65,7 @@ def bundle(
     tables.append(
         table("variants", ("variant or domain", "figures"), figure_rows.variant_rows(result["figures"]), left=2)
     )
-    lines = [f"note: {note}" for note in made.notes]
+    lines = [f"note: {note}" for note in result["notes"]]
     source = "images:FOLDER" if made.form.spec.kind == "image" else "SOURCE"
     lines.append(f"next: edge-agent fit --bundle {out} --data {source} --out my-head")
     present(result, [*tables, *lines], as_json=as_json)

@@ -115,6 +115,14 @@ def test_a_folder_of_a_federation_that_is_not_there_costs_no_bundle(call, tmp_pa
         assert message in err
 
 
+def test_a_folder_without_a_release_key_is_told(call, tmp_path):
+    out = tmp_path / "made.hwb"
+    code, text, _ = call("bundle", torchvision_export(tmp_path), "--out", out, "--state", tmp_path)
+    assert code == 0
+    assert f"note: not signed: {tmp_path} has no release key" in text
+    assert open_bundle(out).release is None
+
+
 def test_neither_the_network_nor_a_device_is_replaced(call, tmp_path):
     network = torchvision_export(tmp_path)
     content = network.read_bytes()
