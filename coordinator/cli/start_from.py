@@ -38,8 +38,9 @@ class Start:
         """Return the options of a simulation that begins with this encoder.
 
         Raises:
-            UsageError: An option that was given contradicts it.
+            UsageError: The network is none of this project, or an option that was given contradicts it.
         """
+        self._check_network()
         options = {
             "encoder": self.task.encoder,
             "encoder_params": dict(self.task.encoder_params),
@@ -65,16 +66,24 @@ class Start:
                 f"--from {self.source}: its encoder takes {self.task.input.kind}s, and task.input.kind of the "
                 f"configuration is '{own.input.kind}'; choose an encoder for {own.input.kind}s"
             )
+        self._check_network()
+        taken = ("input", "encoder", "encoder_params")
+        task = own.model_copy(update={name: getattr(self.task, name) for name in taken})
+        run = settings.run.model_copy(update={"weights": self.weights})
+        return settings.model_copy(update={"task": task, "run": run})
+
+    def _check_network(self) -> None:
+        """Require that the network is one of this project, which can be built and trained.
+
+        Raises:
+            UsageError: It is that of somebody else.
+        """
         if self.task.encoder not in models.names():
             raise UsageError(
                 f"--from {self.source}: its network '{self.task.encoder}' cannot be trained here; devices can use the "
                 "bundle as it is ('edge-agent fit --bundle'), and a run can begin with one of "
                 f"{', '.join(models.names())}"
             )
-        taken = ("input", "encoder", "encoder_params")
-        task = own.model_copy(update={name: getattr(self.task, name) for name in taken})
-        run = settings.run.model_copy(update={"weights": self.weights})
-        return settings.model_copy(update={"task": task, "run": run})
 
     def differences(self, own: Task) -> str:
         """Return what of the configuration's task gives way to that of the encoder, for people; empty: nothing."""

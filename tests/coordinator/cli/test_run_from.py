@@ -146,6 +146,8 @@ def test_a_network_that_cannot_be_trained_here_is_refused(configured, tmp_path):
     start = Start("theirs.hwb", tmp_path / "theirs.hwb", task)
     with pytest.raises(UsageError, match="its network 'theirs' cannot be trained here"):
         start.configured(load_config(configured(), None))
+    with pytest.raises(UsageError, match="its network 'theirs' cannot be trained here"):
+        start.options({})
 
 
 def test_parameters_and_normalization_that_give_way_are_named(configured, tmp_path):
