@@ -16,6 +16,9 @@ from edge_agent.core.storage import read_regular
 MOST_FILE_BYTES = 1 << 30
 """The most bytes of an ONNX file; a bundle has no more, and a device's limit of memory is half of it."""
 
+MOST_NODES = 50_000
+"""The most nodes of an ONNX file; a bundle has a fifth at most, once sizes are constants."""
+
 OLDEST_OPSET = 13
 """The oldest version of ONNX's operators that is quantized for each channel; older files are converted to it."""
 
@@ -131,6 +134,8 @@ def _mistakes_in_form(model: Any) -> Iterator[str]:
     )
     if flow:
         yield f"control flow ({_names(flow)}), which devices do not run; export with fixed branches and lengths"
+    if len(model.graph.node) > MOST_NODES:
+        yield f"{len(model.graph.node)} nodes, at most {MOST_NODES} are read; export the network without loops unrolled"
     if model.graph.sparse_initializer:
         yield f"{len(model.graph.sparse_initializer)} sparse weights; export the network with dense ones"
     if model.functions:

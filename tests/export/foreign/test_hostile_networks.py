@@ -11,7 +11,7 @@ from onnx import TensorProto, helper, numpy_helper
 from edge_agent.bundle.archive import open_bundle
 from edge_agent.core.errors import ExportRejected, UsageError
 from edge_agent.wire.tensors import decode
-from export.foreign import ForeignSettings, bundle_network
+from export.foreign import ForeignSettings, bundle_network, sizes
 from export.parity import run
 
 CLASSES = "ant,bee,cat,dog"
@@ -142,6 +142,28 @@ def test_numbers_and_names_that_nobody_writes(tmp_path):
     message = refusal(model, tmp_path)
     assert "operators of version 1099511627776, devices have up to 21" in message
     assert "input 'images' is of type 67, expected float32" in message
+
+
+def test_more_nodes_than_are_read(tmp_path):
+    nodes = [node("Relu", "images", f"r{number}") for number in range(50_001)]
+    assert "50001 nodes, at most 50000 are read" in refusal(graph_of(nodes, {}, "r0"), tmp_path)
+
+
+def test_a_long_chain_of_sizes_is_given_up(tmp_path, monkeypatch):
+    """Each Reshape here needs a turn: of shapes behind it nothing is known before its size is."""
+    nodes = [node("Relu", "images", "t0")]
+    for link in range(30):
+        nodes += [
+            node("Shape", f"t{link}", f"s{link}"),
+            node("Mod", f"s{link} large", f"m{link}"),
+            node("Reshape", f"t{link} m{link}", f"t{link + 1}"),
+        ]
+    nodes.append(node("Flatten", "t30", "logits"))
+    model = graph_of(nodes, {"large": np.array([1000] * 4)})
+    assert bundle(model, tmp_path).report.manifest.feature_dim == 192
+    (tmp_path / "made.hwb").unlink()
+    monkeypatch.setattr(sizes, "_MOST_WORK", 5 * len(nodes))
+    assert "operators that not every device has: ai.onnx.Mod" in refusal(model, tmp_path)
 
 
 def test_names_that_are_no_text(tmp_path):
