@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from edge_agent import __version__
 from edge_agent.core.errors import HeadwaterError, MissingCapability, UsageError, cause, without_home
 from edge_agent.core.limits import limit_threads
+from edge_agent.wire.messages.fields import printable
 
 from ..shadowed import check_export
 
@@ -104,7 +105,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         failure = expected
     else:
         return
-    print(f"headwater: {failure}", file=sys.stderr)
+    # Messages quote files of others, whose texts must not move the cursor of a terminal.
+    lines = [printable(line) for line in str(failure).split("\n")]
+    print("headwater: " + "\n".join(lines), file=sys.stderr)
     if "--json" in given:
         _print_json(type(failure).__name__, str(failure), failure.exit_code)
     sys.exit(failure.exit_code)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from edge_agent.bundle import figure_rows
+from edge_agent.core.errors import UsageError
 from export.foreign.settings import ForeignSettings
 
 from ..config import DEFAULT_CONFIG
@@ -40,14 +41,22 @@ def bundle(
     from edge_agent.core import config as config_module
     from export.foreign import bundle_network
 
+    from ..runs.release import sign
+
     set_up_logging(quiet=True)
     settings = config_module.parse(ForeignSettings, given, where="options")
+    state_folder = _state_folder(config, state)
+    if Path(model).is_file() and out.is_file() and out.samefile(model):
+        raise UsageError(f"--out {out}: is the network itself; name another file")
     ready_for(out)
     busy = console.status("reading and checking") if is_live(console) else contextlib.nullcontext()
     with busy:
         made = bundle_network(model, out, settings)
-    version = _sign(out, config, state)
+    version = None if state_folder is None else sign(out, state_folder)
     result = _result(made, version)
+    is_named = config is not None or state is not None
+    if is_named and version is None:
+        result["notes"].append(f"not signed: {state_folder} has no release key that signs here; see 'headwater keys'")
     rows = [(name, _cell(value)) for name, value in result.items() if name not in {"figures", "notes", "gates"}]
     tables = [table("bundle", ("what", "value"), rows, left=2)]
     tables.append(
@@ -56,18 +65,25 @@ def bundle(
     tables.append(
         table("variants", ("variant or domain", "figures"), figure_rows.variant_rows(result["figures"]), left=2)
     )
-    lines = [f"note: {note}" for note in made.notes]
+    lines = [f"note: {note}" for note in result["notes"]]
     lines.append(f"next: {fit_command(out, made.form.spec.kind)}")
     present(result, [*tables, *lines], as_json=as_json)
 
 
-def _sign(out: Path, config: Path | None, state: Path | None) -> int | None:
-    """Sign the bundle with the release key of a federation that was named, or whose configuration is here."""
+def _state_folder(config: Path | None, state: Path | None) -> Path | None:
+    """Return the state folder of the federation whose release key signs: the one named, or that of the configuration.
+
+    It is found before the work, so that a mistake in its name costs no bundle that nobody has signed.
+
+    Raises:
+        UsageError: The folder that was named does not exist.
+        ConfigError: The configuration cannot be read.
+    """
     if config is None and state is None and not DEFAULT_CONFIG.exists():
         return None
-    from ..runs.release import sign
-
-    return sign(out, state_path(config, state))
+    if state is not None and not state.is_dir():
+        raise UsageError(f"--state {state}: no such folder; name that of a federation, or leave the bundle unsigned")
+    return state_path(config, state)
 
 
 def _result(made: ForeignReport, version: int | None) -> dict[str, Any]:

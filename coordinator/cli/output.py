@@ -71,10 +71,13 @@ def ready_for(path: Path) -> None:
     """Make the folder of a file that is about to be written, and report it where it is new.
 
     Raises:
-        UsageError: ``path`` is a folder, or no file can be written there.
+        UsageError: ``path`` is a folder or a device, or no file can be written there.
     """
     if path.is_dir():
         raise UsageError(f"{path} is a folder; name a file in it")
+    if path.exists() and not path.is_file():
+        # The new file would take its place: root would do without /dev/null from then on.
+        raise UsageError(f"{path} is a device, socket or pipe; name a file")
     check_writable(path.parent)
     if not path.parent.exists():
         path.parent.mkdir(parents=True)

@@ -11,7 +11,7 @@ from edge_agent import models
 from edge_agent.bundle.archive import open_bundle
 from edge_agent.bundle.starter import NAME, bundle_path
 from edge_agent.core.errors import UsageError
-from edge_agent.core.next_steps import ANALYTIC_METHODS
+from edge_agent.core.next_steps import FROZEN_METHODS
 from edge_agent.core.task import EncoderTask, Task
 
 from ..config import CoordinatorConfig
@@ -19,6 +19,12 @@ from ..state.store import StateFolder
 
 _FILE = "encoder.safetensors"
 """The encoder of an earlier run, in the folder of that run."""
+
+_SHAPE = frozenset({"kind", "channels", "height", "width", "length"})
+"""The fields of a task's input that its shape is made of."""
+
+_WEIGHTS = frozenset({".safetensors", ".pth", ".pt", ".bin"})
+"""Ends of the names of files that hold weights alone."""
 
 
 @dataclass(frozen=True)
@@ -33,15 +39,16 @@ class Start:
         """Return the options of a simulation that begins with this encoder.
 
         Raises:
-            UsageError: An option that was given contradicts it.
+            UsageError: The network is none of this project, or an option that was given contradicts it.
         """
+        self._check_network()
         options = {
             "encoder": self.task.encoder,
             "encoder_params": dict(self.task.encoder_params),
             "input": self.task.input.model_dump(mode="json", exclude={"kind"}),
             "weights": self.weights,
         }
-        contradicting = [f"--{name}" for name in options if name in given]
+        contradicting = [f"--{name.replace('_', '-')}" for name in options if name in given]
         if contradicting:
             raise UsageError(
                 f"--from {self.source} says what the encoder is and takes; leave out {', '.join(contradicting)}"
@@ -60,27 +67,40 @@ class Start:
                 f"--from {self.source}: its encoder takes {self.task.input.kind}s, and task.input.kind of the "
                 f"configuration is '{own.input.kind}'; choose an encoder for {own.input.kind}s"
             )
+        self._check_network()
+        taken = ("input", "encoder", "encoder_params")
+        task = own.model_copy(update={name: getattr(self.task, name) for name in taken})
+        run = settings.run.model_copy(update={"weights": self.weights})
+        return settings.model_copy(update={"task": task, "run": run})
+
+    def _check_network(self) -> None:
+        """Require that the network is one of this project, which can be built and trained.
+
+        Raises:
+            UsageError: It is that of somebody else.
+        """
         if self.task.encoder not in models.names():
             raise UsageError(
                 f"--from {self.source}: its network '{self.task.encoder}' cannot be trained here; devices can use the "
                 "bundle as it is ('edge-agent fit --bundle'), and a run can begin with one of "
                 f"{', '.join(models.names())}"
             )
-        taken = ("input", "encoder", "encoder_params")
-        task = own.model_copy(update={name: getattr(self.task, name) for name in taken})
-        run = settings.run.model_copy(update={"weights": self.weights})
-        return settings.model_copy(update={"task": task, "run": run})
 
     def differences(self, own: Task) -> str:
         """Return what of the configuration's task gives way to that of the encoder, for people; empty: nothing."""
-        changes = [
-            f"{name} {theirs} (not {mine})"
-            for name, theirs, mine in (
-                ("encoder", self.task.encoder, own.encoder),
-                ("inputs", self.task.input_shape, own.input_shape),
-            )
-            if theirs != mine
+        pairs: list[tuple[str, object, object]] = [
+            ("encoder", self.task.encoder, own.encoder),
+            ("inputs", self.task.input_shape, own.input_shape),
         ]
+        # Parameters of two networks have nothing to do with each other.
+        if self.task.encoder == own.encoder:
+            pairs.append(("encoder parameters", self.task.encoder_params, own.encoder_params))
+        # What is done to inputs of the same shape, such as their mean and std.
+        own_input = own.input.model_dump()
+        for name, value in self.task.input.model_dump().items():
+            if name in own_input and name not in _SHAPE:
+                pairs.append((name, value, own_input[name]))
+        changes = [f"{name} {theirs} (not {mine})" for name, theirs, mine in pairs if theirs != mine]
         return ", ".join(changes)
 
 
@@ -92,7 +112,7 @@ def notes_before(method: str, rounds: int, *, began_trained: bool) -> Iterator[s
         rounds: The number of its rounds.
         began_trained: Whether the encoder begins with weights that were trained before.
     """
-    if method not in ANALYTIC_METHODS:
+    if method not in FROZEN_METHODS:
         return
     if not began_trained:
         yield (
@@ -110,12 +130,18 @@ def bundle_start(source: str) -> Start:
     """Return the encoder of a bundle file or of the starter bundle.
 
     Raises:
-        UsageError: There is no such file.
+        UsageError: There is no such file, or it holds weights alone.
         BundleDamaged: The file is no whole bundle.
     """
     path = bundle_path(source).absolute()
     if not path.is_file():
-        raise UsageError(f"--from {source}: there is no such file; expected FILE.hwb or {NAME}")
+        advice = f"expected FILE.hwb or {NAME}; 'headwater export' makes such a file of a run"
+        raise UsageError(f"--from {source}: there is no such file; {advice}")
+    if path.suffix in _WEIGHTS:
+        raise UsageError(
+            f"--from {source}: weights do not say what network they belong to; name the encoder, and the file by "
+            f"--weights {source}"
+        )
     return Start(source, path, open_bundle(path).manifest.task)
 
 

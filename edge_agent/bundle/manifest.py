@@ -17,7 +17,7 @@ from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
 
 from ..core.config import mistakes_of
 from ..core.errors import BundleDamaged, BundleError, cause
-from ..core.next_steps import ANALYTIC_METHODS
+from ..core.next_steps import FROZEN_METHODS
 from ..core.storage import (
     sha256_of,
 )
@@ -258,7 +258,7 @@ class Manifest(Frozen):
     @property
     def is_trained_by_devices(self) -> bool:
         """Whether devices of a federation have trained the encoder, so that it has seen samples of theirs."""
-        return self.method != NO_METHOD and self.method not in ANALYTIC_METHODS
+        return self.method != NO_METHOD and self.method not in FROZEN_METHODS
 
 
 def files_of(manifest: Manifest) -> Files:

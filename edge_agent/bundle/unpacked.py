@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from edge_agent.bundle.archive import MOST_HEADER_BYTES, open_bundle
 from edge_agent.bundle.manifest import (
     CHECKSUM,
@@ -44,6 +46,9 @@ from .trust import (
 
 _GOLDEN_INPUTS = 8
 """The number of inputs in a bundle's golden file."""
+
+_MOST_SAMPLES = 1e12
+"""The most samples that shared statistics are means over, so that a share is no smaller than one of these."""
 
 _MADE = ".made"
 """The name of `Bundle.made` in the folder of a bundle."""
@@ -189,7 +194,8 @@ class Bundle:
         """Return ``gram``, ``sums`` and ``shares``, means over all clients' samples (see the manifest), or None.
 
         Raises:
-            BundleDamaged: The file holds other arrays, other shapes than the manifest, NaN or infinity.
+            BundleDamaged: The file holds other arrays, other shapes than the manifest, NaN or infinity, or shares of
+                classes that no samples have.
         """
         name = self.manifest.shared_statistics
         if name is None:
@@ -204,6 +210,13 @@ class Bundle:
         not_finite = first_non_finite(result)
         if not_finite is not None:
             raise BundleDamaged(f"shared statistics: '{not_finite}' holds NaN or infinity; export the bundle again")
+        # Samples that were not sent have no share; one in `_MOST_SAMPLES` was sent.
+        shares = result["shares"].astype(np.float64)
+        if shares.min() < 0 or not 1 / _MOST_SAMPLES <= shares.sum() <= 1.001:
+            raise BundleDamaged(
+                f"shared statistics: shares of classes from {shares.min():g} with a sum of {shares.sum():g}, expected "
+                "0 or more with a sum of at most 1; export the bundle again"
+            )
         return result
 
 

@@ -21,7 +21,7 @@ def parse_class_names(classes: str) -> tuple[str, ...]:
     if "," not in classes:
         try:
             lines = read_regular_text(Path(classes)).splitlines()
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, ValueError) as error:  # also text that is no UTF-8, and a path that is none
             raise UsageError(
                 f"--classes {classes}: {cause(error)}; give names with commas between them, or a file with one a line"
             ) from error

@@ -93,11 +93,13 @@ class BlendHead(Head):
                 "features; give a lower split, or 0"
             )
         first_columns, second_columns = self._columns(data.features)
-        # The shared classifier and the method belong to the encoder's features, and to all of them.
+        # The shared classifier, the statistics and the method belong to the encoder's features, and to all of them.
         first_data = replace(data, features=first_columns)
-        shared = data.global_head
-        if shared is not None and shared["weight"].shape[1] != first_columns.shape[1]:
+        count = first_columns.shape[1]
+        if data.global_head is not None and data.global_head["weight"].shape[1] != count:
             first_data = replace(first_data, global_head=None)
+        if data.statistics is not None and len(data.statistics["mean"]) != count:
+            first_data = replace(first_data, statistics=None)
         first.fit(first_data, rng)
         second_data = replace(data, features=second_columns)
         if split:

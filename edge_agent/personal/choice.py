@@ -302,6 +302,10 @@ class _CrossValidation:
         except HeadwaterError as error:
             trial.drop(str(error))
             return False
+        if not np.isfinite(answers).all():
+            # No comparison holds for a loss that is no number, so that such a head could be taken for the best.
+            trial.drop("its answers are no numbers")
+            return False
         trial.add(answers, labels)
         trial.seconds += self.clock() - started_at
         return True

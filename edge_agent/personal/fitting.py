@@ -369,8 +369,12 @@ def shared_statistics(bundle: Bundle, class_names: tuple[str, ...]) -> Tensors |
     statistics = bundle.shared_statistics()
     if statistics is None:
         return None
-    # Before classes that this device lacks are dropped: their samples are part of the mean, as of the products.
-    mean = statistics["sums"].sum(axis=0) / max(float(statistics["shares"].sum()), 1e-12)
+    # 1. Means over the samples that were counted. Those in the bundle are over all samples, also those of classes of
+    #    which a client had too few to send anything (`min_class_count` of method `afl`), so that shares are below 1.
+    counted = float(statistics["shares"].sum())
+    statistics = {name: array / counted for name, array in statistics.items()}
+    # 2. Before classes that this device lacks are dropped: their samples are part of the mean, as of the products.
+    mean = statistics["sums"].sum(axis=0, dtype=np.float64)
     row_of = {name: row for row, name in enumerate(bundle.manifest.task.class_names)}
     sums = np.zeros((len(class_names), len(mean)), np.float32)
     shares = np.zeros(len(class_names), np.float32)

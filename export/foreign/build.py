@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import numpy as np
 from edge_agent.bundle.manifest import NEWEST_SCHEMA
 from edge_agent.core import config
 from edge_agent.core.class_names import parse_class_names
-from edge_agent.core.errors import UsageError
+from edge_agent.core.errors import ExportRejected, UsageError, cause
 from edge_agent.core.task import EncoderTask, Task, Tensors
 from edge_agent.personal import self_test
 
@@ -83,7 +85,9 @@ def bundle_network(source: str, out: Path, settings: ForeignSettings) -> Foreign
     seconds = dict[str, float]()
     # 1. The network as a graph, and where its features are.
     with timed_step(seconds, "read"):
-        network = _open(source, settings)
+        # What a user's network prints is no part of the result, which may be JSON on stdout.
+        with contextlib.redirect_stdout(sys.stderr):
+            network = _open(source, settings)
         form = network.form
         point = find_features(network.model, settings.features)
     # 2. The encoder: from what a device prepares to rows of features.
@@ -108,7 +112,7 @@ def _open(source: str, settings: ForeignSettings) -> Network:
     given = Preprocessing()
     if settings.preprocessing is not None:
         given = read_preprocessing(settings.preprocessing)
-    is_file = source.endswith(".onnx") or Path(source).exists()
+    is_file = source.endswith(".onnx") or _exists(source)
     if is_file and not is_in_python(source):
         return _open_file(Path(source), given, settings)
     notes: list[str] = []
@@ -122,6 +126,14 @@ def _open(source: str, settings: ForeignSettings) -> Network:
     form = choose_form(_sides_in_torch(given, settings), given, settings)
     model, gate = export_network(network, form)
     return Network(model, network.name, form, (gate,), (*network.notes, *given.notes, *notes))
+
+
+def _exists(source: str) -> bool:
+    """Return whether a source is a path at which there is something."""
+    try:
+        return Path(source).exists()
+    except OSError:  # too long for a name, or below a folder that may not be looked into
+        return False
 
 
 def _open_file(path: Path, given: Preprocessing, settings: ForeignSettings) -> Network:
@@ -183,10 +195,14 @@ def _origin(
 def _shared_classifier(point: FeaturePoint, cut: Cut, names: tuple[str, ...], notes: list[str]) -> Tensors | None:
     """Return the network's own classifier where it knows these classes, as the one that all devices share."""
     classifier = point.classifier
-    if not names or classifier is None:
+    if not names:
+        return None
+    if classifier is None:
+        notes.append("no shared classifier: no linear layer with constant weights alone leads from features to classes")
         return None
     count, width = classifier["weight"].shape
     if cut.pooling.text or width != cut.feature_dim:
+        notes.append("no shared classifier: the network's takes other features than one row for each input")
         return None
     if count != len(names):
         notes.append(f"no shared classifier: the network's knows {count} classes, --classes names {len(names)}")
@@ -208,8 +224,14 @@ def _check(network: Network, form: InputForm, cut: Cut, origin: Origin) -> Check
     # ONNX Runtime opens only a graph that has passed the checks that read it.
     check_passed(gates, network.name)
     inputs = _probe_inputs(origin.task)
-    parity_gate, parity = compare(cut, form, inputs, was_quantized=network.rounded is not None)
-    gates += [parity_gate, varied_gate(cut, inputs)]
+    try:
+        parity_gate, parity = compare(cut, form, inputs, was_quantized=network.rounded is not None)
+        gates += [parity_gate, varied_gate(cut, inputs)]
+    except Exception as error:  # ONNX Runtime's errors, of indices that are out of range, say, have no common base
+        raise ExportRejected(
+            f"encoder '{network.name}': ONNX Runtime cannot run it ({cause(error)[:300]}); nothing was written; name "
+            "--features before that, or export the network again"
+        ) from error
     check_passed(gates, network.name)
     exported = Exported(cut.model, "file", opset_of(network.model))
     return Checked(Graphs(exported, None), origin, gates, parity)

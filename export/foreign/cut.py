@@ -18,7 +18,7 @@ from ..encoder import strip_opsets
 from .dequantize import unrounded
 from .features import FeaturePoint
 from .graph_file import inputs_of, sides_of
-from .input_form import InputForm, Steps, constant_name
+from .input_form import PREFIX, InputForm, Steps, constant_name
 from .settings import Pool
 from .sizes import fix_sizes, unknown_operators
 
@@ -161,13 +161,27 @@ def _prune(model: Any, tensor: str) -> Any:
     pruned = onnx.ModelProto()
     pruned.CopyFrom(model)
     graph = pruned.graph
-    nodes = [node for node in model.graph.node if needed.intersection(node.output)]
+    nodes = [onnx.NodeProto.FromString(node.SerializeToString()) for node in model.graph.node]
+    nodes = [node for node in nodes if needed.intersection(node.output)]
+    _drop_repeated_names(nodes)
     constants = [constant for constant in model.graph.initializer if constant.name in needed]
     for repeated, messages in ((graph.node, nodes), (graph.initializer, constants), (graph.value_info, [])):
         del repeated[:]
         repeated.extend(messages)
     del pruned.metadata_props[:]
     return _without_dropout(pruned, tensor)
+
+
+def _drop_repeated_names(nodes: Sequence[Any]) -> None:
+    """Take the names off nodes that have another's, which runtimes refuse, or one like those of nodes that are added.
+
+    The names of nodes, unlike those of values, mean nothing.
+    """
+    taken: set[str] = set()
+    for node in nodes:
+        if node.name in taken or node.name.startswith(PREFIX):
+            node.ClearField("name")
+        taken.add(node.name)
 
 
 def _without_dropout(model: Any, tensor: str) -> Any:
@@ -259,6 +273,10 @@ def _feature_shape(model: Any, tensor: str, form: InputForm) -> tuple[int, ...]:
             f"features '{tensor}' are {list(shapes[0])} for 2 inputs and {list(shapes[1])} for 3, expected one row "
             f"for each: {inside}"
         )
+    if 0 in shapes[0]:
+        raise ExportRejected(
+            f"features '{tensor}' are {list(shapes[0])} for 2 inputs, which holds no value; name other --features"
+        )
     return shapes[0][1:]
 
 
@@ -290,11 +308,13 @@ def _with_steps(model: Any, form: InputForm, pooling: Pooling, tensor: str) -> A
     graph = result.graph
     own_input = inputs_of(model)[0].name
     name = form.spec.kind
-    # 1. Names of the interface must be free: a value inside that has one is renamed.
-    taken = {name, _FEATURES} - {own_input if form.steps(name).nodes == [] else ""}
-    _rename(graph, {value: f"inner/{value}" for value in taken})
-    tensor = f"inner/{tensor}" if tensor in taken else tensor
-    own_input = f"inner/{own_input}" if own_input in taken else own_input
+    # 1. Names of the interface and of what is added must be free: a value inside that has one is renamed.
+    inner_names = _inner_names(graph, {name, _FEATURES})
+    if not form.steps(name).nodes:
+        inner_names.pop(own_input, None)
+    _rename(graph, inner_names)
+    tensor = inner_names.get(tensor, tensor)
+    own_input = inner_names.get(own_input, own_input)
     # 2. What comes in front, whose last result is the network's own input.
     front = form.steps(name)
     _rename(graph, {own_input: front.result})
@@ -310,6 +330,22 @@ def _with_steps(model: Any, form: InputForm, pooling: Pooling, tensor: str) -> A
     _declare(graph.input, name, ["batch", *form.spec.shape])
     _declare(graph.output, _FEATURES, ["batch", None])
     return result
+
+
+def _inner_names(graph: Any, interface: set[str]) -> dict[str, str]:
+    """Return new names for the values of a graph whose names are those of the interface, or begin as ours do."""
+    names = {value.name for value in (*graph.input, *graph.initializer)}
+    names.update(name for node in graph.node for name in (*node.input, *node.output))
+    inner_names: dict[str, str] = {}
+    for name in sorted(names):
+        if name not in interface and not name.startswith(PREFIX):
+            continue
+        inner_name = f"inner/{name}"
+        while inner_name in names:
+            inner_name = f"inner/{inner_name}"
+        inner_names[name] = inner_name
+        names.add(inner_name)
+    return inner_names
 
 
 def _rename(graph: Any, names: dict[str, str]) -> None:

@@ -69,8 +69,15 @@ class _Writer:
         }.get(node.op_type)
         if replace is None:
             self._nodes.append(node)
-        else:
+            return
+        try:
             replace(node)
+        except (IndexError, ValueError) as error:
+            # Scales and zeros whose shapes do not fit what they belong to.
+            raise ExportRejected(
+                f"'{node.name}' ({node.op_type}) rounds in a form that is not understood ({error}); give the network "
+                "in fp32"
+            ) from error
 
     def finish(self) -> None:
         """Write nodes and constants into the model."""
@@ -91,9 +98,16 @@ class _Writer:
         del graph.value_info[:]
 
     def _add_cut_off(self, node: Any) -> None:
-        """Let values keep their digits, within the range that their rounding would leave."""
+        """Let values keep their digits, within the range that their rounding would leave; weights are rounded here.
+
+        Networks that were trained with rounding have their weights in float32, and round them each time.
+        """
         scale = self._constant(node, 1)
         zero = self._constant(node, 2) if len(node.input) > 2 and node.input[2] else np.zeros((), np.uint8)
+        weights = self._constants.get(node.input[0])
+        if weights is not None and zero.dtype.kind in "iu":
+            self._constants[node.output[0]] = _rounded(weights, scale, zero, _axis_of(node))
+            return
         if scale.size != 1 or zero.dtype.kind not in "iu":
             raise ExportRejected(
                 f"'{node.name}' rounds activations in a form that is not understood; give the network in fp32"
@@ -113,9 +127,9 @@ class _Writer:
         if source not in self._constants:
             self._names[node.output[0]] = source
             return
-        axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 1)
         zero = self._constant(node, 2) if len(node.input) > 2 and node.input[2] else None
-        self._constants[node.output[0]] = _in_float(self._constants[source], self._constant(node, 1), zero, axis)
+        scale = self._constant(node, 1)
+        self._constants[node.output[0]] = _in_float(self._constants[source], scale, zero, _axis_of(node))
 
     def _add_dynamic(self, node: Any) -> None:
         """Let values stay as they are: their scale is 1, and their zero is 0."""
@@ -149,15 +163,42 @@ class _Writer:
         return array
 
 
+def _axis_of(node: Any) -> int:
+    """Return the axis along which a node's scales lie; ONNX takes 1 where a node states none."""
+    return next((int(attribute.i) for attribute in node.attribute if attribute.name == "axis"), 1)
+
+
+def _rounded(values: np.ndarray, scale: np.ndarray, zero: np.ndarray, axis: int) -> np.ndarray:
+    """Return float32 values as integers of the type of ``zero``: value / scale + zero, halves to the even number."""
+    bounds = np.iinfo(zero.dtype)
+    steps = np.rint(values.astype(np.float64) / _along_axis(scale, values.ndim, axis))
+    integers = np.clip(steps + _along_axis(zero, values.ndim, axis), bounds.min, bounds.max)
+    return np.asarray(integers, zero.dtype)
+
+
 def _in_float(values: np.ndarray, scale: np.ndarray, zero: np.ndarray | None, axis: int) -> np.ndarray:
     """Return rounded values as float32: (value - zero) * scale, with one scale, or one for each position of an axis."""
-    along_axis = [1] * values.ndim
-    along_axis[axis] = -1
     result = values.astype(np.float64)
     if zero is not None:
-        result = result - zero.astype(np.float64).reshape(along_axis if zero.size > 1 else ())
-    result = result * scale.astype(np.float64).reshape(along_axis if scale.size > 1 else ())
+        result = result - _along_axis(zero, values.ndim, axis)
+    result = result * _along_axis(scale, values.ndim, axis)
+    if result.shape != values.shape:
+        raise ValueError(f"scale {list(scale.shape)} for values {list(values.shape)}")
     return np.asarray(result, np.float32)
+
+
+def _along_axis(numbers: np.ndarray, rank: int, axis: int) -> np.ndarray:
+    """Return scales or zeros as float64 that are broadcast to values of ``rank`` axes: one for all, or along an axis.
+
+    Where there is one for all the axis says nothing: it is 1 where a node states none, also of a bias, which has one.
+    """
+    if numbers.size == 1:
+        return numbers.astype(np.float64).reshape(())
+    if not -rank <= axis < rank:
+        raise ValueError(f"axis {axis} of values of {rank} axes")
+    sides = [1] * rank
+    sides[axis] = -1
+    return numbers.astype(np.float64).reshape(sides)
 
 
 def unrounded(model: Any, tensor: str) -> str:

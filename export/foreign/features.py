@@ -26,6 +26,11 @@ _BEHIND_CLASSIFIER = frozenset(
 )  # fmt: skip
 """Operators that may follow a classifier; normalization does not, it follows a layer that makes features."""
 
+_KEEPS_CLASSES = frozenset(
+    {*_SHARES, "ArgMax", "Cast", "Dropout", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"}
+)
+"""Operators behind a classifier that change neither which class is the likeliest, nor its logits before the shares."""
+
 _SHAPING = frozenset({"Cast", "Clip", "Dropout", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 """Operators that leave the values of shares as they are."""
 
@@ -152,11 +157,11 @@ def _named_point(graph: _Network, name: str) -> FeaturePoint:
         raise UsageError(
             f"--features {name}: no such tensor among {len(names)}; similar or near the end: {', '.join(near)}"
         )
-    readers = [node for node in graph.graph.node if tensor in node.input]
-    classifier = None
-    if len(readers) == 1 and readers[0].op_type in _CLASSIFIERS:
-        classifier = _linear_layer(graph, readers[0])
-    return FeaturePoint(tensor, "as named", classifier)
+    for output in graph.graph.output:
+        behind = graph.classifier_of(output.name)
+        if behind is not None and graph.computed_inputs(behind[0]) == [tensor]:
+            return FeaturePoint(tensor, "as named", _linear_layer(graph, *behind))
+    return FeaturePoint(tensor, "as named")
 
 
 def _found_point(graph: _Network) -> FeaturePoint:
@@ -170,11 +175,11 @@ def _found_point(graph: _Network) -> FeaturePoint:
         behind = graph.classifier_of(output)
         if behind is None:
             continue
-        node = behind[0]
+        node, passed = behind
         tensor = graph.computed_inputs(node)[0]
         label = node.name or node.output[0]
         return FeaturePoint(
-            tensor, f"the input of the classifier '{label}' ({node.op_type})", _linear_layer(graph, node)
+            tensor, f"the input of the classifier '{label}' ({node.op_type})", _linear_layer(graph, node, passed)
         )
     # 2. An encoder without a classifier.
     if named:
@@ -187,8 +192,15 @@ def _found_point(graph: _Network) -> FeaturePoint:
     )
 
 
-def _linear_layer(graph: _Network, node: Any) -> Tensors | None:
-    """Return weight (K, d) and bias (K,) of a classifier; None where it is not a plain linear layer of constants."""
+def _linear_layer(graph: _Network, node: Any, passed: list[Any]) -> Tensors | None:
+    """Return weight (K, d) and bias (K,) of a classifier; None where it is not a plain linear layer of constants.
+
+    Args:
+        graph: The network.
+        node: The node of the classifier.
+        passed: The nodes behind it, the last one first. Where they change logits, as a temperature does, the layer
+            alone gives other answers than the network.
+    """
     weight = graph.constants.get(node.input[1])
     if weight is None or node.op_type == "Conv":
         return None
@@ -200,16 +212,19 @@ def _linear_layer(graph: _Network, node: Any) -> Tensors | None:
         return None
     if not ("transB" in attributes and attributes["transB"].i):
         matrix = matrix.T
-    bias = _bias_of(graph, node, len(matrix))
-    return None if bias is None else {"weight": np.ascontiguousarray(matrix), "bias": bias}
+    # The bias is the third input of a Gemm, or what the next node adds.
+    bias_name = node.input[2] if node.op_type == "Gemm" and len(node.input) > 2 else ""
+    behind = list(passed)
+    if not bias_name and behind and behind[-1].op_type == "Add":
+        bias_name = next(source for source in behind.pop().input if source not in graph.computed)
+    bias = _bias_of(graph, bias_name, len(matrix))
+    if bias is None or any(later.op_type not in _KEEPS_CLASSES for later in behind):
+        return None
+    return {"weight": np.ascontiguousarray(matrix), "bias": bias}
 
 
-def _bias_of(graph: _Network, node: Any, count: int) -> np.ndarray | None:
-    """Return the bias (K,) of a linear layer: the third input of a Gemm, or what the next node adds."""
-    name = node.input[2] if node.op_type == "Gemm" and len(node.input) > 2 else ""
-    readers = [reader for reader in graph.graph.node if node.output[0] in reader.input]
-    if not name and len(readers) == 1 and readers[0].op_type == "Add":
-        name = next(source for source in readers[0].input if source != node.output[0])
+def _bias_of(graph: _Network, name: str, count: int) -> np.ndarray | None:
+    """Return the bias (K,) with a name, zeros where there is none; None where it is no such constant."""
     if not name:
         return np.zeros(count, np.float32)
     constant = graph.constants.get(name)

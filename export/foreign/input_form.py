@@ -7,7 +7,7 @@ other axes, with blue before red, or whose windows are normalized one by one get
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -177,7 +177,7 @@ def _image_form(
     sides: dict[str, int | None], layout: Layout, given: Preprocessing, settings: ForeignSettings
 ) -> InputForm:
     """Return the form of an input of images."""
-    mistakes: list[str] = []
+    mistakes = [*_idle_options(settings, ("length", "stride", "normalize_each"), "images")]
     height, width = _size(settings) or (given.height, given.width)
     height = _agreed("height", sides["H"], height, "--size", mistakes)
     width = _agreed("width", sides["W"], width, "--size", mistakes)
@@ -201,7 +201,7 @@ def _window_form(
     sides: dict[str, int | None], layout: Layout, given: Preprocessing, settings: ForeignSettings
 ) -> InputForm:
     """Return the form of an input of recordings."""
-    mistakes: list[str] = []
+    mistakes = [*_idle_options(settings, ("size", "bgr"), "windows")]
     length = _agreed("length", sides["L"], settings.length or given.length, "--length", mistakes)
     known = 1 if layout == "NL" else sides["C"]
     channels = _agreed("channels", known, settings.channels or given.channels, "--channels", mistakes)
@@ -216,6 +216,13 @@ def _window_form(
     stride = settings.stride or max(1, (length or 2) // 2)
     content = {"kind": "window", "channels": channels, "length": length, "stride": stride, "mean": mean, "std": std}
     return InputForm(_spec(WindowInput, content), layout, normalize_each=normalize_each)
+
+
+def _idle_options(settings: ForeignSettings, names: Sequence[str], inputs: str) -> Iterator[str]:
+    """Yield the options among ``names`` that were given and that mean nothing for such inputs."""
+    for name in names:
+        if getattr(settings, name):
+            yield f"--{name.replace('_', '-')} is of no use for {inputs}; leave it out, or name another --kind"
 
 
 def _agreed(name: str, of_network: int | None, wanted: int | None, flag: str, mistakes: list[str]) -> int | None:
@@ -246,11 +253,13 @@ def _normalization(given: Preprocessing, settings: ForeignSettings) -> tuple[tup
     """Return the mean and the std of the task: of pixels in units of 0..1, whatever the network counts them in.
 
     Raises:
-        UsageError: A std is not above 0.
+        UsageError: A std is not above 0, or there is no number at all.
     """
     mean = given.mean if settings.mean is None else settings.mean
     std = given.std if settings.std is None else settings.std
     pixel_range = settings.pixel_range or given.pixel_range
+    if not mean or not std:
+        raise UsageError("mean or std holds no number; give one, or one for each channel")
     if min(std) <= 0 or not all(map(math.isfinite, (*mean, *std))):
         raise UsageError(
             f"std holds {min(std):g} or mean is not finite; inputs are divided by std, so give values above 0"

@@ -26,7 +26,7 @@ from ..parity import BATCHES, TOLERANCE, Gate, session
 from .input_form import InputForm
 from .sizes import fix_sizes, unknown_operators
 from .torchvision_names import check_name
-from .weights import put_weights, read_weights, without_prefix
+from .weights import Weights, put_weights, read_weights, without_prefix
 
 _OUTPUT = "output"
 """The name of a network's first output, which says nothing of what it is; further ones get numbers."""
@@ -60,7 +60,7 @@ def load_class(source: str, weights: Path | None) -> TorchNetwork:
     if not isinstance(loaded, nn.Module):
         try:
             network = loaded()
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a script's main function may end the process
             raise UsageError(
                 f"network '{source}': {type(error).__name__}: {error}; expected a class or function without arguments, "
                 "or a torch.nn.Module"
@@ -104,8 +104,8 @@ def load_torchvision(name: str, weights: Path | None) -> TorchNetwork:
     notes = list[str]()
     classifier = last.rpartition(".")[0]
     own = {key for key in expected if key.rpartition(".")[0] == classifier}
-    if last in tensors and tensors[last].shape != expected[last].shape:
-        # Of another number of classes: its classifier is built for as many, and cut off later.
+    if _has_other_classes(tensors, expected, own):
+        # Its classifier is built for as many, and cut off later.
         network = build(name, weights=None, num_classes=len(tensors[last]))
     elif not own & tensors.keys():
         # An encoder alone, as `headwater export --out FILE.safetensors` writes it.
@@ -113,6 +113,18 @@ def load_torchvision(name: str, weights: Path | None) -> TorchNetwork:
         tensors = {**tensors, **{key: expected[key] for key in own}}
     put_weights(network, tensors, weights)
     return TorchNetwork(network.eval(), name, tuple(notes))
+
+
+def _has_other_classes(tensors: Weights, expected: Weights, names: set[str]) -> bool:
+    """Return whether weights have all tensors of a classifier (``names``), for one other number of classes.
+
+    A network is built for that number, so all of them have to agree on it.
+    """
+    if not names <= tensors.keys():
+        return False
+    counts = {tuple(tensors[name].shape[:1]) for name in names}
+    has_same_form = all(tensors[name].shape[1:] == expected[name].shape[1:] for name in names)
+    return has_same_form and len(counts) == 1 and counts != {tuple(expected[name].shape[:1]) for name in names}
 
 
 def export_network(network: TorchNetwork, form: InputForm) -> tuple[Any, Gate]:
@@ -126,13 +138,19 @@ def export_network(network: TorchNetwork, form: InputForm) -> tuple[Any, Gate]:
     shape = form.given_shape(2)
     try:
         with torch.no_grad():
-            count = len(wrapped(torch.zeros(shape)))
+            results = wrapped(torch.zeros(shape))
     except Exception as error:  # what a user's network raises is that network's matter
         raise ExportRejected(
             f"network '{network.name}' does not take inputs {[*shape]}: {type(error).__name__}: {error}; name another "
             "--size, --channels or --layout"
         ) from error
-    outputs = [_OUTPUT, *(f"{_OUTPUT}_{number}" for number in range(1, count))]
+    if not results or any(result.is_complex() for result in results):
+        kind = "complex numbers" if results else "no tensor"
+        raise ExportRejected(
+            f"network '{network.name}' gives {kind}; expected a tensor of real numbers, or several in a tuple or "
+            "dictionary; return its features or logits"
+        )
+    outputs = [_OUTPUT, *(f"{_OUTPUT}_{number}" for number in range(1, len(results)))]
     exported = _export(wrapped, task, outputs, shape)
     return onnx.load_from_string(exported), _agreement(wrapped, exported, form)
 
@@ -218,7 +236,14 @@ def _agreement(network: nn.Module, model: bytes, form: InputForm) -> Gate:
         with torch.no_grad():
             expected = network(torch.from_numpy(inputs[:size]))
         for ours, theirs in zip(expected, opened.run(None, {name: inputs[:size]}), strict=True):
-            worst = max(worst, float(np.abs(ours.numpy() - theirs).max(initial=0)))
-            scale = max(scale, float(ours.abs().max()))
+            reference = ours.numpy().astype(np.float64)
+            # The same infinity, as attention's masks have, is no difference; NaN is one, which no bound allows.
+            difference = np.where(reference == theirs, 0.0, np.abs(reference - theirs))
+            worst = float(np.maximum(worst, difference.max(initial=0)))
+            finite = np.abs(reference[np.isfinite(reference)])
+            scale = max(scale, float(finite.max(initial=0)))
     allowed = TOLERANCE * max(1.0, scale)
-    return Gate("torch", worst <= allowed, f"largest difference to torch {worst:.2g}, allowed {allowed:.2g}")
+    detail = f"largest difference to torch {worst:.2g}, allowed {allowed:.2g}"
+    if np.isnan(worst):
+        detail = "the network, or its graph, gives NaN for random inputs; look for NaN in its weights, and for 0 / 0"
+    return Gate("torch", worst <= allowed, detail)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from edge_agent.core.config import mistakes_of
 from edge_agent.core.errors import ConfigError, UsageError, cause
@@ -54,6 +54,15 @@ class Preprocessing:
     """What devices do otherwise than the file says, for people."""
 
 
+def _as_row(value: Any) -> Any:
+    """Return one number as a row of it."""
+    return (value,) if isinstance(value, int | float) else value
+
+
+_Numbers = Annotated[tuple[float, ...], BeforeValidator(_as_row), Field(min_length=1)]
+"""One number for all channels, or one for each."""
+
+
 class _Foreign(BaseModel):
     """Base of other projects' files: what is not known is not looked at."""
 
@@ -80,8 +89,8 @@ class _HuggingFaceImages(_Foreign):
     do_flip_channel_order: bool = False
     rescale_factor: float = Field(1 / 255, gt=0)
     rescale_offset: bool = False
-    image_mean: tuple[float, ...] = (0.5, 0.5, 0.5)
-    image_std: tuple[float, ...] = (0.5, 0.5, 0.5)
+    image_mean: _Numbers = (0.5, 0.5, 0.5)
+    image_std: _Numbers = (0.5, 0.5, 0.5)
     resample: int | str | None = None
 
 
@@ -102,8 +111,8 @@ class _Timm(_Foreign):
     """The part ``pretrained_cfg`` of timm's ``config.json``."""
 
     input_size: tuple[int, int, int]
-    mean: tuple[float, ...] = (0.485, 0.456, 0.406)
-    std: tuple[float, ...] = (0.229, 0.224, 0.225)
+    mean: _Numbers = (0.485, 0.456, 0.406)
+    std: _Numbers = (0.229, 0.224, 0.225)
     interpolation: str = "bilinear"
     crop_pct: float = Field(0.875, gt=0)
 
@@ -203,7 +212,7 @@ def _from_images(file: _HuggingFaceImages) -> Preprocessing:
     # the factor.
     mean = file.image_mean if file.do_normalize else (0.0,)
     std = file.image_std if file.do_normalize else (1.0,)
-    if file.rescale_offset:
+    if file.do_rescale and file.rescale_offset:
         mean = tuple(value + 1 for value in mean)
     pixel_range = 255 * file.rescale_factor if file.do_rescale else 255.0
     channels = max(len(mean), len(std))

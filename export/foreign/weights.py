@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import difflib
 import re
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -48,6 +49,7 @@ def read_weights(path: Path) -> Weights:
         if size > MOST_BYTES:
             raise WeightsError(f"{path}: {size} bytes, expected at most {MOST_BYTES}")
         with open_regular(path) as file:
+            _check_sizes(file, path)
             content = torch.load(file, map_location="cpu", weights_only=True)
     except OSError as error:
         raise WeightsError(f"{path}: cannot be read ({cause(error)}); give a file of weights") from error
@@ -61,7 +63,50 @@ def read_weights(path: Path) -> Weights:
     weights = _tensors_in(content)
     if not weights:
         raise WeightsError(f"{path}: holds no tensors by name; save the network's state_dict()")
+    _check_tensors(weights, path)
     return weights
+
+
+def _check_sizes(file: BinaryIO, path: Path) -> None:
+    """Require that the records of a file of torch.save are no larger than a file may be; it is read from its beginning.
+
+    torch.save compresses nothing, but torch.load unpacks what somebody else has compressed: a few kilobytes can stand
+    for as many gigabytes.
+
+    Raises:
+        WeightsError: They are larger.
+    """
+    if zipfile.is_zipfile(file):
+        size = sum(record.file_size for record in zipfile.ZipFile(file).infolist())
+        if size > MOST_BYTES:
+            raise WeightsError(f"{path}: unpacks to {size} bytes, expected at most {MOST_BYTES}")
+    file.seek(0)
+
+
+def _check_tensors(weights: Weights, path: Path) -> None:
+    """Require tensors as networks have them, together no larger than a file may be.
+
+    A tensor may be larger than the file that it is in: its elements may all be the same one.
+
+    Raises:
+        WeightsError: Some are of another kind, or they are too large.
+    """
+    others = [name for name, tensor in weights.items() if not _is_plain(tensor)]
+    if others:
+        names = ", ".join(others[:5])
+        raise WeightsError(
+            f"{path}: {len(others)} tensors are sparse, quantized, complex or without values ({names}); save the "
+            "weights as float32"
+        )
+    size = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
+    if size > MOST_BYTES:
+        raise WeightsError(f"{path}: holds tensors of {size} bytes, expected at most {MOST_BYTES}")
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is an array of real numbers in memory."""
+    is_array = tensor.layout == torch.strided and not tensor.is_nested and tensor.device.type == "cpu"
+    return is_array and not tensor.is_quantized and not tensor.is_complex()
 
 
 def _what_else(error: Exception) -> str:
@@ -73,12 +118,14 @@ def _what_else(error: Exception) -> str:
 
 
 def _tensors_in(content: Any) -> dict[str, torch.Tensor]:
-    """Return the tensors by name in what a file holds, also where they are under the key of a training script."""
+    """Return the tensors by name in what a file holds, also where they are under the keys of a training script."""
+    # A dictionary may hold itself, so not more keys are followed than there are.
+    for _ in _INSIDE:
+        if isinstance(content, Mapping):
+            inner = [content[key] for key in _INSIDE if isinstance(content.get(key), Mapping)]
+            content = next(iter(inner), content)
     if not isinstance(content, Mapping):
         return {}
-    for key in _INSIDE:
-        if isinstance(content.get(key), Mapping):
-            return _tensors_in(content[key])
     return {str(name): value for name, value in content.items() if isinstance(value, torch.Tensor)}
 
 
@@ -111,8 +158,8 @@ def put_weights(network: nn.Module, weights: Weights, path: Path) -> None:
     for name, tensor in weights.items():
         if name in expected and tensor.shape != expected[name].shape:
             mistakes.append(f"'{name}' is {[*tensor.shape]}, expected {[*expected[name].shape]}")
-        elif name in expected and tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            mistakes.append(f"'{name}' holds NaN or infinity")
+        elif name in expected and not torch.isfinite(tensor.to(expected[name].dtype)).all():
+            mistakes.append(f"'{name}' holds NaN or infinity, or numbers beyond float32")
     if mistakes:
         lines = "\n".join(f"  - {mistake}" for mistake in mistakes[:_SHOWN_MISTAKES])
         if len(mistakes) > _SHOWN_MISTAKES:

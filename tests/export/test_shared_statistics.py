@@ -70,6 +70,26 @@ def test_classes_are_matched_by_their_names(exported, tmp_path, task):
     assert unpack(found["gram"], 12).trace() == pytest.approx(unpack(whole["gram"], 12).trace())
 
 
+def test_samples_that_were_left_out_are_no_part_of_the_means(exported, tmp_path, task):
+    """Classes of one sample at a client are not sent: what the device reads are the means over all other samples."""
+    _, path = exported
+    rng = np.random.default_rng(0)
+    features = (rng.random((100, 12)) + 3).astype(np.float32)
+    labels = np.array([0] * 60 + [1] * 39 + [2])
+    counted = features[:99].astype(np.float64)
+    sent = statistics(features, labels, task.num_classes, methods.create("afl", {"min_class_count": 2}).all_params())
+    arrays = {name.removeprefix("extra."): array for name, array in sent.items()}
+    bundle = install(changed(path, tmp_path / "b.hwb", arrays), tmp_path / "bundles")
+    given = shared_statistics(bundle, task.class_names)
+    gram = unpack(given["gram"], 12)
+    np.testing.assert_allclose(gram, counted.T @ counted / 99, rtol=1e-6)
+    np.testing.assert_allclose(given["mean"], counted.mean(axis=0), rtol=1e-6)
+    np.testing.assert_allclose(given["sums"][0], counted[:60].sum(axis=0) / 99, rtol=1e-6)
+    np.testing.assert_allclose(given["shares"], [60 / 99, 39 / 99, 0], rtol=1e-6)
+    # Products and means of the same samples: the scatter around the mean is positive in all directions.
+    assert np.linalg.eigvalsh(gram - np.outer(given["mean"], given["mean"])).min() > 0
+
+
 def test_a_personal_head_begins_with_them(exported, tmp_path, task):
     _, path = exported
     bundle = install(path, tmp_path)
@@ -107,6 +127,16 @@ def test_statistics_that_are_not_finite_are_refused(exported, tmp_path):
     known["gram"][0] = np.nan
     bundle = install(changed(path, tmp_path / "b.hwb", known), tmp_path / "bundles")
     with pytest.raises(BundleDamaged, match="'gram' holds NaN or infinity"):
+        bundle.shared_statistics()
+
+
+@pytest.mark.parametrize("shares", [[0.5, -0.1, 0.5], [0, 0, 0], [0.5, 0.5, 0.5], [1e-30, 0, 0]])
+def test_shares_that_no_samples_have_are_refused(exported, tmp_path, shares):
+    _, path = exported
+    known = dict(decode(open_bundle(path).read("shared_statistics.safetensors")))
+    known["shares"] = np.array(shares, np.float32)
+    bundle = install(changed(path, tmp_path / "b.hwb", known), tmp_path / "bundles")
+    with pytest.raises(BundleDamaged, match="shares of classes from"):
         bundle.shared_statistics()
 
 

@@ -2,7 +2,8 @@
 
 The block is found by the order in which modules are defined, which is that of their use in all encoders that ship: the
 last child with a weight of two axes or more, and the layers behind it, such as its batch norm. Plain sequences are
-looked into, blocks of a network are not. So it is the last residual block of a ResNet, and the last convolution or
+looked into, and modules around a stack of equal blocks, as transformers have; blocks of a network are not. So it is the
+last residual block of a ResNet, the last of the twelve blocks of a vision transformer, and the last convolution or
 linear layer of a network that is one sequence of layers.
 """
 
@@ -40,10 +41,22 @@ def last_block(encoder: nn.Module) -> tuple[str, ...]:
         # Layers behind the block, such as its batch norm, belong to it.
         behind = [*(prefix + later for later, _ in children[last + 1 :]), *behind]
         path = prefix + name
-        if type(child) is not nn.Sequential:
+        if type(child) is not nn.Sequential and not _is_around_stack(child):
             return (path, *behind)
         block = child
         prefix = f"{path}."
+
+
+def _is_around_stack(module: nn.Module) -> bool:
+    """Return whether the matrices of a module are in one plain sequence, which is a stack of blocks of one class.
+
+    The sequence inside a single block, such as an inverted residual, has layers of several classes.
+    """
+    with_matrices = [child for child in module.children() if _has_matrix(child)]
+    if len(with_matrices) != 1 or type(with_matrices[0]) is not nn.Sequential:
+        return False
+    classes = [type(block) for block in with_matrices[0]]
+    return len(classes) > 1 and len({*classes}) == 1
 
 
 def _has_matrix(module: nn.Module) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -104,6 +105,49 @@ def test_a_federation_with_a_release_key_signs_it(tmp_path, capsys):
         assert code == 0, err
         assert json.loads(text)["signed"] is not None
         assert open_bundle(out).release is not None
+
+
+def test_a_folder_of_a_federation_that_is_not_there_costs_no_bundle(call, tmp_path):
+    network = torchvision_export(tmp_path)
+    out = tmp_path / "made.hwb"
+    for option, message in (("--state", "no such folder"), ("--config", "no such file")):
+        code, _, err = call("bundle", network, "--out", out, option, tmp_path / "gone")
+        assert (code, out.exists()) == (2, False)
+        assert message in err
+
+
+def test_a_folder_without_a_release_key_is_told(call, tmp_path):
+    out = tmp_path / "made.hwb"
+    code, text, _ = call("bundle", torchvision_export(tmp_path), "--out", out, "--state", tmp_path)
+    assert code == 0
+    assert f"note: not signed: {tmp_path} has no release key" in text
+    assert open_bundle(out).release is None
+
+
+def test_neither_the_network_nor_a_device_is_replaced(call, tmp_path):
+    network = torchvision_export(tmp_path)
+    content = network.read_bytes()
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for out, message in ((network, "is the network itself"), (pipe, "is a device, socket or pipe")):
+        code, _, err = call("bundle", network, "--out", out)
+        assert code == 2
+        assert message in err
+    assert network.read_bytes() == content
+    assert pipe.is_fifo()
+
+
+def test_texts_of_others_do_not_control_the_terminal(call, tmp_path):
+    settings = tmp_path / "preprocessor_config.json"
+    settings.write_text(
+        json.dumps({"sampling_rate": 16000, "feature_size": 80, "feature_extractor_type": "\x1b[31mRed"})
+    )
+    code, _, err = call(
+        "bundle", torchvision_export(tmp_path), "--preprocessing", settings, "--out", tmp_path / "made.hwb"
+    )
+    assert code == 2
+    assert "[31mRed makes 80 features" in err
+    assert "\x1b" not in err
 
 
 @pytest.mark.parametrize(

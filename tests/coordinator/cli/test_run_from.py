@@ -168,6 +168,22 @@ def test_what_cannot_be_is_refused(call, configured, options, said):
     assert said in " ".join(err.split())
 
 
+def test_weights_alone_do_not_say_their_network(call, configured, tmp_path):
+    file = tmp_path / "encoder.safetensors"
+    file.write_bytes(b"weights")
+    simulation = ("simulate", "-m", "afl", "-d", "digits", "--out", tmp_path / "sim")
+    for words in (("run", "--config", configured(), "--no-wait"), simulation):
+        code, _, err = call(*words, "--from", file)
+        assert code == 2
+        assert f"name the encoder, and the file by --weights {file}" in " ".join(err.split())
+
+
+def test_a_simulation_is_told_how_a_run_becomes_a_file(call, tmp_path):
+    code, _, err = call("simulate", "-m", "afl", "-d", "digits", "--out", tmp_path / "sim", "--from", "run-0001")
+    assert code == 2
+    assert "'headwater export' makes such a file of a run" in err
+
+
 def test_recordings_need_an_encoder_of_recordings(call, configured):
     path = configured("cnn1d", "window", "channels = 3, length = 50")
     code, _, err = call("run", "--config", path, "--from", "starter", "--no-wait")
@@ -180,6 +196,20 @@ def test_a_network_that_cannot_be_trained_here_is_refused(configured, tmp_path):
     start = Start("theirs.hwb", tmp_path / "theirs.hwb", task)
     with pytest.raises(UsageError, match="its network 'theirs' cannot be trained here"):
         start.configured(load_config(configured(), None))
+    with pytest.raises(UsageError, match="its network 'theirs' cannot be trained here"):
+        start.options({})
+
+
+def test_parameters_and_normalization_that_give_way_are_named(configured, tmp_path):
+    own = load_config(configured(), None).task
+    task = EncoderTask(
+        input=ImageInput(channels=1, height=8, width=8, mean=(0.25,), std=(0.5,)),
+        encoder="small_cnn",
+        encoder_params={"width": 3},
+    )
+    start = Start("theirs.hwb", tmp_path / "theirs.hwb", task)
+    assert start.differences(own) == "encoder parameters {'width': 3} (not {}), mean (0.25,) (not (0.5,))"
+    assert start.configured(load_config(configured(), None)).task.encoder_params == {"width": 3}
 
 
 def test_the_configuration_stays_as_it_is(call, configured):
@@ -206,6 +236,7 @@ def test_a_simulation_begins_with_the_starter_encoder(call, tmp_path):
     [
         (("--from", "nowhere.hwb"), "there is no such file"),
         (("--from", "starter", "--encoder", "small_cnn", "--weights", "w"), "leave out --encoder, --weights"),
+        (("--from", "starter", "--encoder-params", "width=3"), "leave out --encoder-params"),
         (("--from", "starter", "--resume"), "has an encoder already"),
     ],
 )

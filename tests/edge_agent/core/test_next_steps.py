@@ -7,9 +7,9 @@ import pytest
 from edge_agent import methods, models
 from edge_agent.core.errors import ConfigError
 from edge_agent.core.next_steps import (
-    FROZEN_METHODS,
     FEW_SAMPLES,
     FIT_RULES,
+    FROZEN_METHODS,
     PERSONAL_METHODS,
     RUN_RULES,
     AllowLocal,

@@ -127,6 +127,24 @@ def test_the_shared_classifier_of_all_features_is_not_used_for_a_part_of_them():
     assert fitted(features, labels, shared, first="tuned", second="lr").arrays["first.weight"].shape == (3, 5)
 
 
+def test_the_statistics_of_all_features_are_not_used_for_a_part_of_them():
+    features, labels = clouds()
+    own = features.astype(np.float64)
+    shared = {
+        "gram": (own.T @ own / len(own))[np.triu_indices(5)],
+        "mean": own.mean(axis=0),
+        "sums": np.stack([own[labels == label].sum(axis=0) / len(own) for label in range(3)]),
+        "shares": np.full(3, 1 / 3),
+    }
+    data = FitData(features, labels, 3, statistics=shared)
+    whole = heads.create("blend", {"first": "ridge_prior", "second": "lr"})
+    whole.fit(data, np.random.default_rng(0))
+    assert whole.arrays["first.weight"].shape == (3, 5)
+    part = heads.create("blend", {"first": "ridge_prior", "second": "lr", "split": 2})
+    with pytest.raises(UsageError, match="no shared statistics"):
+        part.fit(data, np.random.default_rng(0))
+
+
 def test_the_second_head_learns_from_as_many_samples_as_it_may():
     """A neighbour keeps every sample that it has learned from, so they can be counted."""
     features, labels = clouds(300)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from edge_agent.core.errors import ExportRejected, UsageError, WeightsError
 from edge_agent.core.storage import write_tensors
 from edge_agent.models.torchvision_networks import networks
 from export.foreign import ForeignSettings, bundle_network
+from export.foreign import weights as weights_module
 from export.foreign.weights import put_weights, read_weights
 from export.parity import run
 
@@ -38,6 +40,27 @@ def broken():
     raise KeyError("weights")
 
 number = 7
+
+def ends():
+    raise SystemExit("usage: train.py --data FOLDER")
+
+class Silent(Net):
+    def forward(self, x):
+        return ()
+
+class Waves(Net):
+    def forward(self, x):
+        return torch.fft.fft2(x)
+
+class Damaged(Net):
+    def __init__(self):
+        super().__init__()
+        self.fc.weight.data[0, 0] = float("nan")
+
+class Talking(Net):
+    def forward(self, x):
+        print("on the way")
+        return super().forward(x)
 """
 
 
@@ -77,11 +100,33 @@ def test_a_class_with_weights(python_file, tmp_path):
 
 @pytest.mark.parametrize(
     "name, words",
-    [("broken", "KeyError"), ("number", "'int' object is not callable"), ("Absent", "Absent")],
+    [("broken", "KeyError"), ("ends", "SystemExit"), ("number", "'int' object is not callable"), ("Absent", "Absent")],
 )
 def test_names_that_give_no_network(python_file, tmp_path, name, words):
     with pytest.raises(UsageError, match=words):
         bundle_network(f"{python_file}:{name}", tmp_path / "net.hwb", ForeignSettings(size="16", channels=3))
+
+
+def test_a_script_that_ends_the_process_when_it_is_imported(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text("import sys\nsys.exit('usage: train.py --data FOLDER')\n")
+    with pytest.raises(UsageError, match=r"importing .*train.py failed: SystemExit: usage"):
+        bundle_network(f"{path}:Net", tmp_path / "net.hwb", ForeignSettings(size="16", channels=3))
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [("Silent", "gives no tensor"), ("Waves", "gives complex numbers"), ("Damaged", "gives NaN for random inputs")],
+)
+def test_networks_that_give_nothing_to_compare(python_file, tmp_path, name, words):
+    with pytest.raises(ExportRejected, match=words):
+        bundle_network(f"{python_file}:{name}", tmp_path / "net.hwb", ForeignSettings(size="16", channels=3))
+
+
+def test_what_a_network_prints_is_not_among_the_results(python_file, tmp_path, capsys):
+    bundle_network(f"{python_file}:Talking", tmp_path / "net.hwb", ForeignSettings(size="16", channels=3))
+    printed = capsys.readouterr()
+    assert (printed.out, "on the way" in printed.err) == ("", True)
 
 
 def test_a_size_that_the_network_does_not_take(python_file, tmp_path):
@@ -115,6 +160,58 @@ def test_weights_of_a_very_different_network_are_told_in_a_few_lines(tmp_path):
     assert "300 not expected: blocks.0.weight" in message
     assert "and 290 more" in message
     assert len(message) < 2500
+
+
+def test_a_small_file_that_unpacks_to_a_large_one(tmp_path, monkeypatch):
+    torch.save({"fc.weight": torch.zeros(1 << 20)}, tmp_path / "plain.pth")
+    packed = tmp_path / "packed.pth"
+    with zipfile.ZipFile(tmp_path / "plain.pth") as plain, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as small:
+        for name in plain.namelist():
+            small.writestr(name, plain.read(name))
+    assert read_weights(packed)["fc.weight"].shape == (1 << 20,)
+    monkeypatch.setattr(weights_module, "MOST_BYTES", 1 << 20)
+    assert packed.stat().st_size < 1 << 20
+    with pytest.raises(WeightsError, match=r"unpacks to 4[0-9]{6} bytes, expected at most 1048576"):
+        read_weights(packed)
+
+
+def test_a_tensor_that_is_larger_than_its_file(tmp_path):
+    torch.save({"fc.weight": torch.zeros(1).expand(1 << 40)}, tmp_path / "w.pth")
+    with pytest.raises(WeightsError, match="holds tensors of 4398046511104 bytes"):
+        read_weights(tmp_path / "w.pth")
+
+
+@pytest.mark.parametrize(
+    "tensor", [torch.eye(3).to_sparse(), torch.zeros(3, device="meta"), torch.zeros(3, dtype=torch.complex64)]
+)
+def test_tensors_that_no_network_has(tmp_path, tensor):
+    torch.save({"fc.weight": tensor}, tmp_path / "w.pth")
+    with pytest.raises(WeightsError, match=r"1 tensors are sparse, .*\(fc.weight\)"):
+        read_weights(tmp_path / "w.pth")
+
+
+def test_a_dictionary_that_holds_itself(tmp_path):
+    content = {}
+    content["model"] = content
+    torch.save(content, tmp_path / "w.pth")
+    with pytest.raises(WeightsError, match="holds no tensors by name"):
+        read_weights(tmp_path / "w.pth")
+
+
+def test_numbers_that_the_network_cannot_hold(tmp_path):
+    weights = {**nn.Linear(2, 2).state_dict(), "bias": torch.full((2,), 1e300, dtype=torch.float64)}
+    with pytest.raises(WeightsError, match="'bias' holds NaN or infinity, or numbers beyond float32"):
+        put_weights(nn.Linear(2, 2), weights, tmp_path / "w.pth")
+
+
+@pytest.mark.parametrize("bias", [torch.tensor(1.0), torch.zeros(1).expand(1 << 28)])
+def test_a_classifier_whose_parts_disagree_is_not_built(tmp_path, bias):
+    """A bias alone must not decide how many classes a network is built for: the weights of so many take all memory."""
+    weights = networks().get_model("squeezenet1_1", weights=None).state_dict()
+    weights["classifier.1.bias"] = bias
+    torch.save(weights, tmp_path / "w.pth")
+    with pytest.raises(WeightsError, match=r"'classifier.1.bias' is \[.*\], expected \[1000\]"):
+        bundle_network("squeezenet1_1", tmp_path / "net.hwb", ForeignSettings(size="64", weights=tmp_path / "w.pth"))
 
 
 @pytest.mark.parametrize("wrap", [lambda state: state, lambda state: {"epoch": 3, "state_dict": state}])

@@ -45,6 +45,27 @@ def network_input(given: Preprocessing, pixels: np.ndarray, **settings) -> np.nd
     return form.arrange(prepared)[0]
 
 
+def test_one_number_for_all_channels(tmp_path, pixels):
+    given = read(tmp_path, {"size": 8, "image_mean": 0.5, "image_std": 0.25})
+    received = network_input(given, pixels)
+    np.testing.assert_allclose(received, (pixels.transpose(2, 0, 1) / 255 - 0.5) / 0.25, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "content", [{"size": 8, "image_mean": []}, {"pretrained_cfg": {"input_size": [3, 8, 8], "std": []}}]
+)
+def test_no_number_at_all(tmp_path, content):
+    with pytest.raises(ConfigError, match="at least 1 item"):
+        read(tmp_path, content)
+
+
+def test_an_offset_belongs_to_the_scaling_of_pixels(tmp_path, pixels):
+    """Without scaling Hugging Face takes nothing off, whatever it says of an offset."""
+    content = {"size": 8, "do_rescale": False, "rescale_offset": True, "image_mean": 100.0, "image_std": 50.0}
+    received = network_input(read(tmp_path, content), pixels)
+    np.testing.assert_allclose(received, (pixels.transpose(2, 0, 1) - 100.0) / 50.0, atol=1e-4)
+
+
 @pytest.fixture
 def pixels() -> np.ndarray:
     return np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8)

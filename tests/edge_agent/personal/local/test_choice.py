@@ -95,6 +95,22 @@ def test_a_head_that_cannot_be_fitted_is_reported_and_the_others_go_on():
     assert "unknown head" in dropped["no-such-head"]
 
 
+def test_a_head_whose_answers_are_no_numbers_is_not_the_best():
+    features, labels = problem()
+    fit = fitting(features, labels)
+
+    def fit_with_nan(name, rows):
+        head = fit("knn", rows)
+        if name == "broken":
+            right_answers = head.predict_proba
+            head.predict_proba = lambda rows: np.nan * right_answers(rows)
+        return head
+
+    choice = choose(["broken", "knn"], fit_with_nan, features, labels, divided(labels))
+    assert choice.name == "knn"
+    assert choice.trials[1].dropped == "its answers are no numbers"
+
+
 def test_one_sample_of_each_class_takes_the_first_head_that_can_be_fitted():
     features, labels = problem(3)
     choice = choose(

@@ -193,10 +193,34 @@ def test_last_block_has_the_batch_norm_behind_it():
     assert last_block(model_of(WINDOWS).encoder) == ("stages.8", "stages.9", "stages.10", "stages.11")
 
 
-@pytest.mark.parametrize("encoder, block", [("resnet18", "layer4.1"), ("mobilenet_v2", "features.18")])
+@pytest.mark.parametrize(
+    "encoder, block",
+    [
+        ("resnet18", "layer4.1"),
+        ("mobilenet_v2", "features.18"),
+        ("efficientnet_b0", "features.8"),
+        ("vit", "encoder.layers.encoder_layer_11"),
+    ],
+)
 def test_last_block_of_networks_of_blocks(encoder, block):
     task = Task(input=ImageInput(channels=3, height=32, width=32), class_names=("a", "b"), encoder=encoder)
     assert last_block(model_of(task).encoder)[0] == block
+
+
+def test_the_last_block_of_a_transformer_is_one_of_its_twelve_and_the_norm_behind_them():
+    task = Task(input=ImageInput(channels=3, height=32, width=32), class_names=("a", "b"), encoder="vit")
+    model = model_of(task.with_peft("last_block"))
+    learning = {name for name, weight in model.encoder.named_parameters() if weight.requires_grad}
+    parts = {".".join(name.split(".")[:3]) for name in learning}
+    assert parts == {"encoder.layers.encoder_layer_11", "encoder.ln.weight", "encoder.ln.bias"}
+
+
+def test_a_block_with_a_sequence_inside_is_not_divided():
+    """An inverted residual as the last child: its expansion, its kernels for each channel and its projection."""
+    residual = nn.Module()
+    residual.conv = nn.Sequential(nn.Conv2d(4, 8, 1), nn.BatchNorm2d(8), nn.ReLU6(), nn.Conv2d(8, 4, 1))
+    encoder = nn.Sequential(nn.Conv2d(3, 4, 3), residual)
+    assert last_block(encoder) == ("1",)
 
 
 @pytest.mark.parametrize("choice", ["last_block", "lora"])
