@@ -242,7 +242,9 @@ def answer(shared: Shared, client: str, job: down.Job, received: Tensors) -> Ans
             content.extend(resources.outbox.content)
             return reply
         if job.purpose == "personalize" and client in {*shared.new_clients, *shared.head_clients}:
-            fitted = fit_head(tasks.session(job), received, rounds=job.rounds, head=shared.plan.head)
+            contributors = 0 if client in shared.new_clients else len(shared.division.clients) - len(shared.new_clients)
+            session = tasks.session(job)
+            fitted = fit_head(session, received, rounds=job.rounds, head=shared.plan.head, contributors=contributors)
             return tasks.report(job, *fitted)
         reply = tasks.do(job, received)
         content.extend(resources.outbox.content)

@@ -20,7 +20,7 @@ from edge_agent.methods import Client
 from edge_agent.methods.base import Method
 from edge_agent.personal.blend import BLEND
 from edge_agent.personal.choice import FOLDS, candidates, choose, thin_out
-from edge_agent.personal.fitting import OF_STATISTICS
+from edge_agent.personal.fitting import OF_STATISTICS, knows_samples
 from edge_agent.personal.local.validation import folds
 from edge_agent.training.loops import accuracy, features_of
 from edge_agent.wire.messages import down, up
@@ -64,7 +64,7 @@ def contribute(tasks: TaskRunner, job: down.Job, received: Tensors) -> up.Update
 
 
 def fit_head(
-    session: Session, received: Tensors, *, rounds: int, head: str | None
+    session: Session, received: Tensors, *, rounds: int, head: str | None, contributors: int
 ) -> tuple[str, float | None, np.ndarray | None]:
     """Fit a head on the frozen encoder, and return its name, the shared model's accuracy, and the head's right answers.
 
@@ -73,6 +73,7 @@ def fit_head(
         received: The last state, which holds the pooled batch norm as well where that stays with clients.
         rounds: Number of rounds of the run.
         head: The name of the head, or auto; None: the first of those that the method's bundle offers.
+        contributors: Number of clients that the shared model has learned from; 0: this client is not one of them.
 
     Returns:
         The name of the head; the accuracy of the shared model on the client's own test samples, None where there is
@@ -84,7 +85,7 @@ def fit_head(
         outcome = session.finish(received, ClientState(), rounds=rounds)
         return method.head_name, outcome.metrics.get("acc.global"), outcome.right
     client = session.before_round(received, ClientState(), round_number=rounds, rounds=rounds)
-    device = _Device(method, received, client.task, *_features_and_labels(client))
+    device = _Device(method, received, client.task, contributors, *_features_and_labels(client))
     name = method.heads[0] if head is None else head
     if name == AUTO:
         name = device.best_head()
@@ -105,6 +106,9 @@ class _Device:
     method: Method
     received: Tensors
     task: Task
+    contributors: int
+    """Clients that the shared model has learned from, this one among them; 0: it has not learned from this one."""
+
     features: np.ndarray
     """(n, d) float32, of the training samples."""
 
@@ -129,7 +133,10 @@ class _Device:
         rng = np.random.default_rng(0)
         divisions = thin_out(self.labels, folds(samples, FOLDS, rng), rng)
         offered = [name for name in self.method.heads if name != OF_STATISTICS]
-        names = candidates(offered, has_shared=self.method.global_head(self.received) is not None)
+        count, size = self.features.shape
+        is_known = self.contributors > 0 and knows_samples(count, self.contributors, size)
+        has_shared = self.method.global_head(self.received) is not None and not is_known
+        names = candidates(offered, has_shared=has_shared)
 
         def fit(name: str, rows: np.ndarray) -> Head:
             return self.fitted(name, rows, np.random.default_rng(0))

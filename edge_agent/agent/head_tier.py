@@ -21,6 +21,7 @@ from .. import heads, methods
 from ..bundle import archive
 from ..bundle import installed as installed_module
 from ..bundle.archive import BundleFile
+from ..bundle.manifest import Manifest
 from ..bundle.trust import Envelope, Member, TrustStore, follow_roots, parse, roots_in
 from ..bundle.unpacked import Bundle
 from ..core.config import AgentConfig
@@ -652,11 +653,24 @@ def _refit(config: AgentConfig, bundle: Bundle, samples: Split, progress: Progre
         local=head.local or head.allow_local,
         blend=head.blend,
         allow_local=head.allow_local,
+        took_part=took_part(config, bundle.manifest),
     )
     collected = len(collection_of(config).index().samples)
     # The choice of precision and batch norm is part of the fit's time, as in 'edge-agent fit'.
     result = personalize(bundle, samples, encoder, options).with_earlier_steps({"encoder": encoder_s})
     return replace(result, n_collected=collected)
+
+
+def took_part(config: AgentConfig, manifest: Manifest) -> bool:
+    """Return whether this device has contributed to the run that a bundle comes from.
+
+    A bundle names the run as its operator does, and the folder of a contribution has an id behind that name.
+    """
+    runs = config.state / "runs"
+    if manifest.lineage is None or not runs.is_dir():
+        return False
+    run = manifest.lineage.run
+    return any(folder.name == run or folder.name.startswith(f"{run}-") for folder in runs.iterdir())
 
 
 def _remove_features(config: AgentConfig) -> None:

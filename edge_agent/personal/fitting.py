@@ -68,6 +68,9 @@ class FitOptions:
     """Whether labels that may be wrong are looked for: that takes a fit for each of five folds and compares all pairs.
     """
 
+    took_part: bool = False
+    """Whether the device has contributed these samples to the run that the bundle comes from."""
+
     clock: Callable[[], float] = time.perf_counter
     """A function that gives seconds."""
 
@@ -174,7 +177,7 @@ def best_head(
     def fit_rows(name: str, rows: np.ndarray) -> Head:
         return fit(bundle, features[rows], samples.labels[rows], replace(options, head=name), samples.class_names)
 
-    names = heads_to_compare(bundle, samples.class_names)
+    names = heads_to_compare(bundle, samples, options)
     divisions = divisions_of(samples, options)
     choice = choose(names, fit_rows, features, samples.labels, divisions)
     choice = replace(choice, same_sitting=sitting_of(samples, divisions))
@@ -185,11 +188,37 @@ def best_head(
 OF_STATISTICS = "ridge_prior"
 """The head that is nothing without the bundle's shared statistics."""
 
+MOST_PULL = 0.1
+"""The pull of a sample on its own answer above which cross-validation is too kind to a shared classifier.
 
-def heads_to_compare(bundle: Bundle, class_names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the heads that are compared for samples of these classes."""
-    offered = [name for name in bundle.manifest.heads if name != OF_STATISTICS or bundle.manifest.shared_statistics]
-    return candidates(offered, has_shared=shared_classifier(bundle, class_names) is not None)
+In a least squares fit of d features to n samples it is d / n in the mean: the trace of the hat matrix.
+"""
+
+
+def heads_to_compare(bundle: Bundle, samples: Samples, options: FitOptions) -> tuple[str, ...]:
+    """Return the heads that are compared on these samples.
+
+    Heads on what the federation has learned of classes are left out where it has learned a good part of that from these
+    very samples: on all folds they would answer samples that they know.
+    """
+    manifest = bundle.manifest
+    clients = 0 if manifest.lineage is None else manifest.lineage.clients
+    is_known = options.took_part and knows_samples(len(samples), clients, manifest.feature_dim)
+    has_statistics = bool(manifest.shared_statistics) and not is_known
+    offered = [name for name in manifest.heads if name != OF_STATISTICS or has_statistics]
+    has_shared = shared_classifier(bundle, samples.class_names) is not None and not is_known
+    return candidates(offered, has_shared=has_shared)
+
+
+def knows_samples(own: int, clients: int, feature_dim: int) -> bool:
+    """Return whether a classifier that clients have fitted together answers the samples of one of them too well.
+
+    Args:
+        own: Samples of that client; the others are taken to have as many.
+        clients: Clients that took part.
+        feature_dim: Features of a sample.
+    """
+    return feature_dim > MOST_PULL * own * max(clients, 1)
 
 
 def divisions_of(samples: Samples, options: FitOptions) -> list[Fold]:

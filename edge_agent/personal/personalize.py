@@ -387,7 +387,7 @@ def evaluate_heads(features: Features, names: Iterable[str] | None = None) -> tu
     results: list[Result] = []
     failed: dict[str, str] = {}
     if names is None:
-        names = heads_to_compare(features.bundle, features.train.class_names)
+        names = heads_to_compare(features.bundle, features.train, features.options)
         if features.local is not None and features.local.model.name != MAJORITY:
             names = (*names, BLEND)
     for name in names:

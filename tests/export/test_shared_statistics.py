@@ -12,9 +12,10 @@ from edge_agent import methods
 from edge_agent.bundle.archive import open_bundle, pack
 from edge_agent.bundle.installed import install
 from edge_agent.core.errors import BundleDamaged
+from edge_agent.data import Samples
 from edge_agent.methods import Update
 from edge_agent.methods.afl import statistics, unpack
-from edge_agent.personal.fitting import FitOptions, fit, heads_to_compare, shared_statistics
+from edge_agent.personal.fitting import FitOptions, fit, heads_to_compare, knows_samples, shared_statistics
 from edge_agent.training.parts import to_arrays
 from edge_agent.wire.tensors import decode, encode
 from export import BundleOptions, Calibration, TrainedEncoder, build_bundle, synthetic_inputs
@@ -98,7 +99,29 @@ def test_a_personal_head_begins_with_them(exported, tmp_path, task):
     features = (rng.standard_normal((8, 12)) + np.eye(task.num_classes, 12)[labels]).astype(np.float32)
     head = fit(bundle, features, labels, FitOptions(head="ridge_prior"))
     assert head.arrays["prior_samples"][0] > 0
-    assert "ridge_prior" in heads_to_compare(bundle, task.class_names)
+    assert "ridge_prior" in heads_to_compare(bundle, eight_samples(task), FitOptions())
+
+
+def eight_samples(task):
+    """Samples of a device, of which only the number and the classes count here."""
+    return Samples(np.zeros((8, 1)), np.zeros(8, np.int64), task.class_names, task.input)
+
+
+def test_heads_that_know_a_devices_own_samples_are_not_compared_on_them(exported, tmp_path, task):
+    """With 12 features and 8 samples the classifier that both have fitted repeats the labels of these samples."""
+    _, path = exported
+    bundle = install(path, tmp_path)
+    as_new = heads_to_compare(bundle, eight_samples(task), FitOptions())
+    took_part = heads_to_compare(bundle, eight_samples(task), FitOptions(took_part=True))
+    assert set(as_new) - set(took_part) == {"shared_classifier", "tuned", "ridge_prior"}
+    many = Samples(np.zeros((200, 1)), np.zeros(200, np.int64), task.class_names, task.input)
+    assert heads_to_compare(bundle, many, FitOptions(took_part=True)) == as_new
+
+
+@pytest.mark.parametrize("own, clients, known", [(60, 4, True), (60, 90, True), (60, 91, False), (5440, 0, False)])
+def test_a_sample_pulls_by_features_over_samples(own, clients, known):
+    """544 features: a tenth of that is reached with 5,440 samples, which 60 samples have with 90.7 clients."""
+    assert knows_samples(own, clients, 544) is known
 
 
 def test_a_bundle_without_statistics_offers_no_such_head(exported, tmp_path, task):
@@ -106,7 +129,7 @@ def test_a_bundle_without_statistics_offers_no_such_head(exported, tmp_path, tas
     without = changed(path, tmp_path / "without.hwb", None)
     bundle = install(without, tmp_path / "bundles")
     assert bundle.shared_statistics() is None
-    assert "ridge_prior" not in heads_to_compare(bundle, task.class_names)
+    assert "ridge_prior" not in heads_to_compare(bundle, eight_samples(task), FitOptions())
     assert b"shared_statistics" not in (bundle.folder / "manifest.json").read_bytes()
 
 

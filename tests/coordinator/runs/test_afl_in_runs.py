@@ -13,6 +13,7 @@ from federation_harness import Federation
 
 from coordinator.config import DifferentialPrivacyConfig
 from edge_agent import methods
+from edge_agent.agent import head_tier
 from edge_agent.agent.head_tier import _contribution
 from edge_agent.agent.tasks.runner import TaskRunner
 from edge_agent.bundle.archive import open_bundle
@@ -283,6 +284,10 @@ def test_the_bundle_of_a_run_has_the_classifier_and_the_statistics_of_all(tmp_pa
         np.testing.assert_array_equal(shared["weight"], fed.final["head.weight"])
         # The bundle of the round itself, for contributions, carries no statistics of others.
         assert open_bundle(path.with_name("round.hwb")).manifest.shared_statistics is None
+        # A device knows from which bundles it has to expect that they know its samples.
+        of_others = AgentConfig(id="h9", state=tmp_path / "h9", data=DataConfig(source="none:"))
+        assert head_tier.took_part(fed.tasks["h0"].config, open_bundle(path).manifest)
+        assert not head_tier.took_part(of_others, open_bundle(path).manifest)
 
 
 OWN = """

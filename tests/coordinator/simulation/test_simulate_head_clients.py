@@ -11,7 +11,9 @@ import pytest
 
 from coordinator import simulate
 from coordinator.api import TrainedModel
+from coordinator.simulation import device_heads
 from edge_agent.core.errors import UnknownName, UsageError
+from edge_agent.personal.choice import candidates
 
 COMMON = {"clients": 6, "rounds": 1, "partition": "iid", "local": False, "engine": "serial", "encoder": "linear"}
 
@@ -90,6 +92,19 @@ def test_auto_takes_the_surest_head_in_cross_validation_and_the_same_one_each_ti
     assert "auto" not in chosen.values()
     assert chosen == heads_of(again)
     assert one.clients == again.clients
+
+
+def test_the_shared_classifier_is_compared_where_it_has_not_learned_from_the_samples(tmp_path, monkeypatch):
+    """Cross-validation on samples that it knows would be too kind to it; a new client's samples it does not know."""
+    compared = []
+
+    def note(offered, *, has_shared):
+        compared.append(has_shared)
+        return candidates(offered, has_shared=has_shared)
+
+    monkeypatch.setattr(device_heads, "candidates", note)
+    run(tmp_path / "took-part", head_clients=5, new_clients=1, head="auto")
+    assert sorted(compared) == [False] * 5 + [True]
 
 
 def test_new_clients_fit_it_as_well(tmp_path):
