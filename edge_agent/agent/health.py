@@ -338,13 +338,14 @@ class Silence:
         if self._since is None:
             reason = f" ({self._away})" if self._away else ""
             return (
-                f"waits for the broker {config.broker.url}{reason}; tries until it is stopped. "
+                f"waits for the broker {config.broker.names}{reason}; tries until it is stopped. "
                 "'edge-agent doctor --config FILE' tries the way to it"
             )
         if self._mismatch.reason:
             return (
-                f"the coordinator at {config.broker.url} speaks another protocol ({self._mismatch.reason}); says hello "
-                f"again in {self._mismatch.next_s():.0f} s, and ends when that goes on for {FINAL_S / 60:.0f} minutes"
+                f"the coordinator at {config.broker.names} speaks another protocol ({self._mismatch.reason}); says "
+                f"hello again in {self._mismatch.next_s():.0f} s, and ends when that goes on for {FINAL_S / 60:.0f} "
+                "minutes"
             )
         if self._problem is not None:
             return f"{self._problem.message}; {self._problem.remedy}"
@@ -355,7 +356,7 @@ class Silence:
                 "'edge-agent doctor --config FILE' tries the broker's rules"
             )
         return (
-            f"no coordinator of federation '{config.federation}' answers at {config.broker.url}; says hello every "
+            f"no coordinator of federation '{config.federation}' answers at {config.broker.names}; says hello every "
             f"{HELLO_AGAIN_S:.0f} s until one does or the agent is stopped. Does 'headwater serve' run, with the same "
             "federation and broker? 'edge-agent doctor --config FILE' tries login and topics"
         )

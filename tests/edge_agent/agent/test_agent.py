@@ -18,6 +18,7 @@ from edge_agent.core.errors import DataError, TrainingFailed
 from edge_agent.wire.blobs.chunks import Incoming, Outgoing, decode_frame
 from edge_agent.wire.messages import codec, down, up
 from edge_agent.wire.topics import Topics
+from edge_agent.wire.transport import Connected, LeftBroker
 
 TOPICS = Topics("home")
 
@@ -73,6 +74,24 @@ def test_an_agent_that_nobody_answers_says_so_after_a_while_and_then_rarely(fed,
     assert len(unanswered(caplog)) == 2
     agent.write_status()
     assert json.loads((agent.config.state / "status.json").read_bytes())["waits_for"] is None
+
+
+def test_an_agent_writes_down_which_broker_it_is_connected_to_and_why_it_left_another(fed, caplog):
+    caplog.set_level("INFO")
+    agent = fed.add("a0")
+    fed.settle()
+    left = (LeftBroker("mqtts://a", "refused"),)
+    agent.transport._events.put(Connected(2, "mqtts://b", left))
+    fed.wait(1)
+    agent.write_status()
+    broker = json.loads((agent.config.state / "status.json").read_bytes())["broker"]
+    assert (broker["url"], broker["left"]) == ("mqtts://b", [{"url": "mqtts://a", "reason": "refused"}])
+    assert broker["since"].endswith("+00:00")
+    assert "connected broker=mqtts://b" in caplog.text
+    agent.transport.cut()
+    fed.wait(1)
+    agent.write_status()
+    assert json.loads((agent.config.state / "status.json").read_bytes())["broker"] is None
 
 
 def waits_for(agent):

@@ -19,8 +19,9 @@ from coordinator.broker import MosquittoBroker
 from edge_agent.core.config import BrokerConfig
 from edge_agent.core.errors import BrokerAway
 from edge_agent.wire import mqtt
+from edge_agent.wire.failover import longest_pause_s
 from edge_agent.wire.inbox import MESSAGE_BYTES, RESERVED_SHARE, Inbox, Rank
-from edge_agent.wire.mqtt import MqttTransport, longest_pause_s
+from edge_agent.wire.mqtt import MqttTransport
 from edge_agent.wire.transport import Connected, Disconnected, Message, Subscribed
 
 
