@@ -124,7 +124,7 @@ class BrokerConfig(Frozen):
         ge=2,
         le=600,
         description="with a list: seconds within which a lost or silent broker is replaced by the next one; an idle "
-        "client asks its broker for a sign of life three times as often",
+        "client asks its broker for a sign of life after a third of them",
     )
     return_after_s: float = Field(
         0.0,
@@ -132,6 +132,11 @@ class BrokerConfig(Frozen):
         le=604_800,
         description="with a list: a client that was connected to another broker for this long returns to its first "
         "one, once that lets it in; 0 = it stays until it loses the other one",
+    )
+    qos: Literal[0, 1] = Field(
+        1,
+        description="MQTT quality of service of subscriptions; with 0, a NATS cluster that has lost a node serves "
+        "again within seconds; messages that are lost are sent again in any case",
     )
     wait: bool = Field(True, description="retry while the broker is away; false: end with exit code 75")
     max_packet_bytes: int = Field(122_880, ge=4096, le=1 << 20, description="largest MQTT payload that is published")

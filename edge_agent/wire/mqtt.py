@@ -61,6 +61,15 @@ LEAVE_TIMEOUT_S = 2.0
 VISIT_TIMEOUT_S = 2.0
 """Seconds in which the first broker has to let a client in that is to return to it; its connection rests meanwhile."""
 
+SUBSCRIBE_AGAIN_S = 1.0
+"""Seconds until filters that the broker has refused are asked for again; they grow by half each time.
+
+A NATS cluster refuses filters for some ten seconds after it has lost a node.
+"""
+
+SUBSCRIBE_SELDOM_S = 60.0
+"""The most seconds between two such requests: a broker whose rules forbid a filter refuses it for ever."""
+
 LONGEST_WAIT_S = 1.0
 """The longest wait in seconds for the network, after which timers are looked at."""
 
@@ -115,6 +124,14 @@ class MqttTransport:
         self._inbox = Inbox(rank_of)
         self._filters: list[str] = []
         self._pending_filters: dict[int, tuple[str, ...]] = {}
+        self._refused_filters: list[str] = []
+        """The filters that the broker of this session has refused, to be asked for again."""
+
+        self._subscribe_pause_s = SUBSCRIBE_AGAIN_S
+        self._subscribe_at = float("inf")
+        self._subscribed_by = 0.0
+        """The time until which the answer to the last subscription is waited for without a sign of life."""
+
         self._subscribing = threading.RLock()
         self._client: paho.Client | None = None
         self._last_sent: paho.MQTTMessageInfo | None = None
@@ -307,6 +324,8 @@ class MqttTransport:
             if is_leaving and until == float("inf"):
                 until = time.monotonic() + LEAVE_TIMEOUT_S
                 client.disconnect()
+            if time.monotonic() >= self._subscribe_at:
+                self._subscribe_again()
             # With another broker to go to, this one has to show that it lives.
             if is_leaving or not self._failover.is_list or code != paho.MQTT_ERR_SUCCESS:
                 continue
@@ -336,8 +355,13 @@ class MqttTransport:
         return max(0.0, min(LONGEST_WAIT_S, due_in_s))
 
     def _is_lost(self, client: _Client, vigil: Vigil) -> bool:
-        """Look for signs of life of the broker, ask for one where it is silent, and return whether it is lost."""
-        vigil.observe(_link_state(client))
+        """Look for signs of life of the broker, ask for one where it is silent, and return whether it is lost.
+
+        NATS reads nothing more of a client, also no question, until it has answered its subscription. That takes more
+        than ten seconds after its cluster has lost a node, and would begin again at another node.
+        """
+        is_subscribing = bool(self._pending_filters) and time.monotonic() < self._subscribed_by
+        vigil.observe(None if is_subscribing else _link_state(client))
         if vigil.is_lost:
             self._strictness.lost()
             return True
@@ -377,6 +401,9 @@ class MqttTransport:
         self._remedy = ""
         self._clocks_differ = False
         self._pending_filters.clear()
+        self._refused_filters.clear()
+        self._subscribe_pause_s = SUBSCRIBE_AGAIN_S
+        self._subscribe_at = float("inf")
         client = _client(self.broker, self.client_id, session_of(self.client_id), paho.MQTTv311)
         client.max_inflight_messages_set(INFLIGHT)
         if self.will is not None:
@@ -428,10 +455,12 @@ class MqttTransport:
             return
         for begin in range(0, len(filters), 8):
             part = filters[begin : begin + 8]
+            wanted: list[tuple[str, int]] = [(topic_filter, self.config.qos) for topic_filter in part]
             with self._subscribing:  # the broker may confirm before this thread has noted the request
-                _, mid = client.subscribe([(topic_filter, 1) for topic_filter in part])
+                _, mid = client.subscribe(wanted)
                 if mid is not None:
                     self._pending_filters[mid] = part
+                    self._subscribed_by = time.monotonic() + self.config.keepalive_s
 
     def _on_subscribe(
         self, _client: paho.Client, _data: object, mid: int, codes: list[ReasonCode], _props: object
@@ -442,9 +471,20 @@ class MqttTransport:
         answers = zip(filters, codes, strict=False)
         rejected = [topic_filter for topic_filter, code in answers if code.is_failure]
         if rejected:
-            log.error("subscription_refused filters=%s", ",".join(rejected))
+            is_news = self._subscribe_pause_s == SUBSCRIBE_AGAIN_S
+            log.log(logging.ERROR if is_news else logging.DEBUG, "subscription_refused filters=%s", ",".join(rejected))
+            self._refused_filters += rejected
+            self._subscribe_at = time.monotonic() + self._subscribe_pause_s
         granted = tuple(topic_filter for topic_filter in filters if topic_filter not in rejected)
         self._inbox.put(Subscribed(granted))
+
+    def _subscribe_again(self) -> None:
+        """Ask again for the filters that were refused and are still wanted; the broker may grant them by now."""
+        wanted = tuple(topic_filter for topic_filter in self._refused_filters if topic_filter in self._filters)
+        self._refused_filters.clear()
+        self._subscribe_at = float("inf")
+        self._subscribe_pause_s = min(1.5 * self._subscribe_pause_s, SUBSCRIBE_SELDOM_S)
+        self._ask_for(wanted)
 
     def _on_message(self, _client: paho.Client, _data: object, message: paho.MQTTMessage) -> None:
         """Put a message into the inbox, if it is of a topic that was asked for and is admitted."""

@@ -33,6 +33,8 @@ class Played:
         self.url = f"mqtt://127.0.0.1:{server.getsockname()[1]}"
         self.connack = CONNACK
         self.answers_pings = True
+        self.subscribing = threading.Event()
+        self.subscribing.set()
         self.filters = []
         self.pings = 0
         self.logins = 0
@@ -56,6 +58,7 @@ class Played:
                     peer.sendall(self.connack)
                 elif first == 0x82:
                     self.filters.append(body[4:-1].decode())
+                    self.subscribing.wait(PATIENCE_S)
                     peer.sendall(b"\x90\x03" + body[:2] + b"\x01")
                 elif (first, body) == PINGREQ:
                     self.pings += 1
@@ -141,6 +144,30 @@ def test_a_broker_that_falls_silent_is_asked_and_left(open_transport, brokers):
     assert "it has not answered for" in wait_for(transport, Disconnected).reason
     assert wait_for(transport, Connected).broker == brokers[1].url
     assert time.monotonic() - began < LIMIT_S
+
+
+def test_a_broker_that_is_busy_with_a_subscription_is_not_left(open_transport, brokers):
+    """NATS reads nothing more of a client until then, and it takes seconds while its cluster elects a leader."""
+    brokers[0].subscribing.clear()
+    transport = open_transport(config_of(brokers, failover_s=0.3))
+    transport.subscribe("fl/porch")
+    transport.start()
+    wait_for(transport, Connected)
+    assert transport.receive(1.0) is None, "it is silent for three times the limit, and not left"
+    brokers[0].subscribing.set()
+    assert wait_for(transport, Subscribed).filters == ("fl/porch",)
+    assert transport.broker.url == brokers[0].url
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_INFO"), reason="this system does not tell what arrives")
+def test_a_broker_that_never_answers_a_subscription_is_left_after_the_keep_alive(open_transport, brokers):
+    brokers[0].subscribing.clear()
+    transport = open_transport(config_of(brokers, failover_s=0.3, keepalive_s=1))
+    transport.subscribe("fl/porch")
+    transport.start()
+    wait_for(transport, Connected)
+    assert wait_for(transport, Connected).broker == brokers[1].url
+    brokers[0].subscribing.set()
 
 
 def test_a_broker_that_does_not_answer_the_login_is_left_soon(open_transport, brokers):
