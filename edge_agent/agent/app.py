@@ -82,6 +82,7 @@ def _run(config: AgentConfig, tier: str) -> None:
             boot=boot,
             renewal=renewed,
             refused_topics=refused_topics_of(config, transport),
+            leave_broker=transport.leave if len(config.broker.urls) > 1 else None,
         )
         agent = Agent(config, transport, TaskRunner(config, tier, beside=True), runtime)
         serving = _start_serving(config)

@@ -101,6 +101,7 @@ class Agent:
         self._now = runtime.now
         self.boot = runtime.boot
         self.refused_topics = runtime.refused_topics
+        self.leave_broker = runtime.leave_broker
 
         # Whom the agent follows, and how it speaks to it.
         self.membership = Membership(config.state / "federation.json", self.clock)
@@ -305,6 +306,8 @@ class Agent:
         self._silence.tell(self.config)
         if self.refused_topics is not None and self._silence.asks_rules():
             self._ask_rules(self.refused_topics)
+        if self.leave_broker is not None and self._silence.is_to_leave():
+            self.leave_broker(f"no coordinator of federation '{self.config.federation}' answers here")
 
     def _ask_rules(self, refused_topics: RefusedTopics) -> None:
         """Find out whether the broker lets this agent speak: what it refuses to MQTT 3.1.1 it drops without a word."""
@@ -491,6 +494,7 @@ class Agent:
         self._other_clock.heard(message.time)
         self._operator_pin = None  # where there is one, it follows
         self.membership.answered()
+        self._silence.answered()
         self._mismatch.clear()
         self._heartbeat.welcomed(self.clock(), message.heartbeat_s)
         if is_news:

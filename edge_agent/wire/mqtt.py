@@ -116,6 +116,12 @@ class MqttTransport:
         self._is_returning = False
         """Whether the session ends because the first broker is to be connected again."""
 
+        self._leave_reason = ""
+        """Why this client leaves a broker that works; empty: it does not."""
+
+        self._vigil: Vigil | None = None
+        """The watch over the session of now; None: there is none."""
+
         self._connected_url = ""
         """The broker of the last session; empty before the first one."""
 
@@ -242,6 +248,15 @@ class MqttTransport:
         """The seconds that the oldest event has waited for `receive`; 0 where none waits."""
         return self._inbox.oldest_s
 
+    def leave(self, reason: str) -> None:
+        """Go to the next broker of a list, from any thread; a single broker is not left.
+
+        Args:
+            reason: Why, for the log and the status.
+        """
+        if self._failover.is_list:
+            self._leave_reason = reason
+
     def wake(self) -> None:
         """Make a waiting `receive` return at once, from any thread."""
         self._inbox.put(Woken())
@@ -281,6 +296,8 @@ class MqttTransport:
     def _session(self) -> tuple[str, bool]:
         """Connect, serve the connection until its end, and return why it ended and whether it was established."""
         self._is_returning = False
+        self._leave_reason = ""
+        self._vigil = None
         broker = self.broker
         # A list is tried quickly once; when all of it has failed, a link may be so slow that it needs more time.
         limit_s = CONNECT_TIMEOUT_S
@@ -316,42 +333,52 @@ class MqttTransport:
         """
         code = paho.MQTT_ERR_SUCCESS
         until = float("inf")
-        vigil: Vigil | None = None
         while code == paho.MQTT_ERR_SUCCESS and time.monotonic() < until:
-            code = client.loop(timeout=self._wait_s(vigil, login_until))
+            code = client.loop(timeout=self._wait_s(login_until))
             # `close` may have come before there was a client, so it is looked for here as well.
-            is_leaving = self._stopping.is_set() or self._is_returning
+            is_leaving = self._stopping.is_set() or bool(self._leave_reason)
             if is_leaving and until == float("inf"):
                 until = time.monotonic() + LEAVE_TIMEOUT_S
                 client.disconnect()
             if time.monotonic() >= self._subscribe_at:
                 self._subscribe_again()
             # With another broker to go to, this one has to show that it lives.
-            if is_leaving or not self._failover.is_list or code != paho.MQTT_ERR_SUCCESS:
-                continue
-            if self._up.is_set():
-                vigil = vigil or Vigil(self._strictness.limit_s, time.monotonic)
-                if self._is_lost(client, vigil):
-                    return f"it has not answered for {vigil.silence_s:.1f} s"
-                self._is_returning = self._failover.is_return_due() and self._may_return()
-            elif time.monotonic() >= login_until:
-                return "it does not answer the login"
-        if self._is_returning:
-            return f"this client returns to its first broker {self._failover.first}"
+            if self._failover.is_list and not is_leaving and code == paho.MQTT_ERR_SUCCESS:
+                reason = self._reason_to_end(client, login_until)
+                if reason:
+                    return reason
+        if self._leave_reason:
+            return self._leave_reason
         reason = paho.error_string(code)
         has_certificate = self.config.tls is not None and self.config.tls.cert is not None
         if has_certificate and not self._up.is_set():
             reason = f"{reason.rstrip('.')}; the broker may refuse this certificate"
         return reason
 
-    def _wait_s(self, vigil: Vigil | None, login_until: float) -> float:
+    def _reason_to_end(self, client: _Client, login_until: float) -> str:
+        """Return why the connection to a broker of a list is given up at once; empty: it stands.
+
+        Where the first broker lets this client in again, the connection is to end after what was published before.
+        """
+        if not self._up.is_set():
+            return "it does not answer the login" if time.monotonic() >= login_until else ""
+        if self._vigil is None:
+            self._vigil = Vigil(self._strictness.limit_s, time.monotonic)
+        if self._is_lost(client, self._vigil):
+            return f"it has not answered for {self._vigil.silence_s:.1f} s"
+        if self._failover.is_return_due() and self._may_return():
+            self._is_returning = True
+            self._leave_reason = f"this client returns to its first broker {self._failover.first}"
+        return ""
+
+    def _wait_s(self, login_until: float) -> float:
         """Return how many seconds the network may be waited for before something is due."""
-        if not self._failover.is_list or self._is_returning:
+        if not self._failover.is_list or self._leave_reason:
             return LONGEST_WAIT_S
-        if vigil is None:
+        if self._vigil is None:
             due_in_s = login_until - time.monotonic()
         else:
-            due_in_s = min(vigil.due_in_s(), self._failover.return_in_s())
+            due_in_s = min(self._vigil.due_in_s(), self._failover.return_in_s())
         return max(0.0, min(LONGEST_WAIT_S, due_in_s))
 
     def _is_lost(self, client: _Client, vigil: Vigil) -> bool:

@@ -11,6 +11,7 @@ import time
 
 import pytest
 from mqtt_harness import CONNACK, NEEDS_MOSQUITTO, PATIENCE_S, packet, wait_for
+from proxy import Proxy
 
 from coordinator.broker import MosquittoBroker
 from edge_agent.core.config import BrokerConfig
@@ -238,6 +239,21 @@ def test_a_client_returns_to_its_first_broker_once_that_lets_it_in(open_transpor
     assert "broker_changed" in caplog.text
 
 
+def test_a_program_may_leave_a_broker_that_works_for_the_next_one_but_not_its_only_one(open_transport, brokers):
+    transport = open_transport(config_of(brokers))
+    transport.start()
+    wait_for(transport, Connected)
+    transport.leave("nobody answers here")
+    assert wait_for(transport, Disconnected).reason == f"{brokers[0].url}: nobody answers here"
+    connected = wait_for(transport, Connected)
+    assert (connected.broker, connected.left) == (brokers[1].url, (LeftBroker(brokers[0].url, "nobody answers here"),))
+    single = open_transport(config_of(brokers[2:]))
+    single.start()
+    wait_for(single, Connected)
+    single.leave("nobody answers here")
+    assert single.receive(1.5) is None
+
+
 def test_the_first_broker_follows_the_id_that_is_to_spread_clients(open_transport, brokers):
     transport = open_transport(config_of(brokers), "home-coordinator-1234", spread_by="porch")
     transport.start()
@@ -259,3 +275,23 @@ def test_a_stopped_mosquitto_is_left_within_the_limit_although_its_connection_st
             assert time.monotonic() - began < LIMIT_S
         finally:
             os.kill(first.pid, signal.SIGCONT)
+
+
+@NEEDS_MOSQUITTO
+@pytest.mark.broker
+def test_a_slow_link_is_not_taken_for_a_lost_broker_while_it_drains(open_transport):
+    """The question for a sign of life waits behind 360 kB; without acknowledgements nothing arrives meanwhile."""
+    with MosquittoBroker() as broker, Proxy(("127.0.0.1", broker.port)) as proxy:
+        slow = f"mqtt://127.0.0.1:{proxy.port}"
+        urls = [slow, "mqtt://127.0.0.1:1"]
+        client = next(name for name in map(str, range(1000)) if order_for(name, urls)[0] == slow)
+        transport = open_transport(BrokerConfig(url=urls), client)
+        transport.subscribe("done")
+        transport.start()
+        wait_for(transport, Subscribed)
+        proxy.up.rate = 64_000
+        for _ in range(6):
+            transport.publish("bulk", bytes(60_000), qos=0)
+        transport.publish("done", b"", qos=0)
+        assert isinstance(wait_for(transport, Message | Disconnected), Message)
+        transport.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import ipaddress
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -189,6 +190,30 @@ def test_a_broker_of_a_list_with_another_authority_is_skipped_and_named(open_tra
         wait_for(transport, Subscribed)
         transport.publish("fl/here", b"nothing is lost")
         assert wait_for(transport, Message).payload == b"nothing is lost"
+
+
+# As above.
+@pytest.mark.filterwarnings("ignore:Exception ignored in.*SSLSocket:pytest.PytestUnraisableExceptionWarning")
+@NEEDS_MOSQUITTO
+@pytest.mark.broker
+def test_a_broker_of_a_list_that_is_stopped_behind_tls_is_noticed_and_one_that_is_stopped_at_the_handshake_is_left(
+    open_transport, tls
+):
+    broker, ours, _, _ = tls
+    urls = [f"mqtts://127.0.0.1:{broker.port}", "mqtts://127.0.0.1:1"]
+    transport = open_transport(BrokerConfig(url=urls, tls=ours, failover_s=2))
+    transport.start()
+    wait_for(transport, Connected)
+    os.kill(broker.pid, signal.SIGSTOP)
+    try:
+        assert "it has not answered for" in wait_for(transport, Disconnected).reason
+        wait_for(transport, Disconnected, lambda event: "connection refused" in event.reason)
+        handshake = wait_for(transport, Disconnected)
+        assert handshake.reason.startswith(urls[0])
+        assert "no answer in time" in handshake.reason
+    finally:
+        os.kill(broker.pid, signal.SIGCONT)
+    assert wait_for(transport, Connected).broker == urls[0]
 
 
 @pytest.mark.parametrize("broken", ["ca", "cert"])
