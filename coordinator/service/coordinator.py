@@ -287,6 +287,7 @@ class Coordinator:
     def _on_connected(self, event: Connected) -> None:
         """Count the time of leases again, and announce this coordinator if it serves already."""
         self._broker_wait = None
+        self.peers.connected()
         self._broker = event.connection_since(utc_now().isoformat(timespec="seconds"))
         self.roster.connected()
         log.info(
