@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -114,7 +115,7 @@ def _check_runs(settings: CoordinatorConfig, path: Path | None) -> str:
 
 
 def _steps(config: CoordinatorConfig) -> Iterator[Step]:
-    """Yield the steps to the broker and its topics, up to and with the first one that fails."""
+    """Yield the steps to the broker and its topics, or to each broker of a list."""
     if config.identity is not None:
         from ..identity.serving import checks
 
@@ -124,26 +125,34 @@ def _steps(config: CoordinatorConfig) -> Iterator[Step]:
     if config.broker is None:
         yield Step("embedded", is_ok=True, detail="'headwater serve' starts its own broker")
         return
-    tls = config.broker.tls
-    for step in walk_to_broker(config.broker, tls.ca if tls else None, TIMEOUT_S):
+    for url in config.broker.urls:
+        for step in _steps_to(config.broker.at(url), config.federation):
+            is_single = isinstance(config.broker.url, str)
+            yield step if is_single else replace(step, name=f"{step.name} of {url}")
+
+
+def _steps_to(broker: BrokerConfig, federation: str) -> Iterator[Step]:
+    """Yield the steps to one broker and its topics, up to and with the first one that fails."""
+    tls = broker.tls
+    for step in walk_to_broker(broker, tls.ca if tls else None, TIMEOUT_S):
         yield step
         if not step.is_ok:
             return
-    topics = Topics(config.federation)
-    transport = MqttTransport(config.broker.model_copy(update={"wait": False}), f"{config.federation}-coordinator")
+    topics = Topics(federation)
+    transport = MqttTransport(broker.model_copy(update={"wait": False}), f"{federation}-coordinator")
     try:
-        step = try_step("login", lambda: _login(transport, topics, config.broker))
+        step = try_step("login", lambda: _login(transport, topics, broker))
         yield step
         if step.is_ok:
-            yield try_step("topics", lambda: _receive_own_message(transport, topics, config.federation))
+            yield try_step("topics", lambda: _receive_own_message(transport, topics, federation))
     finally:
         transport.close()
 
 
-def _login(transport: MqttTransport, topics: Topics, broker: BrokerConfig | None) -> str:
+def _login(transport: MqttTransport, topics: Topics, broker: BrokerConfig) -> str:
     transport.subscribe(*topics.for_coordinator())
     transport.start()
-    user = None if broker is None else user_of(broker, transport.client_id)
+    user = user_of(broker, transport.client_id)
     return "without a user" if user is None else f"as user '{user}'"
 
 

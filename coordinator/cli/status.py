@@ -430,7 +430,9 @@ def _waiting_line(awaited: Awaited) -> str:
 
 
 def _trouble_lines(written: Status) -> Iterator[str]:
-    """Yield what disturbs the coordinator: its storage, and other coordinators."""
+    """Yield the coordinator's broker, and what disturbs it: its storage, and other coordinators."""
+    if written.broker_connection is not None:
+        yield f"broker: {written.broker_connection}"
     if written.storage:
         yield f"storage: {written.storage}"
     if written.other_coordinator:

@@ -113,7 +113,9 @@ def _wait_at_broker(
         UsageError: the coordinator that serves works on another state folder, or nobody could hear it.
         StateError: there is no journal in the state folder, or it is damaged.
     """
-    transport = MqttTransport(broker, f"{config.federation}-standby-{secrets.token_hex(4)}")
+    transport = MqttTransport(
+        broker, f"{config.federation}-standby-{secrets.token_hex(4)}", spread_by=f"{config.federation}-coordinator"
+    )
     with contextlib.closing(transport):
         standby = Standby(config.federation, config.state, transport, takeover_s=takeover_s)
         return standby.replaced if standby.wait(stop) else None
@@ -165,6 +167,7 @@ def coordinator(
             f"{config.federation}-coordinator-{boot}",  # two with one id would end each other's connection for ever
             admits=limits.admits,
             rank_of=rank_by(topics),
+            spread_by=f"{config.federation}-coordinator",
         )
         worker = ThreadWorker(mqtt.wake)
         transport = _with_hosted_clients(config, mqtt, topics)
@@ -178,7 +181,7 @@ def coordinator(
             transport,
             runtime=Runtime(worker=worker, hooks=hooks, compute=compute or ComputeProcess(state.path / "compute.log")),
             access=Access(
-                broker_url=entrance.broker.url,
+                broker_url=entrance.broker.names,
                 limits=limits,
                 identity=entrance.identity,
                 keys=entrance.keys,
@@ -245,7 +248,7 @@ def _open_entrance(config: CoordinatorConfig, refusals: Refusals, stack: context
     served.on_refused = refused_by("broker")
     stack.enter_context(served)
     broker = served.config()
-    log.info("broker_started url=%s", broker.url)
+    log.info("broker_started url=%s", broker.names)
     return _Entrance(broker, keys)
 
 

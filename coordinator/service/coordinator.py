@@ -32,7 +32,7 @@ from edge_agent.wire.blobs.chunks import decode_frame
 from edge_agent.wire.messages import codec, down, fields, up
 from edge_agent.wire.messages.codec import SPOKEN
 from edge_agent.wire.topics import Topics
-from edge_agent.wire.transport import Connected, Disconnected, Message, Subscribed, Transport
+from edge_agent.wire.transport import BrokerConnection, Connected, Disconnected, Message, Subscribed, Transport
 
 from ..config import CoordinatorConfig
 from ..fleet.command_sender import CommandSender
@@ -177,6 +177,9 @@ class Coordinator:
         self._broker_wait: Waiting | None = None
         """What the coordinator waits for while the broker is unreachable."""
 
+        self._broker: BrokerConnection | None = None
+        """The broker that is connected, for the status; None while there is none."""
+
     # --- start and stop ----------------------------------------------------------------------------------------------
 
     def start(self) -> None:
@@ -273,7 +276,7 @@ class Coordinator:
             if self.clock() < min(self._advance_at, self._due_at):
                 return True
         elif isinstance(event, Connected):
-            self._on_connected()
+            self._on_connected(event)
         elif isinstance(event, Subscribed):
             self.peers.listening(self.topics.coordinators in event.filters)
         elif isinstance(event, Disconnected):
@@ -281,12 +284,18 @@ class Coordinator:
         self._advance()
         return event is not None
 
-    def _on_connected(self) -> None:
+    def _on_connected(self, event: Connected) -> None:
         """Count the time of leases again, and announce this coordinator if it serves already."""
         self._broker_wait = None
+        self.peers.connected()
+        self._broker = event.connection_since(utc_now().isoformat(timespec="seconds"))
         self.roster.connected()
         log.info(
-            "connected federation=%s id=%s epoch=%d", self.config.federation, self.federation_id, self.commands.epoch
+            "connected federation=%s id=%s epoch=%d broker=%s",
+            self.config.federation,
+            self.federation_id,
+            self.commands.epoch,
+            event.broker or self.broker_url,
         )
         if self.is_serving:
             self.commands.announce()
@@ -295,6 +304,7 @@ class Coordinator:
         """Wait for the broker; meanwhile no agent can be heard, and none counts as lost."""
         awaited = f"the broker at {self.broker_url} cannot be reached ({event.reason}); trying again until it can"
         self._broker_wait = Waiting(awaited, about="broker")
+        self._broker = None
         self.roster.disconnected()
         self.distributor.disconnected()
 
@@ -738,7 +748,8 @@ class Coordinator:
             "version": __version__,
             "federation": self.config.federation,
             "settings": self._settings,
-            "broker": self.broker_url,
+            "broker": self.broker_url if self._broker is None else self._broker.url,
+            "broker_connection": None if self._broker is None else self._broker.to_json(),
             "federation_id": self.federation_id,
             "epoch": self.commands.epoch,
             "other_coordinator": self.peers.note or None,

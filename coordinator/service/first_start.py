@@ -115,7 +115,11 @@ def _find_serving(config: CoordinatorConfig, state: StateFolder, stop: threading
         return None
     if config.broker is None:
         return None  # its own broker has no other coordinator, and its port can be taken once
-    transport = MqttTransport(config.broker, f"{config.federation}-start-{secrets.token_hex(4)}")
+    transport = MqttTransport(
+        config.broker,
+        f"{config.federation}-start-{secrets.token_hex(4)}",
+        spread_by=f"{config.federation}-coordinator",
+    )
     with contextlib.closing(transport):
         return Inquiry(config.federation, transport).ask(stop)
 

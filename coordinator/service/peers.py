@@ -81,6 +81,9 @@ class Peers:
         self._start = Start(federation="", epoch=0, takeover=0, is_copy=False)
         self._progress: Callable[[], Progress] = lambda: Progress(0, 0)
         self._queried_at: float | None = None
+        self._has_answer = False
+        """Whether the broker of this session has answered the subscriptions."""
+
         self._serves_since: float | None = None
         self._announced_at = float("-inf")
         self._answered: dict[str, float] = {}
@@ -115,12 +118,21 @@ class Peers:
         self._start = start
         self._progress = progress
 
+    def connected(self) -> None:
+        """Note that a session with a broker has begun, which has yet to answer the subscriptions."""
+        self._has_answer = False
+
     def listening(self, can_receive: bool) -> None:
         """Ask for other coordinators, after the broker has answered a subscription.
 
+        Filters that it has refused are answered again later, without those that it has granted before.
+
         Args:
-            can_receive: Whether the broker lets messages of other coordinators through.
+            can_receive: Whether the answer lets messages of other coordinators through.
         """
+        if self._has_answer and not can_receive:
+            return
+        self._has_answer = True
         if not can_receive:
             log.warning("coordinators_unheard: the broker does not let us subscribe; a second one will not be noticed")
         self._query()

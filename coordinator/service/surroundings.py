@@ -55,7 +55,7 @@ class Access:
     """Who may reach a coordinator, and how agents know its commands.
 
     Attributes:
-        broker_url: The broker's address, for messages to people.
+        broker_url: The addresses of all its brokers, for messages to people.
         limits: The limits that the transport applies to what it receives; None: it applies none.
         identity: Who has a certificate; None: agents need none.
         keys: The keys of commands; None: commands carry no proof.

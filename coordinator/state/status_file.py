@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from edge_agent.core import formats
 from edge_agent.core.storage import read_regular
 
 from ..views.values import as_number, as_text
@@ -222,6 +223,12 @@ class Status:
         """The address of the broker."""
         broker = self.content.get("broker")
         return None if broker is None else as_text(broker)
+
+    @property
+    def broker_connection(self) -> str | None:
+        """The connected broker, since when, and which others of a list were left and why; None: not said."""
+        connection = self.content.get("broker_connection")
+        return formats.broker(connection) if isinstance(connection, dict) else None
 
     @property
     def is_broker_away(self) -> bool:

@@ -81,7 +81,8 @@ def _run(config: AgentConfig, tier: str) -> None:
             worker=ThreadWorker(transport.wake),
             boot=boot,
             renewal=renewed,
-            refused_topics=refused_topics_of(config),
+            refused_topics=refused_topics_of(config, transport),
+            leave_broker=transport.leave if len(config.broker.urls) > 1 else None,
         )
         agent = Agent(config, transport, TaskRunner(config, tier, beside=True), runtime)
         serving = _start_serving(config)
@@ -112,14 +113,15 @@ def _start_serving(config: AgentConfig) -> ServingSupervisor | None:
 ASK_RULES_LIMIT_S = 4.0
 
 
-def refused_topics_of(config: AgentConfig) -> RefusedTopics | None:
-    """Return a function that asks the agent's broker what it refuses; None where it takes the id from the certificate.
+def refused_topics_of(config: AgentConfig, transport: MqttTransport) -> RefusedTopics | None:
+    """Return a function that asks the broker of ``transport`` what it refuses; None where certificates name agents.
 
-    Such a broker would end the agent's own connection, and `check_name` has compared the ids.
+    A broker that takes the id from the certificate would end the agent's own connection, and `check_name` has compared
+    the ids.
     """
     if config.broker.tls is not None and config.broker.tls.cert is not None:
         return None
-    return lambda messages: refused_topics(config.broker, config.id, messages, ASK_RULES_LIMIT_S)
+    return lambda messages: refused_topics(transport.broker, config.id, messages, ASK_RULES_LIMIT_S)
 
 
 def _renew_expired(renewal: Renewal) -> None:

@@ -13,6 +13,7 @@ import secrets
 import shutil
 import threading
 from collections.abc import Callable
+from datetime import datetime, timezone
 from functools import partial
 from typing import Any
 
@@ -37,7 +38,7 @@ from ..wire.messages.codec import SPOKEN
 from ..wire.messages.fields import run_name
 from ..wire.seal import Guard, read_key
 from ..wire.topics import Topics
-from ..wire.transport import Connected, Disconnected, Message, Subscribed, Transport, Will, WillOf
+from ..wire.transport import BrokerConnection, Connected, Disconnected, Message, Subscribed, Transport, Will, WillOf
 from .certificate import CertificateRenewal
 from .data_check import note_task
 from .health import FINAL_S, HELLO_AGAIN_S, WAITS_FOR_RELEASE, Disk, Mismatch, OtherClock, Problem, Silence
@@ -97,8 +98,10 @@ class Agent:
         self.tasks = tasks
         self.clock = runtime.clock
         self.worker = runtime.worker
+        self._now = runtime.now
         self.boot = runtime.boot
         self.refused_topics = runtime.refused_topics
+        self.leave_broker = runtime.leave_broker
 
         # Whom the agent follows, and how it speaks to it.
         self.membership = Membership(config.state / "federation.json", self.clock)
@@ -135,6 +138,9 @@ class Agent:
         self.welcomed = False
         self.rejected: HeadwaterError | None = None
         """Why no coordinator will ever accept this agent; None: it may."""
+
+        self._broker: BrokerConnection | None = None
+        """The broker that is connected, for the status; None while there is none."""
 
         self._connection = 0
         """The number of the connection to the broker, which tells hellos of two connections apart."""
@@ -233,7 +239,10 @@ class Agent:
     # --- connection ------------------------------------------------------------------------------------------------
 
     def _on_connected(self, event: Connected) -> None:
-        log.info("connected broker=%s", self.config.broker.url)
+        log.info("connected broker=%s", event.broker or self.config.broker.names)
+        self._broker = event.connection_since(
+            datetime.fromtimestamp(self._now(), timezone.utc).isoformat(timespec="seconds")
+        )
         self._connection = event.connection
         self.certificate.connected()
         # Hello is sent as soon as an answer can be received, which is when the subscriptions are confirmed.
@@ -249,6 +258,7 @@ class Agent:
 
     def _on_disconnected(self, event: Disconnected) -> None:
         self.welcomed = False
+        self._broker = None
         self.certificate.disconnected()
         self._silence.broker_away(event, self.config)
         self.membership.answered()
@@ -296,6 +306,8 @@ class Agent:
         self._silence.tell(self.config)
         if self.refused_topics is not None and self._silence.asks_rules():
             self._ask_rules(self.refused_topics)
+        if self.leave_broker is not None and self._silence.is_to_leave():
+            self.leave_broker(f"no coordinator of federation '{self.config.federation}' answers here")
 
     def _ask_rules(self, refused_topics: RefusedTopics) -> None:
         """Find out whether the broker lets this agent speak: what it refuses to MQTT 3.1.1 it drops without a word."""
@@ -482,6 +494,7 @@ class Agent:
         self._other_clock.heard(message.time)
         self._operator_pin = None  # where there is one, it follows
         self.membership.answered()
+        self._silence.answered()
         self._mismatch.clear()
         self._heartbeat.welcomed(self.clock(), message.heartbeat_s)
         if is_news:
@@ -590,6 +603,7 @@ class Agent:
             "tier": self.tasks.tier,
             "welcomed": self.welcomed,
             "waits_for": self._waits_for(),
+            "broker": None if self._broker is None else self._broker.to_json(),
             "federation_id": membership.federation or None,
             "epoch": membership.epoch,
             "other_coordinator": membership.note(),

@@ -240,6 +240,17 @@ ALONE_AGAIN_S = 60.0
 """Seconds after which it logs it again."""
 
 
+LEAVE_S = 30.0
+"""Seconds without an answer to hello at one broker of a list after which the agent tries the next one.
+
+The broker may be cut off from the others. Where it is the coordinator that is away, trying others does not help: the
+seconds double with each broker.
+"""
+
+LEAVE_SELDOM_S = 480.0
+"""The most of these seconds."""
+
+
 WAITS_FOR_RELEASE = (
     "waits for a release: an agent of tier 'head' trains no encoder, it installs the one that a run releases. Rounds "
     "ask it only where the coordinator has cohort.tier = 'any' and the method has a task for devices without torch; a "
@@ -260,12 +271,28 @@ class Silence:
         self._away = ""
         self._problem: Problem | None = None
         self._has_asked = False
+        self._leave_s = LEAVE_S
 
     def begin(self) -> None:
         """Note that from now on a coordinator could answer."""
         self._since = self._logged_at = self._clock()
         self._problem = None
         self._has_asked = False
+
+    def answered(self) -> None:
+        """Note that a coordinator has answered: the broker of now reaches one."""
+        self._leave_s = LEAVE_S
+
+    def is_to_leave(self) -> bool:
+        """Return whether to try another broker of a list now; if so, the next one gets twice the time.
+
+        A coordinator that speaks another protocol has been heard, so that the broker is the right one.
+        """
+        since = self._since
+        if since is None or self._mismatch.reason or self._clock() - since < self._leave_s:
+            return False
+        self._leave_s = min(2 * self._leave_s, LEAVE_SELDOM_S)
+        return True
 
     def broker_away(self, event: Disconnected, config: AgentConfig) -> None:
         """Note that no answer can arrive until the broker is online again, and whether somebody has to act for it."""
@@ -338,13 +365,14 @@ class Silence:
         if self._since is None:
             reason = f" ({self._away})" if self._away else ""
             return (
-                f"waits for the broker {config.broker.url}{reason}; tries until it is stopped. "
+                f"waits for the broker {config.broker.names}{reason}; tries until it is stopped. "
                 "'edge-agent doctor --config FILE' tries the way to it"
             )
         if self._mismatch.reason:
             return (
-                f"the coordinator at {config.broker.url} speaks another protocol ({self._mismatch.reason}); says hello "
-                f"again in {self._mismatch.next_s():.0f} s, and ends when that goes on for {FINAL_S / 60:.0f} minutes"
+                f"the coordinator at {config.broker.names} speaks another protocol ({self._mismatch.reason}); says "
+                f"hello again in {self._mismatch.next_s():.0f} s, and ends when that goes on for {FINAL_S / 60:.0f} "
+                "minutes"
             )
         if self._problem is not None:
             return f"{self._problem.message}; {self._problem.remedy}"
@@ -355,7 +383,7 @@ class Silence:
                 "'edge-agent doctor --config FILE' tries the broker's rules"
             )
         return (
-            f"no coordinator of federation '{config.federation}' answers at {config.broker.url}; says hello every "
+            f"no coordinator of federation '{config.federation}' answers at {config.broker.names}; says hello every "
             f"{HELLO_AGAIN_S:.0f} s until one does or the agent is stopped. Does 'headwater serve' run, with the same "
             "federation and broker? 'edge-agent doctor --config FILE' tries login and topics"
         )

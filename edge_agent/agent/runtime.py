@@ -47,3 +47,6 @@ class AgentRuntime:
 
     refused_topics: RefusedTopics | None = None
     """Asks the broker which messages it does not let this agent publish, for when no coordinator answers."""
+
+    leave_broker: Callable[[str], None] | None = None
+    """Goes to the next broker of a list, with the reason; None where there is only one."""

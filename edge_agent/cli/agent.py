@@ -35,6 +35,7 @@ _REPORTED = (
     "other_coordinator",
     "commands",
     "waits_for",
+    "broker",
     "job",
     "working",
     "bundle_id",
@@ -52,6 +53,7 @@ _AT_REST = {
     "welcomed": False,
     "other_coordinator": None,
     "waits_for": None,
+    "broker": None,
     "job": None,
     "working": False,
     "candidate": None,
@@ -301,6 +303,7 @@ _TEXTS: dict[str, Callable[[Any], str]] = {
         if it["authenticated"]
         else "not authenticated; enroll the agent, or name its key in broker.command_key_file"
     ),
+    "broker": formats.broker,
     "trust": lambda it: (
         f"{_WITHOUT_KEYS[it['unsigned']]}no keys are trusted"
         if it["root"] is None

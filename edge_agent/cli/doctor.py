@@ -30,7 +30,11 @@ def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``edge-agent doctor``."""
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--config", type=Path, metavar="FILE", help="check every step of the agent in this TOML file")
-    which.add_argument("--broker", metavar="URL", help="check every step to this broker: mqtt://host or mqtts://host")
+    which.add_argument(
+        "--broker",
+        metavar="URL",
+        help="check every step to this broker: mqtt://host or mqtts://host; several are separated by commas",
+    )
     parser.add_argument("--ca", type=Path, metavar="FILE", help="trusted authorities for mqtts (default: the system's)")
     parser.add_argument("--timeout", type=float, default=5.0, metavar="S", help="seconds for each step (default: 5)")
 
@@ -41,15 +45,15 @@ def doctor(arguments: argparse.Namespace) -> int:
     With --config, the steps of an agent are tried as far as they succeed: tier, state folder, data, head, then the
     broker's name, port, certificate and login, the topics of the agent, and whether a coordinator answers on them. An
     agent with this configuration may run meanwhile, undisturbed; a fault of it counts. Classes of the data are compared
-    with the task that a coordinator named last, or with that of the bundle in use. --broker checks the steps to a
-    broker alone. The verdict at the end is "ready" only when nothing has failed, and then the exit code is 0; else it
-    is that of the first step that failed, 75 where the broker is not reached.
+    with the task that a coordinator named last, or with that of the bundle in use. Each broker of a list is tried.
+    --broker checks the steps to a broker alone. The verdict at the end is "ready" only when nothing has failed, and
+    then the exit code is 0; else it is that of the first step that failed, 75 where the broker is not reached.
 
     Example:
       edge-agent doctor --config agent.toml
     """
     from ..core.capabilities import find
-    from ..core.config import AgentConfig, BrokerConfig, load, parse
+    from ..core.config import AgentConfig, BrokerConfig, load, parse, urls_of
 
     device = find()
     config = None
@@ -63,7 +67,7 @@ def doctor(arguments: argparse.Namespace) -> int:
     else:
         own = [try_step("tier", lambda: _check_tier(device, device.tier))]
     if arguments.broker is not None:
-        broker = parse(BrokerConfig, {"url": arguments.broker}, where="--broker")
+        broker = parse(BrokerConfig, {"url": urls_of(arguments.broker)}, where="--broker")
         steps = list(walk_to_broker(broker, ca, arguments.timeout))
     content = {
         **device.model_dump(mode="json"),
@@ -106,7 +110,7 @@ def look(config: AgentConfig) -> Iterator[Step]:
     from .. import heads
     from ..agent.app import choose_tier
     from ..core.capabilities import find
-    from ..core.config import check_tls, is_loopback, own_methods
+    from ..core.config import check_tls, own_methods
     from ..core.storage import check_writable
     from ..identity.certificates import IdentityFolder, check_identity
     from ..privacy.policy import check_policy
@@ -125,7 +129,7 @@ def look(config: AgentConfig) -> Iterator[Step]:
         yield try_step("certificate", lambda: check_identity(config, time.time()))
         yield try_step("enrolment", lambda: _ask_standing(config))
         yield try_step("clock", lambda: _compare_clocks(config))
-    elif not config.broker.uses_tls and not is_loopback(config.broker.host):
+    elif not config.broker.uses_tls and not config.broker.is_local:
         yield try_step("tls", lambda: check_tls(config.broker))
     yield from _look_at_running_agent(config)
 
@@ -252,7 +256,8 @@ def _verdict(device: Capabilities, config: AgentConfig | None, own: list[Step], 
             "topics": "does not give it its topics",
             "coordinator": "has no coordinator for it",
         }
-        why = f"the broker {what.get(failed.name, 'cannot be reached')} ({failed.name}: {failed.detail})"
+        kind = failed.name.partition(" ")[0]  # the broker of a list is named behind it
+        why = f"the broker {what.get(kind, 'cannot be reached')} ({failed.name}: {failed.detail})"
         return f"not ready: {why}; the device itself can be an agent of tier '{tier}'"
     ready = f"ready as an agent of tier '{tier}'"
     if not steps:

@@ -176,9 +176,9 @@ def _state(arguments: argparse.Namespace, token: Token) -> Path:
                 "and leave --data out"
             )
         check_own(config.data, config.id)
-    if (config.federation, config.broker.url) != (token.federation, token.url):
+    if config.federation != token.federation or token.url not in config.broker.urls:
         raise UsageError(
-            f"config: {path} is for federation '{config.federation}' at {config.broker.url}, and the token for "
+            f"config: {path} is for federation '{config.federation}' at {config.broker.names}, and the token for "
             f"'{token.federation}' at {token.url}; name another --config, or remove that file"
         )
     if arguments.state is not None and arguments.state.absolute() != config.state:

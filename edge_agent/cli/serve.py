@@ -230,8 +230,8 @@ def _remove_device(arguments: argparse.Namespace, serve_config: ServeConfig) -> 
     device = settings.topics.device
     transport = MqttTransport(settings.broker, f"headwater-forget-{device}", advice=ANSWERS_ADVICE)
     remove_device(transport, settings.topics, _FORGET_S, time.monotonic)
-    result = {"forgotten": device, "broker": settings.broker.url}
-    return output.result(arguments, result, lambda: [f"{device} is removed from {settings.broker.url}"])
+    result = {"forgotten": device, "broker": settings.broker.names}
+    return output.result(arguments, result, lambda: [f"{device} is removed from {settings.broker.names}"])
 
 
 def _pair_source(arguments: argparse.Namespace) -> PairSource:

@@ -9,7 +9,7 @@ import ipaddress
 import os
 import re
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -54,57 +54,156 @@ class TlsConfig(Frozen):
         return self
 
 
-class BrokerConfig(Frozen):
-    """The address of the broker, and how this side logs in."""
+def _checked_url(url: object) -> str:
+    """Return a URL of the form mqtt://host[:port] or mqtts://host[:port], without credentials, which logs would show.
 
-    url: str = Field("mqtt://127.0.0.1:1883", description="mqtt://host[:port] or mqtts://host[:port]")
+    Raises:
+        ValueError: The URL has another form.
+    """
+    if not isinstance(url, str):
+        raise ValueError(f"{url!r} is no text; expected mqtt://host[:port] or mqtts://host[:port]")  # noqa: TRY004 - pydantic reports ValueError
+    parts = urlsplit(url)
+    if parts.username is not None or parts.password is not None:
+        raise ValueError("holds a user or a password, which would end up in logs; use user and password_file")
+    has_address = parts.scheme in {"mqtt", "mqtts"} and bool(parts.hostname)
+    has_extras = bool(parts.path.strip("/") or parts.query or parts.fragment)
+    if not has_address or has_extras:
+        raise ValueError(f"'{url}' is not mqtt://host[:port] or mqtts://host[:port]")
+    if parts.port == 0:  # reading it raises ValueError on a port that is not a number below 65536
+        raise ValueError(f"port 0 of '{url}' cannot be connected to; expected 1..65535")
+    return url
+
+
+def _check_list(urls: Sequence[str]) -> None:
+    """Require different brokers that all have TLS, or all have none.
+
+    Raises:
+        ValueError: A broker is listed twice, or a client would send in clear what it encrypts at another broker.
+    """
+    first_of: dict[tuple[str, int], str] = {}
+    for url in urls:
+        address = ((urlsplit(url).hostname or "").lower(), _port_of(url))
+        if address in first_of:
+            raise ValueError(f"'{url}' is the broker '{first_of[address]}' again; name each broker once")
+        first_of[address] = url
+    in_clear = [url for url in urls if urlsplit(url).scheme == "mqtt"]
+    if 0 < len(in_clear) < len(urls):
+        raise ValueError(
+            f"'{in_clear[0]}' is without TLS, and others of the list have it: what they encrypt would pass in clear "
+            "after a failover; write mqtts:// for all"
+        )
+
+
+def _port_of(url: str) -> int:
+    """Return the TCP port of a broker's URL; 1883, or 8883 with TLS, where it names none."""
+    parts = urlsplit(url)
+    if parts.port is not None:
+        return parts.port
+    return 8883 if parts.scheme == "mqtts" else 1883
+
+
+MOST_BROKERS = 16
+"""The most brokers in one list; clusters have three to seven nodes."""
+
+
+class BrokerConfig(Frozen):
+    """The address of the broker, or of several that share their messages, and how this side logs in."""
+
+    url: str | tuple[str, ...] = Field(
+        "mqtt://127.0.0.1:1883",
+        description="mqtt://host[:port] or mqtts://host[:port]; a list of them for brokers that share their messages: "
+        "the id of each client decides which one it tries first, and it goes to the next one when that is lost",
+    )
     user: str | None = Field(None, description="MQTT user name; agents use their id")
     password_file: Path | None = Field(
         None, description="file whose first line is the password; a systemd credential of that name comes first"
     )
     keepalive_s: int = Field(30, ge=5, le=600, description="seconds between MQTT keep-alive messages")
+    failover_s: float = Field(
+        5.0,
+        ge=2,
+        le=600,
+        description="with a list: seconds within which a lost or silent broker is replaced by the next one; an idle "
+        "client asks its broker for a sign of life after a third of them",
+    )
+    return_after_s: float = Field(
+        0.0,
+        ge=0,
+        le=604_800,
+        description="with a list: a client that was connected to another broker for this long returns to its first "
+        "one, once that lets it in; 0 = it stays until it loses the other one",
+    )
+    qos: Literal[0, 1] = Field(
+        1,
+        description="MQTT quality of service of subscriptions; with 0, a NATS cluster that has lost a node serves "
+        "again within seconds; messages that are lost are sent again in any case",
+    )
     wait: bool = Field(True, description="retry while the broker is away; false: end with exit code 75")
     max_packet_bytes: int = Field(122_880, ge=4096, le=1 << 20, description="largest MQTT payload that is published")
     tls: TlsConfig | None = None
 
-    @field_validator("url")
+    @field_validator("url", mode="before")
     @classmethod
-    def _check_url(cls, url: str) -> str:
-        """Require the form mqtt://host[:port] or mqtts://host[:port], without credentials, which logs would show."""
-        parts = urlsplit(url)
-        if parts.username is not None or parts.password is not None:
-            raise ValueError("holds a user or a password, which would end up in logs; use user and password_file")
-        has_address = parts.scheme in {"mqtt", "mqtts"} and bool(parts.hostname)
-        has_extras = bool(parts.path.strip("/") or parts.query or parts.fragment)
-        if not has_address or has_extras:
-            raise ValueError(f"'{url}' is not mqtt://host[:port] or mqtts://host[:port]")
-        if parts.port == 0:  # reading it raises ValueError on a port that is not a number below 65536
-            raise ValueError(f"port 0 of '{url}' cannot be connected to; expected 1..65535")
-        return url
+    def _check_urls(cls, value: object) -> object:
+        """Require one URL or a list of different ones that agree on TLS; a list of one is that one."""
+        urls = list(value) if isinstance(value, list | tuple) else [value]
+        if not 1 <= len(urls) <= MOST_BROKERS:
+            raise ValueError(f"is a list of {len(urls)} brokers; expected 1..{MOST_BROKERS}")
+        checked = [_checked_url(url) for url in urls]
+        if len(checked) == 1:
+            return checked[0]
+        _check_list(checked)
+        return tuple(checked)
 
     @model_validator(mode="after")
     def _tls_is_used(self) -> BrokerConfig:
         if self.tls is not None and not self.uses_tls:
-            raise ValueError(f"tls is set, but {self.url} connects without it; write mqtts://")
+            raise ValueError(f"tls is set, but {self.names} connects without it; write mqtts://")
         return self
 
     @property
+    def urls(self) -> tuple[str, ...]:
+        """The URLs of all brokers, in the order of the file."""
+        return (self.url,) if isinstance(self.url, str) else self.url
+
+    @property
+    def names(self) -> str:
+        """The URLs of all brokers, for people."""
+        return ", ".join(self.urls)
+
+    def at(self, url: str) -> BrokerConfig:
+        """Return the configuration of one broker of the list."""
+        return self.model_copy(update={"url": url})
+
+    @property
     def host(self) -> str:
-        """Host name or IP address of the broker."""
-        return urlsplit(self.url).hostname or ""
+        """Host name or IP address of the broker, which must be one: see `at`."""
+        return urlsplit(self._single_url()).hostname or ""
 
     @property
     def port(self) -> int:
-        """TCP port of the broker; 1883, or 8883 with TLS, where the URL names none."""
-        port = urlsplit(self.url).port
-        if port is not None:
-            return port
-        return 8883 if self.uses_tls else 1883
+        """TCP port of the broker, which must be one; 1883, or 8883 with TLS, where the URL names none."""
+        return _port_of(self._single_url())
 
     @property
     def uses_tls(self) -> bool:
-        """Whether the URL asks for TLS."""
-        return urlsplit(self.url).scheme == "mqtts"
+        """Whether the URLs ask for TLS; all of a list do, or none."""
+        return urlsplit(self.urls[0]).scheme == "mqtts"
+
+    @property
+    def is_local(self) -> bool:
+        """Whether all brokers are on this machine, as far as their URLs tell."""
+        return all(is_loopback(urlsplit(url).hostname or "") for url in self.urls)
+
+    def _single_url(self) -> str:
+        """Return the URL of the only broker.
+
+        Raises:
+            UsageError: The configuration has a list of brokers.
+        """
+        if not isinstance(self.url, str):
+            raise UsageError(f"broker.url has {len(self.url)} brokers ({self.names}), and one was expected; name one")
+        return self.url
 
     def password(self) -> str | None:
         """Return the first line of the password file; None where no file is configured.
@@ -138,15 +237,21 @@ class AgentBrokerConfig(BrokerConfig):
     )
 
 
+def urls_of(text: str) -> str | list[str]:
+    """Return the broker of an option on a command line, or several that are separated by commas."""
+    urls = [url.strip() for url in text.split(",")]
+    return urls if len(urls) > 1 else text
+
+
 def check_tls(broker: BrokerConfig) -> None:
     """Require a connection that nobody on the network can read or change: with TLS, or within this machine.
 
     Raises:
         UsageError: The broker is on another machine and its URL does not ask for TLS.
     """
-    if not broker.uses_tls and not is_loopback(broker.host):
+    if not broker.uses_tls and not broker.is_local:
         raise UsageError(
-            f"broker {broker.url} is without TLS and not on this machine: anybody on the network path can read and "
+            f"broker {broker.names} is without TLS and not on this machine: anybody on the network path can read and "
             "change models and passwords; use mqtts:// ('headwater init' makes certificates, 'edge-agent enroll -' "
             "gets one), or allow this with --insecure"
         )
@@ -541,7 +646,7 @@ class AgentConfig(Frozen):
     @property
     def takes_unsigned(self) -> bool:
         """Whether unsigned bundles are installed as long as no keys are trusted."""
-        return is_loopback(self.broker.host) if self.bundle.unsigned is None else self.bundle.unsigned
+        return self.broker.is_local if self.bundle.unsigned is None else self.bundle.unsigned
 
     @field_validator("broker", mode="before")
     @classmethod

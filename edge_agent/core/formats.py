@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from .time_and_text import show_time
 
 
 def value_text(value: object) -> str:
@@ -24,6 +27,16 @@ def percent(share: float | None) -> str:
 def number(value: float | None) -> str:
     """Return a number with four significant digits; a dash for None."""
     return "–" if value is None else f"{value:.4g}"
+
+
+def broker(status: Mapping[str, Any]) -> str:
+    """Return the broker of a status file, since when it is connected, and which others of a list are left and why."""
+    text = f"{status.get('url')} since {show_time(status.get('since'))}"
+    left = status.get("left")
+    for other in left if isinstance(left, list) else ():
+        if isinstance(other, Mapping):
+            text = f"{text}; not {other.get('url')}: {other.get('reason')}"
+    return text
 
 
 def size(number: int | None) -> str:

@@ -117,9 +117,9 @@ def describe_what_leaves(http: HttpSettings, mqtt: MqttSettings | None) -> str:
     if mqtt is None:
         sentences.append("Nothing on this page is sent from the device.")
     elif mqtt.description.has_image:
-        sentences.append(f"The last image, answers, classes and changes of inputs are sent to {mqtt.broker.url}.")
+        sentences.append(f"The last image, answers, classes and changes of inputs are sent to {mqtt.broker.names}.")
     else:
-        sentences.append(f"Answers, classes and changes of inputs are sent to {mqtt.broker.url}; inputs are not.")
+        sentences.append(f"Answers, classes and changes of inputs are sent to {mqtt.broker.names}; inputs are not.")
     if not http.is_local:
         sentences.append("Other machines can open this page with the token.")
     return " ".join(sentences)

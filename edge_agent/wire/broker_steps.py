@@ -6,6 +6,7 @@ import secrets
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,14 +21,29 @@ if TYPE_CHECKING:
 def walk_to_broker(
     broker: BrokerConfig, ca: Path | None, timeout_s: float, config: AgentConfig | None = None
 ) -> Iterator[Step]:
-    """Try the steps to a broker in order, up to and with the first that fails, and yield each.
+    """Try the steps to each broker in order, up to and with the first that fails, and yield each.
 
     Args:
-        broker: The broker's address, and how to log in.
+        broker: The broker's address, or a list of them, whose steps name their broker; and how to log in.
         ca: File of trusted authorities; None: those of the system.
         timeout_s: Seconds that a step may take.
         config: An agent's configuration, whose login, topics and coordinator are then tried, too.
     """
+    if isinstance(broker.url, str):
+        yield from _walk_to_single(broker, ca, timeout_s, config)
+        return
+    for url in broker.url:
+        config_of_url = None
+        if config is not None:
+            config_of_url = config.model_copy(update={"broker": config.broker.at(url)})
+        for step in _walk_to_single(broker.at(url), ca, timeout_s, config_of_url):
+            yield replace(step, name=f"{step.name} of {url}")
+
+
+def _walk_to_single(
+    broker: BrokerConfig, ca: Path | None, timeout_s: float, config: AgentConfig | None
+) -> Iterator[Step]:
+    """Try the steps to one broker, up to and with the first that fails, and yield each; see `walk_to_broker`."""
     address = broker.host, broker.port
 
     # The name of each step is that of its function.

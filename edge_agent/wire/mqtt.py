@@ -1,7 +1,9 @@
 """The MQTT transport on paho: a network thread of its own, callbacks that only enqueue, a new session after each break.
 
 It uses MQTT 3.1.1 with clean sessions, QoS 0 and 1, which all brokers support. Each connection is a new paho client
-with a new id, so that nothing of a broken session is sent again, neither by paho nor from a queue of the broker.
+with a new id, so that nothing of a broken session is sent again, neither by paho nor from a queue of the broker. Of a
+list of brokers `failover` chooses the one for each connection; the new session subscribes again, and the programs on
+both sides send again what is not confirmed.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import re
 import secrets
 import socket
 import ssl
+import struct
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -34,6 +37,7 @@ from ..core.errors import (
     cause,
     is_of_another_time,
 )
+from .failover import QUEUED_SEGMENTS, Failover, LinkState, Strictness, Vigil, order_for
 from .inbox import ORDINARY, Inbox, RankOf
 from .login import FEDERATION_ADVICE, LoginAdvice
 from .topics import matches
@@ -47,12 +51,6 @@ _SHUT_OUT = frozenset({134, 135})
 INFLIGHT = 96
 """The number of QoS 1 messages that may be unacknowledged; more wait in paho's queue, which flow control bounds."""
 
-FIRST_BACKOFF_S = 0.5
-"""The longest pause in seconds before the first new attempt to connect; it doubles with each failure."""
-
-LAST_BACKOFF_S = 30.0
-"""The longest pause in seconds before any attempt to connect."""
-
 CONNECT_TIMEOUT_S = 10.0
 """Seconds that connecting may take."""
 
@@ -60,8 +58,27 @@ LEAVE_TIMEOUT_S = 2.0
 """Seconds by which a broker that has stopped reading may delay a disconnect."""
 
 
+VISIT_TIMEOUT_S = 2.0
+"""Seconds in which the first broker has to let a client in that is to return to it; its connection rests meanwhile."""
+
+SUBSCRIBE_AGAIN_S = 1.0
+"""Seconds until filters that the broker has refused are asked for again; they grow by half each time.
+
+A NATS cluster refuses filters for some ten seconds after it has lost a node.
+"""
+
+SUBSCRIBE_SELDOM_S = 60.0
+"""The most seconds between two such requests: a broker whose rules forbid a filter refuses it for ever."""
+
+LONGEST_WAIT_S = 1.0
+"""The longest wait in seconds for the network, after which timers are looked at."""
+
+_TCP_INFO = struct.Struct("=24xI92xQQ8xI")
+"""Of the system's `tcp_info`: segments in flight, confirmed and received bytes, bytes that were not sent yet."""
+
+
 class MqttTransport:
-    """A `wire.transport.Transport` over one broker."""
+    """A `wire.transport.Transport` over one broker at a time."""
 
     def __init__(
         self,
@@ -73,36 +90,66 @@ class MqttTransport:
         admits: Callable[[str, bytes], bool] = lambda *_: True,
         rank_of: RankOf = lambda _: ORDINARY,
         advice: LoginAdvice = FEDERATION_ADVICE,
+        spread_by: str = "",
     ) -> None:
         """Make a transport that does not connect yet.
 
         Args:
-            config: Where the broker is, and how to log in.
+            config: Where the broker is, or several of them, and how to log in.
             client_id: The first part of the id of each session.
             will: Returns the will of each connection.
             rng: The source of random pauses.
             admits: Returns whether a message (topic, payload) is received at all; called in the network thread.
             rank_of: Returns the treatment of a message while it waits; called in the network thread.
             advice: What to do when the broker refuses the login.
+            spread_by: The id that decides which broker of a list comes first; default: ``client_id``.
         """
         self.config = config
         self.client_id = client_id
         self.will = will
         self.max_payload_bytes = config.max_packet_bytes
         self.traffic = Traffic()
-        self._rng = rng or random.Random()  # noqa: S311 - spreads reconnects, guards nothing
+        rng = rng or random.Random()  # noqa: S311 - spreads reconnects, guards nothing
+        order = order_for(spread_by or client_id, config.urls)
+        self._failover = Failover(order, rng, time.monotonic, return_after_s=config.return_after_s)
+        self._strictness = Strictness(config.failover_s, config.keepalive_s, time.monotonic)
+        self._is_returning = False
+        """Whether the session ends because the first broker is to be connected again."""
+
+        self._leave_reason = ""
+        """Why this client leaves a broker that works; empty: it does not."""
+
+        self._vigil: Vigil | None = None
+        """The watch over the session of now; None: there is none."""
+
+        self._connected_url = ""
+        """The broker of the last session; empty before the first one."""
+
         self._admits = admits
         self._advice = advice
         self._inbox = Inbox(rank_of)
         self._filters: list[str] = []
         self._pending_filters: dict[int, tuple[str, ...]] = {}
+        self._refused_filters: list[str] = []
+        """The filters that the broker of this session has refused, to be asked for again."""
+
+        self._subscribe_pause_s = SUBSCRIBE_AGAIN_S
+        self._subscribe_at = float("inf")
+        self._subscribed_by = 0.0
+        """The time until which the answer to the last subscription is waited for without a sign of life."""
+
         self._subscribing = threading.RLock()
         self._client: paho.Client | None = None
         self._last_sent: paho.MQTTMessageInfo | None = None
         self._up = threading.Event()
         self._tried = threading.Event()
         self._stopping = threading.Event()
-        self._first_failure = ""
+        self._first_failures: list[str] = []
+        """Why the first attempt failed at each broker."""
+
+        self._only_refusals = True
+        """Whether each of these failures was a refused login for which there is a remedy."""
+
         self._rejection = ""
         self._remedy = ""
         self._was_away = False
@@ -125,15 +172,19 @@ class MqttTransport:
         self._thread.start()
         if self.config.wait:
             return
-        failure = f"no answer within {CONNECT_TIMEOUT_S:.0f} s"
-        if self._tried.wait(CONNECT_TIMEOUT_S):
-            failure = self._first_failure
+        # Each broker of a list is tried once.
+        limit_s = CONNECT_TIMEOUT_S * len(self.config.urls)
+        failure = f"no answer within {limit_s:.0f} s"
+        is_refused = False
+        if self._tried.wait(limit_s):
+            failure = "; ".join(self._first_failures)
+            is_refused = self._only_refusals
         if not failure:
             return
         self.close()
-        if self._rejection and self._remedy:
-            raise UsageError(f"broker {self.config.url}: {failure}")
-        raise BrokerAway(f"broker {self.config.url}: {failure}; is it running, and does it accept this user?")
+        if is_refused:
+            raise UsageError(f"broker {self.config.names}: {failure}")
+        raise BrokerAway(f"broker {self.config.names}: {failure}; is it running, and does it accept this user?")
 
     def close(self) -> None:
         """Disconnect, after sending the messages that were published before."""
@@ -188,9 +239,23 @@ class MqttTransport:
             return None
 
     @property
+    def broker(self) -> BrokerConfig:
+        """The configuration of the broker that is connected, or tried next."""
+        return self.config.at(self._failover.url)
+
+    @property
     def unread_s(self) -> float:
         """The seconds that the oldest event has waited for `receive`; 0 where none waits."""
         return self._inbox.oldest_s
+
+    def leave(self, reason: str) -> None:
+        """Go to the next broker of a list, from any thread; a single broker is not left.
+
+        Args:
+            reason: Why, for the log and the status.
+        """
+        if self._failover.is_list:
+            self._leave_reason = reason
 
     def wake(self) -> None:
         """Make a waiting `receive` return at once, from any thread."""
@@ -199,29 +264,52 @@ class MqttTransport:
     # --- network thread --------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        """Keep a session with the broker until `close`, with a longer random pause after each failure in a row."""
-        failures = 0
+        """Keep a session with a broker until `close`, with longer random pauses while none lets this client in."""
         while not self._stopping.is_set():
+            url = self._failover.url
             reason, was_up = self._session()
-            failures = 0 if was_up else failures + 1
-            if not self._tried.is_set():
-                self._first_failure = reason
-                self._tried.set()
+            self._note_first_attempt(url, reason)
             if self._stopping.is_set():
                 return
-            pause_s = self._rng.uniform(0.05, longest_pause_s(failures))
+            # 1. Which broker is next, and when.
+            if self._is_returning:
+                pause_s = self._failover.return_to_first()
+            else:
+                pause_s = self._failover.failed(reason, was_up=was_up)
+            # 2. The program has to know that nobody hears it meanwhile.
             self._was_away = True
-            log.warning("broker_away url=%s reason=%s retry_in_s=%.1f", self.config.url, reason, pause_s)
+            log.warning("broker_away url=%s reason=%s retry_in_s=%.1f", url, reason, pause_s)
+            if self._failover.is_list:
+                reason = f"{url}: {reason}"
             self._inbox.put(Disconnected(reason, pause_s, self._remedy, self._clocks_differ))
             self._stopping.wait(pause_s)
 
+    def _note_first_attempt(self, url: str, reason: str) -> None:
+        """Note why the first attempt at a broker failed; after that at the last one, `start` need not wait longer."""
+        if self._tried.is_set():
+            return
+        self._first_failures.append(f"{url}: {reason}" if self._failover.is_list else reason)
+        self._only_refusals = self._only_refusals and bool(self._rejection and self._remedy)
+        if len(self._first_failures) == len(self.config.urls):
+            self._tried.set()
+
     def _session(self) -> tuple[str, bool]:
         """Connect, serve the connection until its end, and return why it ended and whether it was established."""
+        self._is_returning = False
+        self._leave_reason = ""
+        self._vigil = None
+        broker = self.broker
+        # A list is tried quickly once; when all of it has failed, a link may be so slow that it needs more time.
+        limit_s = CONNECT_TIMEOUT_S
+        if self._failover.is_list and not self._failover.is_patient:
+            limit_s = min(limit_s, self._strictness.limit_s)
+        login_until = time.monotonic() + limit_s if self._failover.is_list else float("inf")
         try:
             client = self._new_client()
             self._client = client
-            client.connect(self.config.host, self.config.port, keepalive=self.config.keepalive_s)
-            reason = self._serve(client)
+            client.connect_timeout = limit_s
+            client.connect(broker.host, broker.port, keepalive=broker.keepalive_s)
+            reason = self._serve(client, login_until)
         # A password or certificate that was being replaced just then.
         except HeadwaterError as error:
             reason = str(error)
@@ -236,30 +324,114 @@ class MqttTransport:
         self._last_sent = None
         return self._rejection or reason, was_up
 
-    def _serve(self, client: paho.Client) -> str:
-        """Handle what a connected client receives and sends until the connection ends, and return why it ended."""
+    def _serve(self, client: _Client, login_until: float) -> str:
+        """Handle what a connected client receives and sends until the connection ends, and return why it ended.
+
+        Args:
+            client: The client, which has sent its login.
+            login_until: The time (as `time.monotonic`) until which the broker has to let it in.
+        """
         code = paho.MQTT_ERR_SUCCESS
         until = float("inf")
         while code == paho.MQTT_ERR_SUCCESS and time.monotonic() < until:
-            code = client.loop(timeout=1.0)
+            code = client.loop(timeout=self._wait_s(login_until))
             # `close` may have come before there was a client, so it is looked for here as well.
-            if self._stopping.is_set() and until == float("inf"):
+            is_leaving = self._stopping.is_set() or bool(self._leave_reason)
+            if is_leaving and until == float("inf"):
                 until = time.monotonic() + LEAVE_TIMEOUT_S
                 client.disconnect()
+            if time.monotonic() >= self._subscribe_at:
+                self._subscribe_again()
+            # With another broker to go to, this one has to show that it lives.
+            if self._failover.is_list and not is_leaving and code == paho.MQTT_ERR_SUCCESS:
+                reason = self._reason_to_end(client, login_until)
+                if reason:
+                    return reason
+        if self._leave_reason:
+            return self._leave_reason
         reason = paho.error_string(code)
         has_certificate = self.config.tls is not None and self.config.tls.cert is not None
         if has_certificate and not self._up.is_set():
             reason = f"{reason.rstrip('.')}; the broker may refuse this certificate"
         return reason
 
-    def _new_client(self) -> paho.Client:
+    def _reason_to_end(self, client: _Client, login_until: float) -> str:
+        """Return why the connection to a broker of a list is given up at once; empty: it stands.
+
+        Where the first broker lets this client in again, the connection is to end after what was published before.
+        """
+        if not self._up.is_set():
+            return "it does not answer the login" if time.monotonic() >= login_until else ""
+        if self._vigil is None:
+            self._vigil = Vigil(self._strictness.limit_s, time.monotonic)
+        if self._is_lost(client, self._vigil):
+            return f"it has not answered for {self._vigil.silence_s:.1f} s"
+        if self._failover.is_return_due() and self._may_return():
+            self._is_returning = True
+            self._leave_reason = f"this client returns to its first broker {self._failover.first}"
+        return ""
+
+    def _wait_s(self, login_until: float) -> float:
+        """Return how many seconds the network may be waited for before something is due."""
+        if not self._failover.is_list or self._leave_reason:
+            return LONGEST_WAIT_S
+        if self._vigil is None:
+            due_in_s = login_until - time.monotonic()
+        else:
+            due_in_s = min(self._vigil.due_in_s(), self._failover.return_in_s())
+        return max(0.0, min(LONGEST_WAIT_S, due_in_s))
+
+    def _is_lost(self, client: _Client, vigil: Vigil) -> bool:
+        """Look for signs of life of the broker, ask for one where it is silent, and return whether it is lost.
+
+        NATS reads nothing more of a client, also no question, until it has answered its subscription. That takes more
+        than ten seconds after its cluster has lost a node, and would begin again at another node.
+        """
+        is_subscribing = bool(self._pending_filters) and time.monotonic() < self._subscribed_by
+        vigil.observe(None if is_subscribing else _link_state(client))
+        if vigil.is_lost:
+            self._strictness.lost()
+            return True
+        if vigil.asks():
+            client.ask_for_sign_of_life()
+        return False
+
+    def _may_return(self) -> bool:
+        """Try whether the first broker lets this client in, and note why where it does not."""
+        first = self._failover.first
+        broker = self.config.at(first)
+        answers: list[ReasonCode] = []
+        reason = f"it does not answer the login within {VISIT_TIMEOUT_S:g} s"
+        try:
+            visitor = _client(broker, self.client_id, session_of(self.client_id), paho.MQTTv311)
+            visitor.connect_timeout = VISIT_TIMEOUT_S
+            visitor.on_connect = lambda _client, _data, _flags, code, _props: answers.append(code)
+            visitor.connect(broker.host, broker.port, keepalive=broker.keepalive_s)
+            _loop_until(visitor, lambda: bool(answers), time.monotonic() + VISIT_TIMEOUT_S)
+            visitor.disconnect()
+        except HeadwaterError as error:
+            reason = str(error)
+        except Exception as error:  # noqa: BLE001 - as in `_session`: a visit that fails costs nothing
+            reason = cause(error)
+        if answers and not answers[0].is_failure:
+            return True
+        if answers:
+            reason = f"broker refuses: {answers[0]}"
+        log.info("broker_not_back url=%s reason=%s", first, reason)
+        self._failover.not_returned(reason)
+        return False
+
+    def _new_client(self) -> _Client:
         """Return a client for the next connection, with its callbacks and will."""
         self._connection += 1
         self._rejection = ""
         self._remedy = ""
         self._clocks_differ = False
         self._pending_filters.clear()
-        client = _client(self.config, self.client_id, session_of(self.client_id), paho.MQTTv311)
+        self._refused_filters.clear()
+        self._subscribe_pause_s = SUBSCRIBE_AGAIN_S
+        self._subscribe_at = float("inf")
+        client = _client(self.broker, self.client_id, session_of(self.client_id), paho.MQTTv311)
         client.max_inflight_messages_set(INFLIGHT)
         if self.will is not None:
             will = self.will(self._connection)
@@ -281,13 +453,27 @@ class MqttTransport:
         sock = client.socket()
         if isinstance(sock, socket.socket):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if self._was_away:
-            log.info("broker_back url=%s", self.config.url)
-            self._was_away = False
+        self._note_broker()
         self._up.set()
-        self._tried.set()
-        self._inbox.put(Connected(self._connection))
+        if not self._tried.is_set():
+            self._first_failures.clear()
+            self._tried.set()
+        self._inbox.put(Connected(self._connection, self._failover.url, self._failover.left))
         self._ask_for(tuple(self._filters))
+
+    def _note_broker(self) -> None:
+        """Log which broker is connected, where that is another one or one that was away."""
+        self._failover.connected()
+        url = self._failover.url
+        previous = self._connected_url or self._failover.first
+        if previous != url:
+            reasons = {broker.url: broker.reason for broker in self._failover.left}
+            reason = reasons.get(previous, "the first broker of this client lets it in again")
+            log.warning("broker_changed url=%s left=%s reason=%s", url, previous, reason)
+        elif self._was_away:
+            log.info("broker_back url=%s", url)
+        self._was_away = False
+        self._connected_url = url
 
     def _ask_for(self, filters: tuple[str, ...]) -> None:
         """Subscribe at the broker, and note each request, whose answer has its number only."""
@@ -296,10 +482,12 @@ class MqttTransport:
             return
         for begin in range(0, len(filters), 8):
             part = filters[begin : begin + 8]
+            wanted: list[tuple[str, int]] = [(topic_filter, self.config.qos) for topic_filter in part]
             with self._subscribing:  # the broker may confirm before this thread has noted the request
-                _, mid = client.subscribe([(topic_filter, 1) for topic_filter in part])
+                _, mid = client.subscribe(wanted)
                 if mid is not None:
                     self._pending_filters[mid] = part
+                    self._subscribed_by = time.monotonic() + self.config.keepalive_s
 
     def _on_subscribe(
         self, _client: paho.Client, _data: object, mid: int, codes: list[ReasonCode], _props: object
@@ -310,9 +498,20 @@ class MqttTransport:
         answers = zip(filters, codes, strict=False)
         rejected = [topic_filter for topic_filter, code in answers if code.is_failure]
         if rejected:
-            log.error("subscription_refused filters=%s", ",".join(rejected))
+            is_news = self._subscribe_pause_s == SUBSCRIBE_AGAIN_S
+            log.log(logging.ERROR if is_news else logging.DEBUG, "subscription_refused filters=%s", ",".join(rejected))
+            self._refused_filters += rejected
+            self._subscribe_at = time.monotonic() + self._subscribe_pause_s
         granted = tuple(topic_filter for topic_filter in filters if topic_filter not in rejected)
         self._inbox.put(Subscribed(granted))
+
+    def _subscribe_again(self) -> None:
+        """Ask again for the filters that were refused and are still wanted; the broker may grant them by now."""
+        wanted = tuple(topic_filter for topic_filter in self._refused_filters if topic_filter in self._filters)
+        self._refused_filters.clear()
+        self._subscribe_at = float("inf")
+        self._subscribe_pause_s = min(1.5 * self._subscribe_pause_s, SUBSCRIBE_SELDOM_S)
+        self._ask_for(wanted)
 
     def _on_message(self, _client: paho.Client, _data: object, message: paho.MQTTMessage) -> None:
         """Put a message into the inbox, if it is of a topic that was asked for and is admitted."""
@@ -330,9 +529,29 @@ class MqttTransport:
             self.traffic.dropped += 1
 
 
-def longest_pause_s(failures: int) -> float:
-    """Return the longest pause in seconds after so many failed attempts in a row; the pause itself is random."""
-    return min(LAST_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** min(failures, 10))  # an unbounded power overflows in hours
+class _Client(paho.Client):
+    """A client of paho that can ask its broker for a sign of life when its owner wants to."""
+
+    def ask_for_sign_of_life(self) -> None:
+        """Send a PINGREQ, which every broker answers; to be called by the thread that loops."""
+        self._send_pingreq()
+
+
+def _link_state(client: paho.Client) -> LinkState | None:
+    """Return what the system knows of a client's connection; None where it does not tell (it is Linux that does)."""
+    sock = client.socket()
+    option: int | None = getattr(socket, "TCP_INFO", None)
+    if not isinstance(sock, socket.socket) or option is None:
+        return None
+    try:
+        info = sock.getsockopt(socket.IPPROTO_TCP, option, _TCP_INFO.size)
+    except OSError:
+        return None
+    if len(info) < _TCP_INFO.size:  # Linux before 4.6
+        return None
+    in_flight, confirmed, received, unsent = _TCP_INFO.unpack(info)
+    is_queued = client.want_write() or unsent > 0 or in_flight > QUEUED_SEGMENTS
+    return LinkState(received_bytes=received, confirmed_bytes=confirmed, is_queued=is_queued)
 
 
 def session_of(client_id: str) -> str:
@@ -395,7 +614,7 @@ def _loop_until(client: paho.Client, is_over: Callable[[], bool], until: float) 
     return True
 
 
-def _client(config: BrokerConfig, client_id: str, session: str, protocol: MQTTProtocolVersion) -> paho.Client:
+def _client(config: BrokerConfig, client_id: str, session: str, protocol: MQTTProtocolVersion) -> _Client:
     """Return a client with user, password and TLS of the configuration.
 
     Args:
@@ -407,7 +626,7 @@ def _client(config: BrokerConfig, client_id: str, session: str, protocol: MQTTPr
     Raises:
         ConfigError: A certificate or key cannot be loaded.
     """
-    client = paho.Client(CallbackAPIVersion.VERSION2, client_id=session, protocol=protocol, reconnect_on_failure=False)
+    client = _Client(CallbackAPIVersion.VERSION2, client_id=session, protocol=protocol, reconnect_on_failure=False)
     client.connect_timeout = CONNECT_TIMEOUT_S
     user = user_of(config, client_id)
     if user is not None:

@@ -8,8 +8,8 @@ confirmed by the other side in its own message. So any MQTT broker fulfils it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,40 @@ class Message:
 
 
 @dataclass(frozen=True)
+class LeftBroker:
+    """A broker of a list that was lost or not reached at the last try, and why."""
+
+    url: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class BrokerConnection:
+    """The broker that is connected, since when (ISO 8601), and the others of a list that were lost or not reached."""
+
+    url: str
+    since: str
+    left: tuple[LeftBroker, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the connection as status files have it; `core.formats.broker` shows it."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
 class Connected:
     """The event that a session has begun, number ``connection``; subscriptions made earlier are in force again."""
 
     connection: int = 0
+    broker: str = ""
+    """The URL of the broker; empty for one in memory."""
+
+    left: tuple[LeftBroker, ...] = ()
+    """The other brokers of a list that were lost or not reached."""
+
+    def connection_since(self, since: str) -> BrokerConnection | None:
+        """Return the connection for a status file, with the time (ISO 8601) of this event; None for one in memory."""
+        return BrokerConnection(self.broker, since, self.left) if self.broker else None
 
 
 @dataclass(frozen=True)

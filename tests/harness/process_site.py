@@ -37,7 +37,9 @@ LARGE = Task(
 class Site:
     """A broker, one coordinator and agents as processes, all in one folder, all gone at the end."""
 
-    def __init__(self, folder, task, *, agents=AGENTS, rules=EVERYBODY, of_agents="", log_format="text"):
+    def __init__(
+        self, folder, task, *, agents=AGENTS, rules=EVERYBODY, of_agents="", log_format="text", broker=None, qos=1
+    ):
         self.folder = folder
         self.task = task
         self.agents = agents
@@ -46,7 +48,8 @@ class Site:
         self.log_format = ("--log-format", log_format)
         self.state = StateFolder(folder / "state")
         self.processes = {}
-        self.broker = MosquittoBroker() if find_mosquitto() else EmbeddedBroker()
+        self.broker = broker or (MosquittoBroker() if find_mosquitto() else EmbeddedBroker())
+        self.qos = qos
 
     def __enter__(self):
         self.broker.start()
@@ -55,12 +58,15 @@ class Site:
         for number, name in enumerate(self.agents):
             (self.folder / f"{name}.toml").write_text(
                 f'id = "{name}"\ntier = "train"\nstate = "{name}"\nheartbeat_s = 2\n{self.of_agents}\n'
-                f'[broker]\nurl = "{self.broker.url}"\n\n'
+                f"{self.broker_toml()}\n\n"
                 f'[data]\nsource = "digits:optdigits?n=240&client={number}&clients={len(self.agents)}"\n'
             )
             self.agent(name)
         self.until(lambda: (self.folder / "state" / "journal.db").exists(), "the coordinator starts")
         return self
+
+    def broker_toml(self):
+        return f"[broker]\nurl = {json.dumps(self.broker.url)}\nqos = {self.qos}"
 
     def coordinator_toml(self):
         task = self.task
@@ -68,7 +74,7 @@ class Site:
         return "\n".join(
             [
                 'state = "state"',
-                f'[broker]\nurl = "{self.broker.url}"',
+                self.broker_toml(),
                 self.rules,
                 "[export]\nafter_run = false",
                 f'[task]\nclass_names = {json.dumps(task.class_names)}\nencoder = "linear"',

@@ -138,7 +138,7 @@ def _idle_agent(folder: Path, name: str, at: BrokerConfig) -> tuple[Usage, Usage
     """
     # 1. The agent's data, which it checks before it connects, and its settings.
     _write_images(folder / "images")
-    path = agent_file(folder, name, at.url, f"images:{folder / 'images'}", tier="head")
+    path = agent_file(folder, name, at.names, f"images:{folder / 'images'}", tier="head")
     # Compiled modules go to a folder of ours, also where the caller has forbidden to write any.
     compiled = {"PYTHONPYCACHEPREFIX": str(folder / "compiled"), "PYTHONDONTWRITEBYTECODE": ""}
     # 2. We stand in for the coordinator: the agent is ready when its hello arrives, and idle once it is welcomed.

@@ -103,7 +103,7 @@ def measure(plan: RoundPlan, broker_name: str, folder: Path) -> Rounds:
     folder.mkdir(parents=True, exist_ok=True)
     with broker(broker_name) as running, contextlib.ExitStack() as stack:
         # 1. A coordinator and its agents, each a process.
-        url = running.config().url
+        url = running.config().names
         path = _coordinator_file(folder, url, plan.agents)
         processes = [
             stack.enter_context(module("coordinator", ["coordinator", "--config", path], folder, module=PROGRAMS))

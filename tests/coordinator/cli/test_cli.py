@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from coordinator import cli as headwater
+from coordinator.broker import EmbeddedBroker
 from coordinator.cli.follow import _Lines
 from coordinator.cli.methods import _lines as method_lines
 from coordinator.cli.methods import describe, parameters
@@ -248,6 +249,32 @@ def test_status_as_json_is_one_object(call, tmp_path):
 def test_status_knows_that_a_coordinator_is_at_work(call, tmp_path):
     with StateFolder(tmp_path).open("test"):
         assert json.loads(call("status", "--state", tmp_path, "--json")[1])["serving"] is True
+
+
+def test_status_shows_the_broker_of_a_coordinator_at_work(call, tmp_path):
+    left = [{"url": "mqtts://a", "reason": "refused"}, "of another version"]
+    connection = {"url": "mqtts://b", "since": "2026-11-28T04:00:00+00:00", "left": left}
+    (tmp_path / "status.json").write_text(json.dumps({"at": utc_now().isoformat(), "broker_connection": connection}))
+    line = "broker: mqtts://b since 2026-11-28 04:00:00 UTC; not mqtts://a: refused\n"
+    with StateFolder(tmp_path).open("test"):
+        assert line in call("status", "--state", tmp_path)[1]
+    assert line not in call("status", "--state", tmp_path)[1], "nobody serves"
+
+
+@pytest.mark.broker
+def test_doctor_tries_each_broker_of_a_list_and_names_those_that_fail(call, tmp_path):
+    config = tmp_path / "coordinator.toml"
+    with EmbeddedBroker() as broker:
+        urls = json.dumps(["mqtt://127.0.0.1:1", broker.url])
+        config.write_text(f'state = "state"\n[broker]\nurl = {urls}\n[task]\nclass_names = ["0", "1"]\n')
+        code, said, _ = call("doctor", "--config", config, "--json")
+    steps = {step["step"]: step["ok"] for step in json.loads(said)["broker"]}
+    assert code == 75
+    assert steps == {
+        "name of mqtt://127.0.0.1:1": True,
+        "tcp of mqtt://127.0.0.1:1": False,
+        **{f"{step} of {broker.url}": True for step in ("name", "tcp", "login", "topics")},
+    }
 
 
 def test_status_and_doctor_name_the_version_that_serves_where_it_is_another(call, tmp_path):

@@ -13,7 +13,9 @@ from federation_harness import Federation
 
 from coordinator.rounds.context import Waiting
 from coordinator.service.status import StatusWriter
+from coordinator.state.status_file import Status
 from edge_agent.wire.messages import down, up
+from edge_agent.wire.transport import Connected, LeftBroker, Subscribed
 
 
 def status_file(fed):
@@ -167,6 +169,43 @@ def test_a_broker_that_is_away_is_what_is_waited_for(tmp_path):
         fed.wait(1)
         said = status_file(fed)
         assert (said["broker_away"], said["waiting"]["for"].partition(",")[0]) == (False, "round 1 needs 1 train agent")
+
+
+def test_the_status_names_the_broker_of_a_list_and_why_another_one_was_left(tmp_path):
+    with Federation(tmp_path, agents=()) as fed:
+        fed.coordinator.broker_url = "mqtts://a, mqtts://b"
+        left = (LeftBroker("mqtts://a", "it has not answered for 3.5 s"),)
+        fed.coordinator.transport._events.put(Connected(2, "mqtts://b", left))
+        fed.wait(1)
+        status = status_file(fed)
+        assert status["broker"] == status["broker_connection"]["url"] == "mqtts://b"
+        shown = Status(status).broker_connection
+        assert shown.startswith("mqtts://b since 2")
+        assert shown.endswith(" UTC; not mqtts://a: it has not answered for 3.5 s")
+        fed.coordinator.transport.cut()
+        fed.wait(1)
+        status = status_file(fed)
+        assert (status["broker"], status["broker_connection"]) == ("mqtts://a, mqtts://b", None)
+        assert Status(status).broker_connection is None
+
+
+def test_filters_that_a_broker_grants_late_do_not_unsay_what_it_has_granted_before(tmp_path, caplog):
+    """NATS refuses some filters while its cluster elects a leader, and grants them when they are asked for again."""
+
+    def warnings_after(*events):
+        caplog.clear()
+        for event in events:
+            fed.coordinator.transport._events.put(event)
+            fed.wait(1)
+        return caplog.text.count("coordinators_unheard")
+
+    with Federation(tmp_path, agents=()) as fed:
+        fed.settle()
+        assert warnings_after(Subscribed((fed.topics.presence("+"),))) == 0, "it is about other filters"
+        assert warnings_after(Connected(2), Subscribed(())) == 1
+        asked_at = fed.coordinator.peers._queried_at
+        assert warnings_after(Subscribed(()), Subscribed((fed.topics.coordinators,))) == 0
+        assert fed.coordinator.peers._queried_at > asked_at, "it asks for others once it can hear them"
 
 
 def test_an_agent_that_comes_back_is_told_from_one_that_is_new(tmp_path, caplog):

@@ -18,6 +18,7 @@ from edge_agent.core.errors import DataError, TrainingFailed
 from edge_agent.wire.blobs.chunks import Incoming, Outgoing, decode_frame
 from edge_agent.wire.messages import codec, down, up
 from edge_agent.wire.topics import Topics
+from edge_agent.wire.transport import Connected, LeftBroker
 
 TOPICS = Topics("home")
 
@@ -73,6 +74,51 @@ def test_an_agent_that_nobody_answers_says_so_after_a_while_and_then_rarely(fed,
     assert len(unanswered(caplog)) == 2
     agent.write_status()
     assert json.loads((agent.config.state / "status.json").read_bytes())["waits_for"] is None
+
+
+def test_an_agent_writes_down_which_broker_it_is_connected_to_and_why_it_left_another(fed, caplog):
+    caplog.set_level("INFO")
+    agent = fed.add("a0")
+    fed.settle()
+    left = (LeftBroker("mqtts://a", "refused"),)
+    agent.transport._events.put(Connected(2, "mqtts://b", left))
+    fed.wait(1)
+    agent.write_status()
+    broker = json.loads((agent.config.state / "status.json").read_bytes())["broker"]
+    assert (broker["url"], broker["left"]) == ("mqtts://b", [{"url": "mqtts://a", "reason": "refused"}])
+    assert broker["since"].endswith("+00:00")
+    assert "connected broker=mqtts://b" in caplog.text
+    agent.transport.cut()
+    fed.wait(1)
+    agent.write_status()
+    assert json.loads((agent.config.state / "status.json").read_bytes())["broker"] is None
+
+
+def test_an_agent_that_nobody_answers_at_one_broker_of_a_list_tries_others_less_and_less_often(fed):
+    """A broker may be cut off from the others; where the coordinator is away, no broker helps."""
+    left_at = []
+    agent = fed.add("a0")
+    agent.leave_broker = lambda reason: left_at.append((fed.clock(), reason))
+    fed.settle()
+    fed.wait(800)
+    assert left_at == [], "it is answered"
+    fed.kill_coordinator()
+
+    def leaves_after():
+        """Seconds from now, which is when the agent connects, until it leaves that broker."""
+        agent.transport.cut()
+        agent.transport.start()
+        began = fed.clock()
+        count = len(left_at)
+        fed.until(lambda: len(left_at) > count, 2000)
+        return left_at[-1][0] - began
+
+    assert [round(leaves_after(), -1) for _ in range(6)] == [30, 60, 120, 240, 480, 480]
+    assert left_at[-1][1] == "no coordinator of federation 'home' answers here"
+    fed.start_coordinator()
+    fed.until(lambda: agent.welcomed)
+    fed.kill_coordinator()
+    assert round(leaves_after(), -1) == 30, "it was answered meanwhile"
 
 
 def waits_for(agent):

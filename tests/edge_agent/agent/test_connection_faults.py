@@ -101,9 +101,9 @@ def test_broker_is_asked_for_its_rules_once_in_a_silence(fed, answer):
 
 def test_broker_is_not_asked_where_the_id_comes_from_the_certificate():
     config = AgentConfig(id="a", data=DataConfig(source="none:"))
-    assert refused_topics_of(config) is not None
+    assert refused_topics_of(config, None) is not None
     tls = BrokerConfig(url="mqtts://there", tls=TlsConfig(cert="x.pem"))
-    assert refused_topics_of(config.model_copy(update={"broker": tls})) is None
+    assert refused_topics_of(config.model_copy(update={"broker": tls}), None) is None
 
 
 def test_other_protocol_is_a_fault_while_no_coordinator_answers(fed):

@@ -185,6 +185,19 @@ def test_status_tells_what_a_running_agent_wrote(config, capsys):
     assert (found["running"], found["head"], found["metrics"]["n_test"]) == (True, "lr", 113)
 
 
+def test_status_shows_the_broker_of_a_running_agent_and_which_others_it_left(config, capsys):
+    state = config.parent / "state"
+    left = [{"url": "mqtts://a", "reason": "its certificate is not trusted"}]
+    connection = {"url": "mqtts://b", "since": "2026-11-28T04:00:00+00:00", "left": left}
+    write_json(state / "status.json", {"tier": "head", "condition": "ok", "broker": connection})
+    with folder_lock(state, "edge-agent porch"):
+        assert status_of(config, capsys)["broker"] == connection
+        main(["status", "--config", str(config)])
+    line = r"^broker +mqtts://b since 2026-11-28 04:00:00 UTC; not mqtts://a: its certificate is not trusted$"
+    assert re.search(line, capsys.readouterr().out, re.MULTILINE)
+    assert status_of(config, capsys)["broker"] is None, "no agent runs"
+
+
 @pytest.mark.parametrize("version, is_shown", [("0.0.7", True), (__version__, False), (None, False)])
 def test_status_names_the_version_that_runs_where_it_is_not_that_of_the_command(config, capsys, version, is_shown):
     """After an upgrade whose link was not set, nothing said that the old version still ran."""

@@ -98,6 +98,18 @@ def test_a_fault_of_the_running_agent_is_the_verdict(place, diagnose):
         assert "restart the agent" in diagnose()[2]["running agent"]["detail"]
 
 
+@pytest.mark.parametrize("way", ["--config", "--broker"])
+def test_each_broker_of_a_list_is_tried_and_the_one_that_fails_is_named(place, capsys, way):
+    file = place / "agent.toml"
+    file.write_text(file.read_text().replace('"mqtt://127.0.0.1:1"', '["mqtt://127.0.0.1:1", "mqtt://127.0.0.1:2"]'))
+    value = {"--config": str(file), "--broker": "mqtt://127.0.0.1:1,mqtt://127.0.0.1:2"}[way]
+    assert main(["doctor", way, value, "--json"]) == 75
+    report = json.loads(capsys.readouterr().out)
+    failed = [step["step"] for step in report["broker"] if not step["ok"]]
+    assert failed == ["tcp of mqtt://127.0.0.1:1", "tcp of mqtt://127.0.0.1:2"]
+    assert "the broker cannot be reached (tcp of mqtt://127.0.0.1:1: " in report["verdict"]
+
+
 @pytest.mark.parametrize("text", ["{", "[]", '{"class_names": 7}'])
 def test_a_noted_task_that_cannot_be_read_is_named_with_what_to_do(place, diagnose, text):
     (place / "state" / data_check.LAST_TASK).write_text(text)

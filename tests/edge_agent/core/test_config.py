@@ -7,8 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edge_agent.core.config import AgentConfig, BrokerConfig, TlsConfig, default_agent_id, load, parse
-from edge_agent.core.errors import ConfigError
+from edge_agent.core.config import (
+    AgentConfig,
+    BrokerConfig,
+    TlsConfig,
+    check_tls,
+    default_agent_id,
+    load,
+    parse,
+    urls_of,
+)
+from edge_agent.core.errors import ConfigError, UsageError
 from edge_agent.core.storage import read_toml
 from edge_agent.core.task import Task
 from edge_agent.wire.topics import Topics
@@ -125,6 +134,49 @@ def test_a_url_that_leads_nowhere_is_refused(url):
     (found,) = mistakes(BrokerConfig, {"url": url})
     assert found.startswith("url = ")
     assert "Value error" not in found
+
+
+def test_several_brokers_are_a_list_and_one_stays_what_it_was(tmp_path):
+    path = written(tmp_path, '[broker]\nurl = ["mqtts://a", "mqtts://b:99"]\n[data]\nsource = "a:b"\n')
+    broker = load(AgentConfig, path).broker
+    assert broker.url == broker.urls == ("mqtts://a", "mqtts://b:99")
+    assert (broker.names, broker.uses_tls, broker.is_local) == ("mqtts://a, mqtts://b:99", True, False)
+    assert [(broker.at(url).host, broker.at(url).port) for url in broker.urls] == [("a", 8883), ("b", 99)]
+    assert BrokerConfig(url=["mqtt://a"]) == BrokerConfig(url="mqtt://a")
+    assert BrokerConfig(url="mqtt://a").urls == ("mqtt://a",)
+    assert BrokerConfig(url=["mqtt://127.0.0.1", "mqtt://[::1]"]).is_local
+    assert urls_of("mqtt://a") == "mqtt://a"
+    assert urls_of("mqtt://a, mqtt://b") == ["mqtt://a", "mqtt://b"]
+
+
+def test_the_address_of_a_list_is_no_single_one():
+    with pytest.raises(UsageError, match=r"has 2 brokers .*name one"):
+        _ = BrokerConfig(url=["mqtt://a", "mqtt://b"]).host
+
+
+@pytest.mark.parametrize(
+    "urls, reason",
+    [
+        ([], "list of 0 brokers; expected 1..16"),
+        ([f"mqtt://b{number}" for number in range(17)], "list of 17 brokers; expected 1..16"),
+        (["mqtt://a", "mqtt://A:1883"], "'mqtt://A:1883' is the broker 'mqtt://a' again"),
+        (["mqtt://a", "mqtt://a"], "'mqtt://a' is the broker 'mqtt://a' again"),
+        (["mqtts://a", "mqtt://b"], "'mqtt://b' is without TLS, and others of the list have it"),
+        (["mqtts://a", "http://b"], "'http://b' is not mqtt://host"),
+        (["mqtts://a", 7], "7 is no text; expected mqtt://host"),
+        (7, "7 is no text; expected mqtt://host"),
+    ],
+)
+def test_a_list_that_is_no_way_to_one_federation_is_refused_with_the_broker_that_is_wrong(urls, reason):
+    (mistake,) = mistakes(BrokerConfig, {"url": urls})
+    assert mistake.startswith("url = ")
+    assert reason in mistake
+
+
+def test_each_broker_on_another_machine_needs_tls():
+    with pytest.raises(UsageError, match="mqtt://b is without TLS"):
+        check_tls(BrokerConfig(url=["mqtt://127.0.0.1", "mqtt://b"]))
+    check_tls(BrokerConfig(url=["mqtts://a", "mqtts://b"]))
 
 
 def test_a_password_in_the_url_is_refused_and_not_repeated():

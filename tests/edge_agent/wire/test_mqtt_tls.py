@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import ipaddress
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,8 @@ from mqtt_harness import NEEDS_MOSQUITTO, wait_for
 from coordinator.broker import MosquittoBroker
 from edge_agent.core.config import BrokerConfig, TlsConfig
 from edge_agent.core.errors import BrokerAway, ConfigError
-from edge_agent.wire.transport import Message, Subscribed
+from edge_agent.wire.failover import order_for
+from edge_agent.wire.transport import Connected, Disconnected, Message, Subscribed
 
 
 class Authority:
@@ -163,6 +165,55 @@ def test_tls_that_does_not_fit_is_refused_and_never_falls_back_to_plain(open_tra
         transport.start()
     transport.publish("fl/x", b"secret")
     assert transport.traffic.messages_up == 0
+
+
+# As above.
+@pytest.mark.filterwarnings("ignore:Exception ignored in.*SSLSocket:pytest.PytestUnraisableExceptionWarning")
+@NEEDS_MOSQUITTO
+@pytest.mark.broker
+def test_a_broker_of_a_list_with_another_authority_is_skipped_and_named(open_transport, tls, tmp_path):
+    broker, ours, _, _ = tls
+    cert, key = Authority(tmp_path, "impostor").issue("broker", "127.0.0.1")
+    impostor = TlsMosquitto()
+    impostor.lines = (f"certfile {cert}", f"keyfile {key}")
+    with impostor:
+        bad, good = (f"mqtts://127.0.0.1:{each.port}" for each in (impostor, broker))
+        client = next(name for name in map(str, range(1000)) if order_for(name, [good, bad])[0] == bad)
+        transport = open_transport(BrokerConfig(url=[good, bad], tls=ours), client)
+        transport.subscribe("fl/here")
+        transport.start()
+        refused = wait_for(transport, Disconnected)
+        connected = wait_for(transport, Connected)
+        assert refused.reason.startswith(f"{bad}: ")
+        assert "certificate is not trusted" in refused.reason
+        assert (connected.broker, [left.url for left in connected.left]) == (good, [bad])
+        wait_for(transport, Subscribed)
+        transport.publish("fl/here", b"nothing is lost")
+        assert wait_for(transport, Message).payload == b"nothing is lost"
+
+
+# As above.
+@pytest.mark.filterwarnings("ignore:Exception ignored in.*SSLSocket:pytest.PytestUnraisableExceptionWarning")
+@NEEDS_MOSQUITTO
+@pytest.mark.broker
+def test_a_broker_of_a_list_that_is_stopped_behind_tls_is_noticed_and_one_that_is_stopped_at_the_handshake_is_left(
+    open_transport, tls
+):
+    broker, ours, _, _ = tls
+    urls = [f"mqtts://127.0.0.1:{broker.port}", "mqtts://127.0.0.1:1"]
+    transport = open_transport(BrokerConfig(url=urls, tls=ours, failover_s=2))
+    transport.start()
+    wait_for(transport, Connected)
+    os.kill(broker.pid, signal.SIGSTOP)
+    try:
+        assert "it has not answered for" in wait_for(transport, Disconnected).reason
+        wait_for(transport, Disconnected, lambda event: "connection refused" in event.reason)
+        handshake = wait_for(transport, Disconnected)
+        assert handshake.reason.startswith(urls[0])
+        assert "no answer in time" in handshake.reason
+    finally:
+        os.kill(broker.pid, signal.SIGCONT)
+    assert wait_for(transport, Connected).broker == urls[0]
 
 
 @pytest.mark.parametrize("broken", ["ca", "cert"])

@@ -19,8 +19,9 @@ from coordinator.broker import MosquittoBroker
 from edge_agent.core.config import BrokerConfig
 from edge_agent.core.errors import BrokerAway
 from edge_agent.wire import mqtt
+from edge_agent.wire.failover import longest_pause_s
 from edge_agent.wire.inbox import MESSAGE_BYTES, RESERVED_SHARE, Inbox, Rank
-from edge_agent.wire.mqtt import MqttTransport, longest_pause_s
+from edge_agent.wire.mqtt import MqttTransport
 from edge_agent.wire.transport import Connected, Disconnected, Message, Subscribed
 
 
@@ -209,6 +210,41 @@ def test_a_refused_filter_is_not_reported_as_confirmed(open_transport, listener,
         peer.sendall(b"\x90\x04" + body[:2] + b"\x01\x80")
         assert wait_for(transport, Subscribed).filters == ("good",)
     assert "subscription_refused filters=bad" in caplog.text
+
+
+def test_a_refused_filter_is_asked_for_again_until_the_broker_grants_it_and_logged_once(
+    open_transport, listener, monkeypatch, caplog
+):
+    """NATS refuses filters for some seconds after its cluster has lost a node."""
+    monkeypatch.setattr(mqtt, "SUBSCRIBE_AGAIN_S", 0.1)
+    transport = open_transport(BrokerConfig(url=url_of(listener)))
+    transport.subscribe("good", "late", "given up")
+    transport.start()
+    with listener.accept()[0] as peer:
+        packet(peer)
+        peer.sendall(CONNACK)
+        _, body = packet(peer)
+        transport._filters.remove("given up")
+        peer.sendall(b"\x90\x05" + body[:2] + b"\x01\x80\x80")
+        for answer in (b"\x80", b"\x01"):
+            _, body = packet(peer)
+            assert body[2:] == b"\x00\x04late\x01", "neither those that are granted nor those that nobody wants"
+            peer.sendall(b"\x90\x03" + body[:2] + answer)
+        assert wait_for(transport, Subscribed, lambda event: "late" in event.filters).filters == ("late",)
+    assert [record.message for record in caplog.records if "subscription_refused" in record.message] == [
+        "subscription_refused filters=late,given up"
+    ]
+
+
+@pytest.mark.parametrize("qos", [0, 1])
+def test_filters_are_asked_for_with_the_quality_of_service_of_the_configuration(open_transport, listener, qos):
+    transport = open_transport(BrokerConfig(url=url_of(listener), qos=qos))
+    transport.subscribe("t")
+    transport.start()
+    with listener.accept()[0] as peer:
+        packet(peer)
+        peer.sendall(CONNACK)
+        assert packet(peer)[1][2:] == b"\x00\x01t" + bytes([qos])
 
 
 def test_a_reader_that_is_stuck_costs_messages_but_not_memory(open_transport, listener):
