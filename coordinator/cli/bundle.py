@@ -10,6 +10,7 @@ import typer
 
 from edge_agent.bundle import figure_rows
 from edge_agent.core.errors import UsageError
+from edge_agent.wire.messages.fields import printable
 from export.foreign.settings import ForeignSettings
 
 from ..config import DEFAULT_CONFIG
@@ -65,7 +66,7 @@ def bundle(
     tables.append(
         table("variants", ("variant or domain", "figures"), figure_rows.variant_rows(result["figures"]), left=2)
     )
-    lines = [f"note: {note}" for note in result["notes"]]
+    lines = [f"note: {printable(note)}" for note in result["notes"]]
     lines.append(f"next: {fit_command(out, made.form.spec.kind)}")
     present(result, [*tables, *lines], as_json=as_json)
 
@@ -117,11 +118,11 @@ def _result(made: ForeignReport, version: int | None) -> dict[str, Any]:
 
 
 def _cell(value: object) -> str:
-    """Return a value for a table."""
+    """Return a value for a table; names of tensors are the network's, and must not move the cursor of a terminal."""
     if isinstance(value, dict):
         return ", ".join(f"{name} {_cell(part)}" for name, part in value.items())
     if isinstance(value, list):
         return ", ".join(_cell(part) for part in value)
     if isinstance(value, float):
         return f"{value:.4g}"
-    return text(value)
+    return printable(text(value))

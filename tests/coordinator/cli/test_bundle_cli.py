@@ -7,7 +7,7 @@ import os
 
 import numpy as np
 import pytest
-from foreign_networks import hugging_face_export, torchvision_export
+from foreign_networks import edited, hugging_face_export, torchvision_export
 from identity_harness import Fleet
 from PIL import Image
 
@@ -137,6 +137,15 @@ def test_neither_the_network_nor_a_device_is_replaced(call, tmp_path):
     assert pipe.is_fifo()
 
 
+def rename_features(model):
+    """Give the input of the classifier a name that would make a terminal write in red."""
+    for node in model.graph.node:
+        for names in (node.input, node.output):
+            for position, name in enumerate(names):
+                if name == "/Flatten_output_0":
+                    names[position] = "\x1b[31mpooled"
+
+
 def test_texts_of_others_do_not_control_the_terminal(call, tmp_path):
     settings = tmp_path / "preprocessor_config.json"
     settings.write_text(
@@ -148,6 +157,14 @@ def test_texts_of_others_do_not_control_the_terminal(call, tmp_path):
     assert code == 2
     assert "[31mRed makes 80 features" in err
     assert "\x1b" not in err
+    # Names of tensors and what a configuration says of pictures are shown with what was made.
+    network = edited(torchvision_export(tmp_path), rename_features)
+    settings.write_text(json.dumps({"size": 32, "image_mean": 0.5, "image_std": 0.5, "resample": "\x1b[31mred"}))
+    code, out, _ = call("bundle", network, "--preprocessing", settings, "--out", tmp_path / "made.hwb")
+    assert code == 0
+    assert "[31mpooled" in out
+    assert "resizes by ' [31mred'" in out
+    assert "\x1b" not in out
 
 
 @pytest.mark.parametrize(
