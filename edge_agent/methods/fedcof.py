@@ -19,7 +19,8 @@ for each class are needed. An update has K d numbers, that of `afl` d (d + 1) / 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -147,17 +148,18 @@ class FedCOF(Method):
         Raises:
             TrainingFailed: There is no update.
         """
-        means: list[np.ndarray] = []
-        counts: list[np.ndarray] = []
+        by_class: list[MeansOfClass] = []
         for update in updates:
-            means.append(np.array(update.tensors[MEANS], np.float64))
-            counts.append(np.array(update.tensors[COUNTS], np.float64))
-        if not means:
+            means = update.tensors[MEANS]
+            by_class = by_class or [MeansOfClass(means.shape[1]) for _ in means]
+            for label in np.flatnonzero(update.tensors[COUNTS]):
+                by_class[label].add(means[label], int(update.tensors[COUNTS][label]))
+        if not by_class:
             raise TrainingFailed("no update to aggregate; the round keeps its state")
-        if not np.any(counts):
+        if not any(of_class.counts for of_class in by_class):
             _log.warning("no_means: no class has enough samples at any client (min_class_count)")
             return dict(state)
-        weight = solve(np.stack(means), np.stack(counts), self.params.shrinkage, self.params.ridge)
+        weight = solve(by_class, self.params.shrinkage, self.params.ridge)
         scaled = (self.params.scale * weight).astype(np.float32)
         return {**state, "head.weight": scaled, "head.bias": np.zeros(len(scaled), np.float32)}
 
@@ -177,45 +179,70 @@ def _statistics(features: np.ndarray, labels: np.ndarray, num_classes: int, para
     return {MEANS: means.astype(np.float32), COUNTS: counts}
 
 
-def within_class_scatter(means: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, float]:
-    """Return sum_c (N_c - 1) S_c (d, d) without shrinkage, and how many samples it stands for.
+@dataclass
+class MeansOfClass:
+    """The means of one class at the clients that have it; a client that lacks a class takes no memory for it."""
 
-    Args:
-        means: Class means of each client (m, K, d), zeros where a client has no such class.
-        counts: Their sample counts (m, K).
-    """
-    size = means.shape[2]
-    scatter = np.zeros((size, size))
-    samples = 0.0
-    for label in range(means.shape[1]):
-        here = counts[:, label] > 0
-        clients = int(here.sum())
+    size: int
+    """d, the features of a mean."""
+
+    means: list[np.ndarray] = field(default_factory=list)
+    """The mean (d,) of each client, in the precision in which it was sent."""
+
+    counts: list[int] = field(default_factory=list)
+    """Their sample counts, 1 or more."""
+
+    def add(self, mean: np.ndarray, count: int) -> None:
+        """Add the mean (d,) of a client with its sample count; it is copied, as an update is gone after its turn."""
+        self.means.append(np.array(mean))
+        self.counts.append(count)
+
+    @property
+    def total(self) -> int:
+        """N_c, the samples of the class."""
+        return sum(self.counts)
+
+    def sum(self) -> np.ndarray:
+        """Return N_c mu_c, the sum of the features (d,) float64 of all samples."""
+        if not self.counts:
+            return np.zeros(self.size)
+        return np.asarray(np.array(self.counts, np.float64) @ np.array(self.means, np.float64))
+
+    def scatter(self) -> np.ndarray:
+        """Return (N_c - 1) S_c (d, d) float64 without shrinkage; zeros where fewer than two clients have the class."""
+        clients = len(self.counts)
         if clients < 2:  # one mean does not scatter
-            continue
-        weights = counts[here, label]
-        total = float(weights.sum())
-        center = weights @ means[here, label] / total
-        moved = (means[here, label] - center) * np.sqrt(weights)[:, None]
-        scatter += (total - 1) / (clients - 1) * (moved.T @ moved)
-        samples += total - 1
+            return np.zeros((self.size, self.size))
+        weights = np.array(self.counts, np.float64)
+        moved = (np.array(self.means, np.float64) - self.sum() / self.total) * np.sqrt(weights)[:, None]
+        return np.asarray((self.total - 1) / (clients - 1) * (moved.T @ moved))
+
+
+def within_class_scatter(by_class: Sequence[MeansOfClass]) -> tuple[np.ndarray, float]:
+    """Return sum_c (N_c - 1) S_c (d, d) without shrinkage, and how many samples it stands for."""
+    scatter = np.zeros((by_class[0].size, by_class[0].size))
+    samples = 0.0
+    for of_class in by_class:
+        if len(of_class.counts) > 1:
+            scatter += of_class.scatter()
+            samples += of_class.total - 1
     return scatter, samples
 
 
-def solve(means: np.ndarray, counts: np.ndarray, shrinkage: float, ridge: float) -> np.ndarray:
+def solve(by_class: Sequence[MeansOfClass], shrinkage: float, ridge: float) -> np.ndarray:
     """Return the classifier (K, d) float64, rows of length 1, zeros for classes without samples.
 
     Args:
-        means: Class means of each client (m, K, d).
-        counts: Their sample counts (m, K).
+        by_class: The clients' means of each class.
         shrinkage: gamma, in units of the mean variance of a feature.
         ridge: lambda, in the same units, for each sample.
     """
-    size = means.shape[2]
-    scatter, samples = within_class_scatter(means, counts)
-    total = float(counts.sum())
+    size = by_class[0].size
+    scatter, samples = within_class_scatter(by_class)
+    total = float(sum(of_class.total for of_class in by_class))
     variance = float(np.trace(scatter)) / (size * samples) if samples > 0 else 0.0
     penalty = max((shrinkage + ridge) * variance, 1e-6) * total
-    sums = np.einsum("mk,mkd->kd", counts, means)
+    sums = np.stack([of_class.sum() for of_class in by_class])
     weight = np.linalg.solve(scatter + penalty * np.eye(size), sums.T).T
     lengths = np.linalg.norm(weight, axis=1, keepdims=True)
     return np.asarray(weight / np.where(lengths > 0, lengths, 1.0))
