@@ -31,7 +31,7 @@ _TURNS = 8
 _ANSWERS = 1600
 """The most answers that are compared, over all domains."""
 
-_LEAST_SAMPLES = 20
+LEAST_SAMPLES = 20
 """The least samples of a domain on which a fitted head tells anything."""
 
 
@@ -111,7 +111,7 @@ def compare_answers(
 
 def _compare_on(samples: Samples, model: bytes, int8: bytes) -> DomainAnswers | None:
     """Return how heads answer on a domain with each graph; None where the domain is too small to tell anything."""
-    if len(samples) < _LEAST_SAMPLES or len(np.unique(samples.labels)) < 2:
+    if len(samples) < LEAST_SAMPLES or len(np.unique(samples.labels)) < 2:
         return None
     features = {"fp32": run(model, samples.inputs), "int8": run(int8, samples.inputs)}
     is_right = refitted_answers(features, samples)

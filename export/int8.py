@@ -16,7 +16,7 @@ from edge_agent.bundle.manifest import DomainAnswers
 from edge_agent.core.task import Task
 
 from .calibration import UNLABELLED, Calibration
-from .domains import compare_answers, describe_loss
+from .domains import LEAST_SAMPLES, compare_answers, describe_loss
 from .parity import Gate, graph_gates, mean_cosine, run
 from .quantize import (
     LEAST_CLIENTS,
@@ -61,7 +61,8 @@ class Int8Variant:
         if self.answers:
             return ""
         return (
-            "accuracies not measured: labelled samples of two domains or more are needed; each device compares its own"
+            f"accuracies not measured: two domains or more are needed, each with {LEAST_SAMPLES} labelled samples of "
+            "two classes or more; each device compares its own"
         )
 
 

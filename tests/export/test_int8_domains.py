@@ -68,6 +68,7 @@ def test_ranges_of_one_dim_place_pass_by_cosine_and_ruin_the_others(model, light
     assert "int8" in report.manifest.variants
     assert report.manifest.quantization.held_out == {}
     assert "not measured" in report.manifest.quantization.note
+    assert "each with 20 labelled samples" in report.manifest.quantization.note
 
 
 def fp32_of(model, folder):
