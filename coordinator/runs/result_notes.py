@@ -294,6 +294,7 @@ def next_steps(
             answers_with_shared=all(client.personal == client.agent.acc.get("global") for client in scored),
             losing_with_own_layers=[agent.id for agent in losing if agent.head == OWN_LAYERS],
             has_bundle=has_bundle,
+            local_epochs=request.params.get("local_epochs"),
             began_trained=request.weights is not None or request.warm_start is not None,
         )
     )

@@ -23,6 +23,9 @@ STILL_FALLING = 0.97
 FEW_SAMPLES = 100
 """A device with fewer training samples has few: with batches of 32 an epoch has three steps."""
 
+FEW_EPOCHS = 2
+"""A client that passes over few samples no more often in a round makes a handful of steps."""
+
 FROZEN_METHODS = ("afl", "fedcof", "linear_probe")
 """Methods that leave the encoder as it is, so that few samples are enough."""
 
@@ -71,6 +74,7 @@ class RunEvidence:
         answers_with_shared: Whether acc.personal is acc.global at every client: the personal model is the shared one.
         losing_with_own_layers: Clients that are better off alone and answer with the layers that they have trained.
         has_bundle: Whether the encoder was exported.
+        local_epochs: Passes over its samples that a client makes in a round; None: not known.
         began_trained: Whether the encoder began with weights that were trained before, not with random ones.
     """
 
@@ -85,6 +89,7 @@ class RunEvidence:
     answers_with_shared: bool = False
     losing_with_own_layers: Sequence[str] = ()
     has_bundle: bool = False
+    local_epochs: int | None = None
     began_trained: bool = False
 
     @property
@@ -154,6 +159,26 @@ class MoreRounds(Rule[RunEvidence]):
         return (
             f"more rounds (--rounds): the training loss still falls, from {evidence.earlier_loss:.3g} to "
             f"{evidence.losses[-1]:.3g} in the last {LOSS_ROUNDS} rounds"
+        )
+
+
+class MoreSteps(Rule[RunEvidence]):
+    """Devices have few samples and pass over them once or twice a round, which is a handful of small steps."""
+
+    name = "more_steps"
+
+    def message(self, evidence: RunEvidence) -> str:
+        """See `Rule.message`."""
+        typical = evidence.typical_samples
+        if typical is None or not evidence.has_few_samples or evidence.method in FROZEN_METHODS:
+            return ""
+        passes_few_times = evidence.local_epochs is not None and evidence.local_epochs <= FEW_EPOCHS
+        has_settled = evidence.earlier_loss is not None and not evidence.is_loss_falling
+        if not passes_few_times or has_settled:
+            return ""
+        return (
+            "more and larger steps in a round (--set local_epochs=5 --set lr=0.05): half of the devices have "
+            f"{typical} samples or fewer and pass over them {evidence.local_epochs} x in a round"
         )
 
 
@@ -304,6 +329,7 @@ class BlendOnDevices(Rule[RunEvidence]):
 
 RUN_RULES: tuple[Rule[RunEvidence], ...] = (
     MoreRounds(),
+    MoreSteps(),
     CollectOnDevices(),
     PretrainedEncoder(),
     TrainEncoder(),

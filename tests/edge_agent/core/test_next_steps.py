@@ -7,6 +7,7 @@ import pytest
 from edge_agent import methods, models
 from edge_agent.core.errors import ConfigError
 from edge_agent.core.next_steps import (
+    FEW_EPOCHS,
     FEW_SAMPLES,
     FIT_RULES,
     FROZEN_METHODS,
@@ -19,6 +20,7 @@ from edge_agent.core.next_steps import (
     FitEvidence,
     LargerEncoder,
     MoreRounds,
+    MoreSteps,
     NextStep,
     OtherBundle,
     OtherMethod,
@@ -53,6 +55,22 @@ def test_more_rounds_while_the_loss_falls():
     assert MoreRounds().message(evidence(losses=(2.0, 2.0, 2.0, 1.93)))
     assert not MoreRounds().message(evidence(losses=(2.0, 2.0, 2.0, 1.94)))
     assert not MoreRounds().message(evidence(losses=(2.0, 1.5, 1.0))), "too few rounds to say"
+
+
+def test_more_steps_where_few_samples_are_passed_once():
+    """40 samples are two steps of 32: 15 such rounds from the starter encoder reached 57 %, with five epochs 100 %."""
+    few = {"samples": (40, 40, 400), "local_epochs": 1}
+    assert MoreSteps().message(evidence(**few)) == (
+        "more and larger steps in a round (--set local_epochs=5 --set lr=0.05): half of the devices have 40 samples or "
+        "fewer and pass over them 1 x in a round"
+    )
+    assert MoreSteps().message(evidence(samples=(40,), local_epochs=FEW_EPOCHS))
+    assert MoreSteps().message(evidence(**few, losses=(2.0, 1.5, 1.2, 0.9))), "the loss still falls"
+    assert not MoreSteps().message(evidence(**few, losses=SETTLED)), "steps are not what is lacking"
+    assert not MoreSteps().message(evidence(samples=(40,), local_epochs=FEW_EPOCHS + 1))
+    assert not MoreSteps().message(evidence(samples=(400,), local_epochs=1))
+    assert not MoreSteps().message(evidence(samples=(40,))), "a method without epochs"
+    assert not MoreSteps().message(evidence(**few, method="afl")), "a method without steps"
 
 
 def test_more_samples_where_half_of_the_devices_have_few():
