@@ -77,6 +77,7 @@ class AFLParams(MethodParams):
         1e-4,
         paper=0.0,
         ge=0,
+        le=1e6,
         description="ours: added to the diagonal of G / n, in mean squares of a feature; 0: the pseudo-inverse",
     )
     intercept: bool = ours(
@@ -85,7 +86,11 @@ class AFLParams(MethodParams):
         description="ours: an intercept for each class, not penalised, which takes no more bytes",
     )
     scale: float = ours(
-        10.0, paper=1.0, gt=0, description="ours: factor of the scores in probabilities; changes no answer"
+        10.0,
+        paper=1.0,
+        ge=1e-3,
+        le=1e6,
+        description="ours: factor of the scores in probabilities; changes no answer",
     )
     min_class_count: int = ours(
         2,

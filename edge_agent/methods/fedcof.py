@@ -59,11 +59,15 @@ class FedCOFParams(MethodParams):
         None, description="what travels of batch norm: global = all; other values would give each client other features"
     )
     shrinkage: float = Field(
-        0.1, ge=0, description="gamma, added to each covariance, in units of the mean variance of a feature"
+        0.1, ge=0, le=1e6, description="gamma, added to each covariance, in units of the mean variance of a feature"
     )
-    ridge: float = Field(0.01, ge=0, description="lambda, in the same units, for each sample")
+    ridge: float = Field(0.01, ge=0, le=1e6, description="lambda, in the same units, for each sample")
     scale: float = ours(
-        10.0, paper=1.0, gt=0, description="ours: factor of the scores in probabilities; changes no answer"
+        10.0,
+        paper=1.0,
+        ge=1e-3,
+        le=1e6,
+        description="ours: factor of the scores in probabilities; changes no answer",
     )
     min_class_count: int = ours(2, paper=1, ge=1, description="ours: class means of fewer samples are withheld")
 

@@ -288,6 +288,14 @@ def test_single_precision_halves_the_bytes():
     assert sizes == {"float64": 8 * numbers, "float32": 4 * numbers}
 
 
+@pytest.mark.parametrize("name", ["afl", "fedcof"])
+@pytest.mark.parametrize("param", ["scale", "ridge"])
+def test_numbers_that_float32_cannot_hold_are_refused(name, param):
+    """With a scale of 1e38 weights are infinite, and a classifier of chance was saved without a word."""
+    with pytest.raises(ConfigError, match=f"{param} = 1e\\+38: Input should be less than or equal to"):
+        methods.create(name, {param: 1e38})
+
+
 def test_other_batch_norm_for_each_client_is_refused():
     with pytest.raises(ConfigError, match="gives each client other features, which do not add up"):
         methods.create("afl", {"norm": "local_stats"})
