@@ -211,9 +211,11 @@ def write_atomic(path: Path, *data: bytes | memoryview, durable: bool = True, ac
         access: Owner, group and mode that the file gets before it holds a byte.
 
     Raises:
-        OSError: The file cannot be written, because the disk is full for example; the old file stays.
+        OSError: The file cannot be written, because the disk is full for example; the old file stays. Or the path is
+            that of a FIFO, socket or device, which the file would replace.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    _refuse_special(path)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         with naming(path), temporary.open("wb") if access is None else _opened_for(temporary, access) as file:
@@ -227,6 +229,20 @@ def write_atomic(path: Path, *data: bytes | memoryview, durable: bool = True, ac
         raise
     if durable:
         sync_folder(path.parent)
+
+
+def _refuse_special(path: Path) -> None:
+    """Require that a new file takes no place of a FIFO, socket or device: root would do without /dev/null from then on.
+
+    Raises:
+        OSError: It would.
+    """
+    try:
+        mode = path.stat().st_mode
+    except OSError:  # there is nothing yet, or what is wrong shows when the file is written
+        return
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise OSError(errno.EINVAL, "it is a FIFO, socket or device, expected a regular file", str(path))
 
 
 def write_private(path: Path, content: bytes) -> None:

@@ -34,6 +34,18 @@ def test_a_file_may_be_written_in_pieces(tmp_path):
     assert (tmp_path / "file").read_bytes() == b"onetwothree"
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the system has none")
+def test_a_pipe_or_a_device_is_not_replaced(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    (tmp_path / "null").symlink_to(os.devnull)
+    for path in (pipe, tmp_path / "null"):
+        with pytest.raises(OSError, match="it is a FIFO, socket or device"):
+            storage_module.write_atomic(path, b"content")
+    assert pipe.is_fifo()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["null", "pipe"]
+
+
 def full(*_, **__):
     raise OSError(errno.ENOSPC, "No space left on device")
 
