@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 
 from ..core.errors import ConfigError, TensorsError, TrainingFailed
+from ..core.exact_sum import ExactSum
 from ..core.task import RUNNING_STATISTICS, State, Task, Tensors
 from .values import ClassStatistics, Client, Exactness, Grade, MethodParams, Norm, Update
 
@@ -422,45 +423,35 @@ def require_arrays(origin: str, value: object) -> Tensors:
 def weighted_mean(weighted: Iterable[tuple[float, Tensors]], *, may_be_empty: bool = False) -> Tensors:
     """Return the weighted mean of named arrays, folded in one at a time so that memory is one accumulator.
 
-    Sums are float64 and in the given order, so the same updates in the same order give the same bits. Integer arrays
-    (counters) take the largest value: a mean of counters means nothing.
+    Sums are exact, so the same updates give the same bits in any order. Integer arrays (counters) take the largest
+    value: a mean of counters means nothing.
 
     Raises:
         TrainingFailed: The weights sum to zero, or there are no updates and ``may_be_empty`` is false.
     """
-    total = 0.0
-    sums = dict[str, np.ndarray]()
+    total_weight = ExactSum(())
+    sums = dict[str, ExactSum]()
+    counters: Tensors = {}
     dtypes = dict[str, np.dtype[Any]]()
     for weight, tensors in weighted:
-        total += weight
+        total_weight.add(np.float64(weight))
         for name, array in tensors.items():
             dtypes.setdefault(name, array.dtype)
-            is_counter = array.dtype.kind != "f"
+            if array.dtype.kind != "f":
+                counters[name] = np.maximum(counters[name], array) if name in counters else array.copy()
+                continue
             if name not in sums:
-                sums[name] = array.copy() if is_counter else array.astype(np.float64) * weight
-            elif is_counter:
-                sums[name] = np.maximum(sums[name], array)
-            else:
-                _add_scaled(sums[name], array, weight)
-    is_empty_mean = not sums and may_be_empty
+                sums[name] = ExactSum(array.shape)
+            sums[name].add(array, weight)
+    total = float(total_weight.total())
+    is_empty_mean = not dtypes and may_be_empty
     if not total > 0 and not is_empty_mean:
         raise TrainingFailed("no update with a positive weight to average; the round keeps its state")
-    # Each sum goes as its mean comes: a 45 MB model would else lie here three times over.
+    # Each sum goes as its mean comes: a 45 MB model would else lie here several times over.
     means: Tensors = {}
     for name, dtype in dtypes.items():
-        summed = sums.pop(name)
-        means[name] = (summed / total).astype(dtype) if dtype.kind == "f" else summed
+        means[name] = counters[name] if name in counters else (sums.pop(name).total() / total).astype(dtype)
     return means
-
-
-def _add_scaled(accumulator: np.ndarray, array: np.ndarray, weight: float, block: int = 1 << 16) -> None:
-    """Compute accumulator += weight * array in blocks that stay in cache, without a temporary of the array's size."""
-    flat = accumulator.reshape(-1)
-    source = array.reshape(-1)
-    for begin in range(0, flat.size, block):
-        part = source[begin : begin + block].astype(np.float64)
-        part *= weight
-        flat[begin : begin + block] += part
 
 
 def pooled_norm(weighted: Iterable[tuple[float, Tensors]]) -> Tensors:
