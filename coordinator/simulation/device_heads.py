@@ -5,7 +5,7 @@ Features are those of the encoder in torch, which a device has as a graph: it is
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from edge_agent.methods import Client
 from edge_agent.methods.base import Method
 from edge_agent.personal.blend import BLEND
 from edge_agent.personal.choice import FOLDS, candidates, choose, thin_out
-from edge_agent.personal.fitting import OF_STATISTICS, knows_samples
+from edge_agent.personal.fitting import OF_STATISTICS, pulls_too_much
 from edge_agent.personal.local.validation import folds
 from edge_agent.training.loops import accuracy, features_of
 from edge_agent.wire.messages import down, up
@@ -85,9 +85,14 @@ def fit_head(
         outcome = session.finish(received, ClientState(), rounds=rounds)
         return method.head_name, outcome.metrics.get("acc.global"), outcome.right
     client = session.before_round(received, ClientState(), round_number=rounds, rounds=rounds)
-    device = _Device(method, received, client.task, contributors, *_features_and_labels(client))
+    features, labels = _features_and_labels(client)
+    device = _Device(method, client.task, features, labels, method.global_head(received))
     name = method.heads[0] if head is None else head
     if name == AUTO:
+        # Cross-validation on samples that the shared classifier knows would be too kind to it.
+        count, size = features.shape
+        if contributors and pulls_too_much(count, contributors, size):
+            device = replace(device, classifier=None)
         name = device.best_head()
     fitted = device.fitted(name, slice(None), client.rng)
     inputs, truth = session.test
@@ -104,23 +109,22 @@ class _Device:
     """What a device without torch has when it fits a head: what came from the coordinator, and its own features."""
 
     method: Method
-    received: Tensors
     task: Task
-    contributors: int
-    """Clients that the shared model has learned from, this one among them; 0: it has not learned from this one."""
-
     features: np.ndarray
     """(n, d) float32, of the training samples."""
 
     labels: np.ndarray
     """(n,) int64."""
 
+    classifier: Tensors | None
+    """The shared classifier; None: there is none, or it is withheld."""
+
     def fitted(self, name: str, rows: slice | np.ndarray, rng: np.random.Generator) -> Head:
         """Return a head fitted on these rows, with the parameters that the method suggests."""
         head = heads.create(name, self.method.head_params(name))
-        shared = self.method.global_head(self.received)
         params = self.method.params.model_dump()
-        head.fit(FitData(self.features[rows], self.labels[rows], self.task.num_classes, shared, params), rng)
+        classes = self.task.num_classes
+        head.fit(FitData(self.features[rows], self.labels[rows], classes, self.classifier, params), rng)
         return head
 
     def best_head(self) -> str:
@@ -133,10 +137,7 @@ class _Device:
         rng = np.random.default_rng(0)
         divisions = thin_out(self.labels, folds(samples, FOLDS, rng), rng)
         offered = [name for name in self.method.heads if name != OF_STATISTICS]
-        count, size = self.features.shape
-        is_known = self.contributors > 0 and knows_samples(count, self.contributors, size)
-        has_shared = self.method.global_head(self.received) is not None and not is_known
-        names = candidates(offered, has_shared=has_shared)
+        names = candidates(offered, has_shared=self.classifier is not None)
 
         def fit(name: str, rows: np.ndarray) -> Head:
             return self.fitted(name, rows, np.random.default_rng(0))

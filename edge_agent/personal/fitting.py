@@ -71,6 +71,9 @@ class FitOptions:
     took_part: bool = False
     """Whether the device has contributed these samples to the run that the bundle comes from."""
 
+    withholds_shared: bool = False
+    """Whether heads learn without what the federation has learned of classes; head auto decides it by `took_part`."""
+
     clock: Callable[[], float] = time.perf_counter
     """A function that gives seconds."""
 
@@ -177,6 +180,7 @@ def best_head(
     def fit_rows(name: str, rows: np.ndarray) -> Head:
         return fit(bundle, features[rows], samples.labels[rows], replace(options, head=name), samples.class_names)
 
+    options = replace(options, withholds_shared=knows_samples(bundle, len(samples), options))
     names = heads_to_compare(bundle, samples, options)
     divisions = divisions_of(samples, options)
     choice = choose(names, fit_rows, features, samples.labels, divisions)
@@ -198,19 +202,26 @@ In a least squares fit of d features to n samples it is d / n in the mean: the t
 def heads_to_compare(bundle: Bundle, samples: Samples, options: FitOptions) -> tuple[str, ...]:
     """Return the heads that are compared on these samples.
 
-    Heads on what the federation has learned of classes are left out where it has learned a good part of that from these
-    very samples: on all folds they would answer samples that they know.
+    Those that are nothing without what the federation has learned of classes are left out where it is withheld.
     """
-    manifest = bundle.manifest
-    clients = 0 if manifest.lineage is None else manifest.lineage.clients
-    is_known = options.took_part and knows_samples(len(samples), clients, manifest.feature_dim)
-    has_statistics = bool(manifest.shared_statistics) and not is_known
-    offered = [name for name in manifest.heads if name != OF_STATISTICS or has_statistics]
-    has_shared = shared_classifier(bundle, samples.class_names) is not None and not is_known
+    is_withheld = options.withholds_shared or knows_samples(bundle, len(samples), options)
+    has_statistics = bool(bundle.manifest.shared_statistics) and not is_withheld
+    offered = [name for name in bundle.manifest.heads if name != OF_STATISTICS or has_statistics]
+    has_shared = shared_classifier(bundle, samples.class_names) is not None and not is_withheld
     return candidates(offered, has_shared=has_shared)
 
 
-def knows_samples(own: int, clients: int, feature_dim: int) -> bool:
+def knows_samples(bundle: Bundle, count: int, options: FitOptions) -> bool:
+    """Return whether the federation has learned a good part of what it knows of classes from these very samples.
+
+    On all folds it would then answer samples that it knows, and cross-validation would be too kind to it.
+    """
+    lineage = bundle.manifest.lineage
+    clients = 0 if lineage is None else lineage.clients
+    return options.took_part and pulls_too_much(count, clients, bundle.manifest.feature_dim)
+
+
+def pulls_too_much(own: int, clients: int, feature_dim: int) -> bool:
     """Return whether a classifier that clients have fitted together answers the samples of one of them too well.
 
     Args:
@@ -297,14 +308,12 @@ def fit(
     manifest = bundle.manifest
     fitted = heads.create(options.head, params_of(bundle, options))
     names = manifest.task.class_names if class_names is None else class_names
-    fit_data = FitData(
-        features,
-        labels,
-        len(names),
-        shared_classifier(bundle, names),
-        manifest.method_params,
-        shared_statistics(bundle, names),
-    )
+    classifier = None
+    statistics = None
+    if not options.withholds_shared:
+        classifier = shared_classifier(bundle, names)
+        statistics = shared_statistics(bundle, names)
+    fit_data = FitData(features, labels, len(names), classifier, manifest.method_params, statistics)
     fitted.fit(fit_data, np.random.default_rng(options.seed))
     return fitted
 

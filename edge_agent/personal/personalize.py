@@ -499,7 +499,8 @@ def _fit_and_score(features: Features, options: FitOptions) -> tuple[Result, Row
     card = features.bundle.manifest.heads.get(fitted.name)
     if card is not None:
         exactness = card.exactness
-    if fitted.uses_shared and shared_classifier(features.bundle, names) is None:
+    is_withheld = chosen.options.withholds_shared
+    if fitted.uses_shared and (is_withheld or shared_classifier(features.bundle, names) is None):
         exactness = "approximate"  # it answers without the shared classifier
     answers = fitted.predict_proba(rows.test)
     test = features.test

@@ -15,7 +15,7 @@ from edge_agent.core.errors import BundleDamaged
 from edge_agent.data import Samples
 from edge_agent.methods import Update
 from edge_agent.methods.afl import statistics, unpack
-from edge_agent.personal.fitting import FitOptions, fit, heads_to_compare, knows_samples, shared_statistics
+from edge_agent.personal.fitting import FitOptions, fit, heads_to_compare, pulls_too_much, shared_statistics
 from edge_agent.training.parts import to_arrays
 from edge_agent.wire.tensors import decode, encode
 from export import BundleOptions, Calibration, TrainedEncoder, build_bundle, synthetic_inputs
@@ -114,6 +114,15 @@ def test_heads_that_know_a_devices_own_samples_are_not_compared_on_them(exported
     as_new = heads_to_compare(bundle, eight_samples(task), FitOptions())
     took_part = heads_to_compare(bundle, eight_samples(task), FitOptions(took_part=True))
     assert set(as_new) - set(took_part) == {"shared_classifier", "tuned", "ridge_prior"}
+    # A head that would mix the shared classifier in learns without it.
+    rng = np.random.default_rng(5)
+    features = rng.standard_normal((8, 12)).astype(np.float32)
+    labels = np.arange(8) % task.num_classes
+    mixed, alone = (
+        fit(bundle, features, labels, FitOptions("knn", withholds_shared=is_withheld)).predict_proba(features)
+        for is_withheld in (False, True)
+    )
+    assert np.abs(mixed - alone).max() > 0.01
     many = Samples(np.zeros((200, 1)), np.zeros(200, np.int64), task.class_names, task.input)
     assert heads_to_compare(bundle, many, FitOptions(took_part=True)) == as_new
 
@@ -121,7 +130,7 @@ def test_heads_that_know_a_devices_own_samples_are_not_compared_on_them(exported
 @pytest.mark.parametrize("own, clients, known", [(60, 4, True), (60, 90, True), (60, 91, False), (5440, 0, False)])
 def test_a_sample_pulls_by_features_over_samples(own, clients, known):
     """544 features: a tenth of that is reached with 5,440 samples, which 60 samples have with 90.7 clients."""
-    assert knows_samples(own, clients, 544) is known
+    assert pulls_too_much(own, clients, 544) is known
 
 
 def test_a_bundle_without_statistics_offers_no_such_head(exported, tmp_path, task):
