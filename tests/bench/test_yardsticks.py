@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 import torch
+import windows_of_formulas as formulas
 import yardstick_loop as loop
 import yardstick_memory as memory
 import yardstick_new_clients as new_clients
@@ -19,6 +20,8 @@ import yardstick_scikit_learn as scikit_learn
 import yardstick_secure_sum as secure_sum
 import yardstick_simulate as simulate
 import yardstick_stacked as stacked
+import yardstick_starter as starter
+import yardstick_starter_windows as starter_windows
 import yardstick_tcp as tcp
 import yardstick_transport as transport
 
@@ -319,3 +322,58 @@ def test_the_table_of_hostile_updates_shows_what_was_lost():
     assert lines[2] == "Honest clients alone: 90.0 % (seeds: 1)."
     assert lines[6].startswith("| none | -1.0 (-1.0) |")
     assert lines[7].startswith(f"| {part.attacks[0]} | 10.0 (10.0) |")
+
+
+def test_two_views_of_a_formula_are_more_alike_than_views_of_two():
+    views, kinds = formulas.draw_views(np.random.default_rng(0), 300, 64)
+    assert views.shape == (300, 2, 64)
+    assert np.isfinite(views).all()
+    assert len(np.unique(kinds)) == 3
+    # Spectra, which a shift in time leaves as they are.
+    spectra = np.abs(np.fft.rfft(views - views.mean(2, keepdims=True)))
+    spectra /= np.linalg.norm(spectra, axis=2, keepdims=True)
+    likeness = spectra[:, 0] @ spectra[:, 1].T
+    assert np.diag(likeness).mean() > likeness.mean() + 0.1
+
+
+def test_each_kind_of_formula_makes_two_different_views():
+    for make in formulas.KINDS:
+        signals = make(np.random.default_rng(1), 5, 96)
+        assert signals.shape == (5, 2, 96)
+        assert np.isfinite(signals).all()
+        assert (np.abs(signals[:, 0] - signals[:, 1]).max(axis=1) > 0).all()
+
+
+def test_a_window_encoder_takes_channels_one_by_one():
+    encoder = formulas.train(0.02, seed=0)
+    windows = torch.from_numpy(np.random.default_rng(0).normal(3, 2, (4, 3, 80)).astype(np.float32))
+    with torch.no_grad():
+        features = encoder(windows)
+        second = encoder(windows[:, 1:2])
+    assert features.shape == (4, 3 * (encoder.width + 2))
+    np.testing.assert_allclose(features[:, encoder.width + 2 : 2 * (encoder.width + 2)], second, atol=1e-5)
+    np.testing.assert_allclose(second[:, -2], windows[:, 1].mean(1), atol=1e-5)
+
+
+def test_heads_on_a_window_encoder_are_measured_beside_local_models(tmp_path):
+    rng = np.random.default_rng(0)
+    labels = np.arange(160) % 2
+    tones = np.sin(np.arange(64) * np.where(labels, 0.3, 1.2)[:, None] + rng.uniform(0, 6, (160, 1)))
+    windows = (tones + rng.normal(0, 0.2, tones.shape))[:, None].astype(np.float32)
+    pools = [(windows[part], labels[part]) for part in (slice(40), slice(40, None))]
+    drawn = starter_windows.drawn_apart(pools[0], pools[1], rng)
+    assert drawn.train_labels.tolist() == [0, 1] * 20
+    assert len(drawn.test) == 80
+    result = starter_windows.measure(formulas.WindowEncoder().eval(), drawn, tmp_path, seed=0)
+    assert set(result) == {"1", "5", "10"}
+    assert result["10"]["local"] > 0.9
+    assert result["10"]["auto"] > 0.9
+
+
+def test_gains_over_local_models_are_those_of_the_same_seed():
+    runs = [{"local": 0.5, "head": 0.4, "auto": 0.6}, {"local": 0.7, "head": 0.8, "auto": 0.8}]
+    row = starter_windows.table_row("watch", runs)
+    assert row == (
+        "| watch | 60.0 ± 14.1 | 60.0 ± 28.3 | +0.0 (-127.1 to +127.1) | 70.0 ± 14.1 | **+10.0 (+10.0 to +10.0)** |"
+    )
+    assert starter.spread(np.array([0.5, 0.7])) == "60.0 ± 14.1"

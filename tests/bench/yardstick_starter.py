@@ -21,7 +21,7 @@ import io
 import json
 import subprocess
 import wave
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -167,11 +167,20 @@ def words(seed: int, packages: Path) -> Pictures:
 
 
 def _spoken() -> dict[str, np.ndarray]:
-    """Return the pictures (n, 64, 64) uint8 of all words by all voices at three pitches and speeds."""
+    """Return the pictures (n, 64, 64) uint8 of all words by all voices, with their labels and voices."""
     rng = np.random.default_rng(5)
     pictures = []
     labels = []
     speakers = []
+    for voice, label, sound in spoken_words(rng):
+        pictures.append(_spectrum(sound, rng))
+        labels.append(label)
+        speakers.append(voice)
+    return {"pictures": np.stack(pictures), "label": np.array(labels), "voice": np.array(speakers)}
+
+
+def spoken_words(rng: np.random.Generator) -> Iterator[tuple[int, int, bytes]]:
+    """Yield the voice, the word and the WAV file of all words by all voices, each twice at random pitch and speed."""
     for voice in range(len(VOICES) * len(ACCENTS)):
         name = f"{ACCENTS[voice % len(ACCENTS)]}+{VOICES[voice // len(ACCENTS)]}"
         for label, word in enumerate(WORDS):
@@ -179,15 +188,14 @@ def _spoken() -> dict[str, np.ndarray]:
                 pitch = str(int(rng.integers(25, 75)))
                 speed = str(int(rng.integers(130, 210)))
                 command = ["espeak-ng", "-v", name, "-p", pitch, "-s", speed, "--stdout", word]
-                sound = subprocess.run(command, check=True, capture_output=True).stdout
-                pictures.append(_spectrum(sound, rng))
-                labels.append(label)
-                speakers.append(voice)
-    return {"pictures": np.stack(pictures), "label": np.array(labels), "voice": np.array(speakers)}
+                yield voice, label, subprocess.run(command, check=True, capture_output=True).stdout
 
 
-def _spectrum(sound: bytes, rng: np.random.Generator) -> np.ndarray:
-    """Return the logarithm of a sound's spectrum up to 5 kHz over 0.8 s, with noise, as a picture 64 x 64, uint8."""
+def noisy_sound(sound: bytes, rng: np.random.Generator, loudness: tuple[float, float]) -> tuple[np.ndarray, int]:
+    """Return the first 0.8 s of a WAV file with noise, and its rate in Hz.
+
+    ``loudness``: the powers of ten between which the noise's amplitude is drawn; full scale is 1.
+    """
     with wave.open(io.BytesIO(sound)) as reader:
         rate = reader.getframerate()
         signal = np.frombuffer(reader.readframes(reader.getnframes()), np.int16).astype(np.float64) / 2**15
@@ -197,8 +205,14 @@ def _spectrum(sound: bytes, rng: np.random.Generator) -> np.ndarray:
     padded = np.zeros(length)
     piece = signal[: length - begin]
     padded[begin : begin + len(piece)] = piece
-    padded += rng.normal(0, 10 ** rng.uniform(-3.5, -2.3), length)
-    _, _, power = spectrogram(padded, rate, nperseg=512, noverlap=512 - length // 66)
+    padded += rng.normal(0, 10 ** rng.uniform(*loudness), length)
+    return padded, rate
+
+
+def _spectrum(sound: bytes, rng: np.random.Generator) -> np.ndarray:
+    """Return the logarithm of a sound's spectrum up to 5 kHz over 0.8 s, with noise, as a picture 64 x 64, uint8."""
+    padded, rate = noisy_sound(sound, rng, (-3.5, -2.3))
+    _, _, power = spectrogram(padded, rate, nperseg=512, noverlap=512 - len(padded) // 66)
     rows = int(5000 / rate * 512)
     decibels = 10 * np.log10(power[:rows] + 1e-12)
     scaled = np.clip((decibels - decibels.max() + 60) / 60, 0, 1)
@@ -304,21 +318,22 @@ def _row(task: str, runs: list[dict[str, dict[str, dict[str, float]]]], each: st
     head, auto = (np.array([run["starter"][each][name] for run in runs]) for name in ("head", "auto"))
     digits_auto = np.array([run["digits"][each]["auto"] for run in runs])
     cells = [
-        _spread(alone),
-        _spread(digits_auto),
-        _spread(head),
-        _gain(head - alone),
-        _spread(auto),
-        _gain(auto - alone),
+        spread(alone),
+        spread(digits_auto),
+        spread(head),
+        gain(head - alone),
+        spread(auto),
+        gain(auto - alone),
     ]
     return f"| {task} | {' | '.join(cells)} |"
 
 
-def _spread(values: np.ndarray) -> str:
+def spread(values: np.ndarray) -> str:
+    """Return the mean and the standard deviation of accuracies, in %."""
     return f"{100 * values.mean():.1f} ± {100 * values.std(ddof=1):.1f}"
 
 
-def _gain(differences: np.ndarray) -> str:
+def gain(differences: np.ndarray) -> str:
     """Return the mean of differences and its interval; bold where the interval is above 0."""
     half = student.ppf(0.975, len(differences) - 1) * differences.std(ddof=1) / np.sqrt(len(differences))
     mean = differences.mean()
