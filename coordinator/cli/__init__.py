@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from edge_agent import __version__
 from edge_agent.core.errors import HeadwaterError, MissingCapability, UsageError, cause, without_home
+from edge_agent.core.formats import printable
 from edge_agent.core.limits import limit_threads
 
 from ..shadowed import check_export
@@ -105,8 +106,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     else:
         return
     # Messages quote files of others, whose texts must not move the cursor of a terminal.
-    from edge_agent.wire.messages.fields import printable  # slow to import, and of no use where all is well
-
     lines = [printable(line) for line in str(failure).split("\n")]
     print("headwater: " + "\n".join(lines), file=sys.stderr)
     if "--json" in given:

@@ -10,7 +10,7 @@ import typer
 
 from edge_agent.bundle import figure_rows
 from edge_agent.core.errors import UsageError
-from edge_agent.wire.messages.fields import printable
+from edge_agent.core.formats import printable
 from export.foreign.settings import ForeignSettings
 
 from ..config import DEFAULT_CONFIG

@@ -31,7 +31,6 @@ from ..state.noise import Compared, Gain, classify_gain, classify_mean_gain
 from ..text import counted, listed
 from .options import Given, Json, Verbose, from_model
 from .output import console, present, set_up_logging, table
-from .start_from import bundle_start
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -380,6 +379,8 @@ def _make_demo_folder(folder: Path) -> None:
 
 
 def _coordinator_config(folder: Path) -> CoordinatorConfig:
+    from .start_from import bundle_start
+
     task = Task(input=ImageInput(channels=3), class_names=tuple("0123456789"), encoder="starter_cnn")
     raw = {
         "federation": "demo",

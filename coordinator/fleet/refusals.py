@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any, Literal
 
-from edge_agent.wire.messages.fields import printable
+from edge_agent.core.formats import printable
 
 from ..journal.store import utc_now
 from .rejections import Rejections

@@ -25,10 +25,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from edge_agent.core.errors import EnrolmentRefused, HeadwaterError, NotProven, UsageError, cause
+from edge_agent.core.formats import printable
 from edge_agent.core.task import parse_json
 from edge_agent.identity.certificates import show_utc
 from edge_agent.identity.enrolment_port import TIMEOUT_S, CertificateRequest, read_line
-from edge_agent.wire.messages.fields import printable
 
 from ..broker import OnRefused, held_port
 from .enrolment import Enrolment

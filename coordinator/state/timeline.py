@@ -8,7 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from edge_agent.wire.messages.fields import printable, run_name
+from edge_agent.core.formats import printable
+from edge_agent.wire.messages.fields import run_name
 
 from ..views.follower import Follower
 from ..views.timeline import KINDS, LEVELS, Event, Level, TimelineView, utc_text, with_durations

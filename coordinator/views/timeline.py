@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from typing import Any, Literal, get_args
 
-from edge_agent.wire.messages.fields import printable
+from edge_agent.core.formats import printable
 
 from ..journal.entries import (
     BundleExported,

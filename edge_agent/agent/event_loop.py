@@ -27,6 +27,7 @@ from ..core.errors import (
     ProtocolMismatch,
     StateError,
 )
+from ..core.formats import printable
 from ..core.limits import resident_bytes
 from ..core.storage import read_json, write_atomic
 from ..core.task import Task
@@ -376,20 +377,18 @@ class Agent:
         """Handle what has arrived on a topic; whatever is wrong with it costs that message alone."""
         # A coordinator never asks a broker to retain a message, so another client did.
         if event.retained:
-            log.warning("retained_refused topic=%s; clear it at the broker", fields.printable(event.topic))
+            log.warning("retained_refused topic=%s; clear it at the broker", printable(event.topic))
             return
         try:
             self._dispatch(event.topic, event.payload)
         except ProtocolMismatch as error:
             self._on_mismatch(str(error))
         except HeadwaterError as error:
-            log.warning(
-                "message_refused topic=%s reason=%s", fields.printable(event.topic), fields.printable(str(error))
-            )
+            log.warning("message_refused topic=%s reason=%s", printable(event.topic), printable(str(error)))
         except OSError as error:
-            self.disk.failed(error, f"message_failed topic={fields.printable(event.topic)}")
+            self.disk.failed(error, f"message_failed topic={printable(event.topic)}")
         except Exception:  # a bug: no single message may end the agent
-            log.exception("message_broke topic=%s", fields.printable(event.topic))
+            log.exception("message_broke topic=%s", printable(event.topic))
 
     def _dispatch(self, topic: str, payload: bytes) -> None:
         """Hand a payload to what reads it, by its topic; one on another topic is ignored.

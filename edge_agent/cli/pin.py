@@ -7,8 +7,8 @@ import time
 
 from ..core import formats
 from ..core.errors import UsageError
+from ..core.formats import printable
 from ..core.time_and_text import moment_of
-from ..wire.messages.fields import printable
 from . import output
 from .where import add_agent, check_exists, named, state_of
 

@@ -60,3 +60,8 @@ def other_version(serving: object, own: str, what: str) -> str:
     if not isinstance(serving, str) or serving == own:
         return ""
     return f"version {serving} runs, this command is of version {own}: restart {what} to change it"
+
+
+def printable(text: str) -> str:
+    """Return ``text`` with a space in place of each character that could control a terminal or break a log line."""
+    return "".join(character if character.isprintable() else " " for character in text)

@@ -25,8 +25,9 @@ from ..core.errors import (
     NotTheCoordinator,
     cause,
 )
+from ..core.formats import printable
 from ..core.task import Frozen, parse_json
-from ..wire.messages.fields import Base64, Serial, printable
+from ..wire.messages.fields import Base64, Serial
 
 MAX_LINE_BYTES = 16 * 1024
 """The most bytes of a request or an answer on the enrolment port."""

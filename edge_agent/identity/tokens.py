@@ -16,8 +16,8 @@ from ..core.config import BrokerConfig
 from ..core.errors import (
     UsageError,
 )
+from ..core.formats import printable
 from ..core.task import Frozen, parse_json
-from ..wire.messages.fields import printable
 
 TOKEN_PREFIX = "hw1."  # noqa: S105 - not a secret, the beginning of every token
 

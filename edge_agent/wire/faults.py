@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from ..core import errors
 from ..core.errors import HeadwaterError, cause
-from .messages.fields import SHARES_WRONG, printable
+from ..core.formats import printable
+from .messages.fields import SHARES_WRONG
 from .messages.up import Fault
 
 LOGIN_REFUSED = "LoginRefused"

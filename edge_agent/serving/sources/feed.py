@@ -15,7 +15,7 @@ from collections.abc import Callable
 import numpy as np
 
 from ...core.errors import Busy, HeadwaterError, SourceLost
-from ...wire.messages.fields import printable
+from ...core.formats import printable
 from ..inputs import Decoder
 from ..pair import Pair
 from ..predictor import Predictor

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...core.errors import SourceLost, cause
+from ...core.formats import printable
 from ...core.storage import read_regular
-from ...wire.messages.fields import printable
 from .source import Frame
 
 log = logging.getLogger(__name__)

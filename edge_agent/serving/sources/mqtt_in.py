@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from ...core.errors import SourceLost
-from ...wire.messages.fields import printable
+from ...core.formats import printable
 from ...wire.transport import Disconnected, Message, Transport
 from .source import Frame
 

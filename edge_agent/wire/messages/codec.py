@@ -31,12 +31,12 @@ from edge_agent.wire.messages.fields import (
     Control,
     JobKey,
     Kind,
-    printable,
 )
 from edge_agent.wire.messages.up import FromAgent
 
 from ...core.config import mistakes_of
 from ...core.errors import MessageError, ProtocolMismatch, cause
+from ...core.formats import printable
 from ...core.task import parse_json
 
 _SEAL = re.compile(rb',"crc":"([0-9a-f]{8})"\}\Z')

@@ -20,13 +20,8 @@ from pydantic import (
 
 from ...core.config import NAME_PATTERN
 from ...core.errors import PrivacyRefused, SharesWrong, SumRefused, UsageError
+from ...core.formats import printable
 from ...core.task import Frozen
-
-
-def printable(text: str) -> str:
-    """Return ``text`` with a space in place of each character that could control a terminal or break a log line."""
-    return "".join(character if character.isprintable() else " " for character in text)
-
 
 Text = Annotated[str, AfterValidator(printable)]
 """Text without control characters, line breaks and changes of the direction of writing."""

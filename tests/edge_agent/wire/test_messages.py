@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edge_agent.core.errors import MessageError, ProtocolMismatch
+from edge_agent.core.formats import printable
 from edge_agent.core.task import ImageInput, Task, WindowInput
 from edge_agent.wire.messages import codec, down, up
 from edge_agent.wire.messages import fields as fields_module
@@ -485,7 +486,7 @@ def test_every_text_of_a_peer_is_made_printable_or_held_to_a_pattern():
         if field.annotation is str
         and name != "type"
         and not any(
-            getattr(rule, "pattern", None) or getattr(rule, "func", None) is fields_module.printable
+            getattr(rule, "pattern", None) or getattr(rule, "func", None) is printable
             for rule in field.metadata
         )
     ]
