@@ -311,7 +311,7 @@ def request_for(
     """
     from ..rounds.request import Request, Weights
     from ..service.preflight import checked_method, fresh_on_devices, overlaps
-    from .start_from import notes_before
+    from .start_from import notes_before, notes_on_weights
 
     defaults = settings.run
     name = method or defaults.method
@@ -326,6 +326,9 @@ def request_for(
     if defaults.weights is not None and (staying := fresh_on_devices(made, settings.run_task)):
         note = f"{counted(len(staying), 'tensor')} that stay on devices begin fresh there, not from {defaults.weights}"
         console.print(f"note: {note}: {listed(staying)}", soft_wrap=True)
+    if defaults.weights is not None:
+        for note in notes_on_weights(defaults.weights, settings.run_task):
+            console.print(f"note: {note}", soft_wrap=True)
     has_weights = defaults.weights is not None or settings.warm_start is not None
     asked_rounds = rounds if rounds is not None else defaults.rounds
     for note in notes_before(made.name, asked_rounds, began_trained=has_weights):

@@ -13,6 +13,7 @@ from edge_agent.bundle.starter import NAME, bundle_path
 from edge_agent.core.errors import UsageError
 from edge_agent.core.next_steps import FROZEN_METHODS
 from edge_agent.core.task import EncoderTask, Task
+from edge_agent.training.bundle_weights import is_bundle
 
 from ..config import CoordinatorConfig
 from ..state.store import StateFolder
@@ -124,6 +125,35 @@ def notes_before(method: str, rounds: int, *, began_trained: bool) -> Iterator[s
             f"{method} needs one round (--rounds 1): the encoder stays as it is, so that later ones change nothing "
             "unless other clients take part"
         )
+
+
+def notes_on_weights(path: Path, own: Task) -> Iterator[str]:
+    """Yield in what the inputs of a task differ from those that a bundle's encoder was trained on.
+
+    Its weights may fit a network whose inputs are prepared in another way, and then start it worse than they could.
+
+    Args:
+        path: The weights that a run begins with; only a bundle says what its inputs are.
+        own: The task of the run.
+    """
+    if not is_bundle(path):
+        return
+    trained_on = open_bundle(path).manifest.task.input.model_dump()
+    own_input = own.input.model_dump()
+    differing = [
+        f"{name} {_shown(theirs)} (here {_shown(own_input[name])})"
+        for name, theirs in trained_on.items()
+        if name in own_input and own_input[name] != theirs
+    ]
+    if differing:
+        source = NAME if path == bundle_path(NAME) else path
+        fields = ", ".join(differing)
+        yield f"the weights of {source} were trained on other inputs: {fields}; --from {source} takes both"
+
+
+def _shown(value: object) -> str:
+    """Return a field of an input spec for people: the values of a tuple without its brackets."""
+    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def bundle_start(source: str) -> Start:

@@ -39,11 +39,11 @@ class Weights(Frozen):
         """
         try:
             if path.exists() and not path.is_file():
-                raise WeightsError(f"{path}: is not a file; give a safetensors file of weights")
+                raise WeightsError(f"{path}: is not a file; give a safetensors file of weights, or a bundle")
             return cls(path=path.absolute(), sha256=sha256_file(path))
         except OSError as error:
             raise WeightsError(
-                f"{path}: cannot be read ({cause(error)}); give a safetensors file of weights"
+                f"{path}: cannot be read ({cause(error)}); give a safetensors file of weights, or a bundle"
             ) from error
 
     def load_into(self, model: Parts) -> None:

@@ -72,6 +72,27 @@ def test_the_starter_encoder_brings_its_network_and_inputs(call, configured, tmp
     assert request.weights.path == bundle_path("starter")
 
 
+@pytest.mark.parametrize(
+    "sides, said",
+    [
+        (
+            "height = 64, width = 64",
+            "were trained on other inputs: std 0.25 (here 0.5); --from starter takes both",
+        ),
+        ("height = 64, width = 64, std = [0.25]", ""),
+        ("height = 32, width = 64, std = [0.25]", "were trained on other inputs: height 64 (here 32)"),
+    ],
+)
+def test_weights_of_a_bundle_say_where_the_inputs_differ(call, configured, sides, said):
+    """Network and shapes fit, and the run began with an encoder that saw other numbers than it had learned from."""
+    options = ("--weights", "starter", "--no-wait")
+    code, _, err = call("run", "--config", configured("starter_cnn", sides=sides), *options)
+    assert code == 0
+    err = " ".join(err.split())
+    assert said in err
+    assert ("trained on other inputs" in err) == bool(said)
+
+
 def test_clients_get_the_weights_of_the_bundle(call, configured, tmp_path):
     call("run", "--config", configured(), "--from", "starter", "--no-wait")
     request = requested(tmp_path / "state")

@@ -486,8 +486,7 @@ def test_every_text_of_a_peer_is_made_printable_or_held_to_a_pattern():
         if field.annotation is str
         and name != "type"
         and not any(
-            getattr(rule, "pattern", None) or getattr(rule, "func", None) is printable
-            for rule in field.metadata
+            getattr(rule, "pattern", None) or getattr(rule, "func", None) is printable for rule in field.metadata
         )
     ]
     assert plain == []
