@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -201,26 +201,51 @@ def _linear_layer(graph: _Network, node: Any, passed: list[Any]) -> Tensors | No
         passed: The nodes behind it, the last one first. Where they change logits, as a temperature does, the layer
             alone gives other answers than the network.
     """
+    matrix = _matrix_of(graph, node)
+    if matrix is None:
+        return None
+    bias_name, behind = _bias_and_rest(graph, node, passed)
+    if any(later.op_type not in _KEEPS_CLASSES for later in behind):
+        return None
+    bias = _bias_of(graph, bias_name, len(matrix))
+    if bias is None:
+        return None
+    return {"weight": np.ascontiguousarray(matrix), "bias": bias}
+
+
+def _matrix_of(graph: _Network, node: Any) -> np.ndarray | None:
+    """Return the weight (K, d) float32 of a node; None where it is no plain product with a constant matrix."""
     weight = graph.constants.get(node.input[1])
     if weight is None or node.op_type == "Conv":
         return None
     matrix = numpy_helper.to_array(weight).astype(np.float32)
-    attributes = {attribute.name: attribute for attribute in node.attribute}
-    is_scaled = any(attributes[name].f != 1.0 for name in ("alpha", "beta") if name in attributes)
-    is_turned = "transA" in attributes and attributes["transA"].i
-    if matrix.ndim != 2 or is_scaled or is_turned:
+    if matrix.ndim != 2:
         return None
-    if not ("transB" in attributes and attributes["transB"].i):
-        matrix = matrix.T
-    # The bias is the third input of a Gemm, or what the next node adds.
+    # alpha and beta scale product and bias, transA turns the features.
+    attributes = {attribute.name: attribute for attribute in node.attribute}
+    if any(attributes[name].f != 1.0 for name in ("alpha", "beta") if name in attributes):
+        return None
+    if _is_set(attributes, "transA"):
+        return None
+    return matrix if _is_set(attributes, "transB") else matrix.T
+
+
+def _is_set(attributes: Mapping[str, Any], name: str) -> bool:
+    """Return whether an attribute of a node is there and not 0."""
+    return name in attributes and bool(attributes[name].i)
+
+
+def _bias_and_rest(graph: _Network, node: Any, passed: list[Any]) -> tuple[str, list[Any]]:
+    """Return the name of a classifier's bias, empty where it has none, and the nodes behind both.
+
+    The bias is the third input of a Gemm, or what the next node adds.
+    """
     bias_name = node.input[2] if node.op_type == "Gemm" and len(node.input) > 2 else ""
     behind = list(passed)
     if not bias_name and behind and behind[-1].op_type == "Add":
-        bias_name = next(source for source in behind.pop().input if source not in graph.computed)
-    bias = _bias_of(graph, bias_name, len(matrix))
-    if bias is None or any(later.op_type not in _KEEPS_CLASSES for later in behind):
-        return None
-    return {"weight": np.ascontiguousarray(matrix), "bias": bias}
+        addition = behind.pop()
+        bias_name = next(source for source in addition.input if source not in graph.computed)
+    return bias_name, behind
 
 
 def _bias_of(graph: _Network, name: str, count: int) -> np.ndarray | None:
