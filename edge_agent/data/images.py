@@ -257,14 +257,21 @@ def domains(where: str, options: ImagesOptions) -> dict[str, tuple[str, dict[str
         DataError: The folder has no sub-folders and no pictures.
     """
     root = Path(where).expanduser()
-    folders = [path for path in visible(root) if path.is_dir()] if root.is_dir() else []
-    if not folders and root.is_dir() and images_in(root):
-        return {}
+    folders = _folders_in(root) if root.is_dir() else []
+    # 1. Pictures alone are of one domain.
     if not folders:
+        if root.is_dir() and images_in(root):
+            return {}
         raise DataError(f"images: no folders in '{root}'; expected one for each domain, with one for each class in it")
-    if not any(path.is_dir() for folder in folders for path in visible(folder)):
+    # 2. Folders of classes hold no folders; those of domains hold one for each class.
+    if not any(map(_folders_in, folders)):
         return {}
     return {folder.name: (str(folder), {}) for folder in folders}
+
+
+def _folders_in(folder: Path) -> list[Path]:
+    """Return the folders that lie in a folder itself, by name."""
+    return [path for path in visible(folder) if path.is_dir()]
 
 
 def visible(folder: Path) -> Iterable[Path]:

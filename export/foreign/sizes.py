@@ -235,14 +235,16 @@ def _evaluate(node: Any, known: Values, shapes: Mapping[str, tuple[int, ...]], l
         bounds = {attribute.name: attribute.i for attribute in node.attribute}
         part = slice(bounds.get("start"), bounds.get("end"))
         return np.array(shapes[node.input[0]][part], np.int64)
+    # 1. Arithmetic whose inputs are all known.
     if node.op_type not in _ARITHMETIC or len(node.output) != 1:
         return None
     names = [name for name in node.input if name]
-    if not names or not all(name in known for name in names):
+    feeds = {name: known[name] for name in names if name in known}
+    if not names or feeds.keys() != set(names):
         return None
-    if not _is_small(shapes.get(node.output[0], ())) or not _stays_small(node, known):
-        return None
-    return _run(node, {name: known[name] for name in names}, light)
+    # 2. Whose result is small enough to be a size: what it would be is asked before it is computed.
+    is_small = _is_small(shapes.get(node.output[0], ())) and _stays_small(node, known)
+    return _run(node, feeds, light) if is_small else None
 
 
 def _is_small(shape: tuple[int, ...]) -> bool:
