@@ -24,6 +24,7 @@ from edge_agent.core.children import stop_on_signals
 from edge_agent.core.config import parse
 from edge_agent.core.errors import HeadwaterError, UsageError
 from edge_agent.core.own_folders import MARK, FolderKind, holds_only, make_folder, remove_folder
+from edge_agent.core.registry import is_reference
 from edge_agent.core.task import ImageInput, Task
 
 from ..config import CoordinatorConfig, RunConfig, WebConfig
@@ -138,9 +139,9 @@ def demo(
     set_up_logging(verbose=verbose, quiet=True)
     begin = time.monotonic()
     folder = folder.parent.resolve() / folder.name
-    _make_demo_folder(folder)
     options = {"method": "fedavg_ft", "rounds": 6, "seed": 0, **given}
-    config = _coordinator_config(folder)
+    _make_demo_folder(folder)
+    config = _coordinator_config(folder, options["method"])
     request = request_for(config, **options, params=SETTINGS.get(options["method"], {}))
     with contextlib.ExitStack() as stack:
         service = stack.enter_context(coordinator(config, compute=InlineCompute()))
@@ -378,7 +379,10 @@ def _make_demo_folder(folder: Path) -> None:
     (folder / MARKER).touch()
 
 
-def _coordinator_config(folder: Path) -> CoordinatorConfig:
+def _coordinator_config(folder: Path, method: str) -> CoordinatorConfig:
+    """Return the coordinator's configuration, which begins with the starter encoder where the method shares it."""
+    from edge_agent import methods
+
     from .start_from import bundle_start
 
     task = Task(input=ImageInput(channels=3), class_names=tuple("0123456789"), encoder="starter_cnn")
@@ -400,7 +404,11 @@ def _coordinator_config(folder: Path) -> CoordinatorConfig:
             "calibration": [f"digits:{style}?n=128" for style in TRAIN_STYLES],
         },
     }
-    return bundle_start(NAME).configured(parse(CoordinatorConfig, raw, where="the demo's configuration"))
+    config = bundle_start(NAME).configured(parse(CoordinatorConfig, raw, where="the demo's configuration"))
+    # Weights would reach no device by a method that shares no encoder. One's own method is taken to share it.
+    if is_reference(method) or "encoder" in methods.create(method).shared:
+        return config
+    return config.model_copy(update={"run": config.run.model_copy(update={"weights": None})})
 
 
 @contextlib.contextmanager

@@ -108,7 +108,16 @@ def test_an_earlier_demo_goes_and_files_of_somebody_else_in_it_stay(tmp_path):
 
 def test_demo_does_not_bound_the_share_of_the_device_whose_style_is_learned_last(tmp_path):
     """Bounded, it looked suspect from round 8 on, and lost 15 points by taking part."""
-    assert demo._coordinator_config(tmp_path).aggregation.max_share is None
+    assert demo._coordinator_config(tmp_path, "fedavg").aggregation.max_share is None
+
+
+@pytest.mark.parametrize(
+    "method, begins_trained",
+    [("fedavg_ft", True), ("repper", True), ("local", False), ("lg_fedavg", False), ("mine.py:Mine", True)],
+)
+def test_a_demo_of_a_method_that_shares_no_encoder_begins_without_weights(tmp_path, method, begins_trained):
+    """It was refused: no device would have got them."""
+    assert (demo._coordinator_config(tmp_path, method).run.weights is not None) == begins_trained
 
 
 def test_a_device_that_cannot_answer_is_an_error_with_its_log(tmp_path):
