@@ -20,6 +20,9 @@ class BrokerKind(ABC):
     limits: tuple[str, ...]
     """What an operator should know, each a phrase; the first one is the one that is met first."""
 
+    configurations: tuple[str, ...] = ()
+    """Files for it in the folder ``configs`` of the project."""
+
     @abstractmethod
     def is_told_by(self, traits: BrokerTraits) -> bool:
         """Return whether only this kind shows these traits, of those that are known."""
@@ -33,6 +36,7 @@ class Mosquitto(BrokerKind):
         "one thread and no cluster: two share their messages by a bridge",
         "drops messages of a slow client beyond max_queued_messages, 1,000 where none is set",
     )
+    configurations = ("mosquitto.conf", "mosquitto.acl")
 
     def is_told_by(self, traits: BrokerTraits) -> bool:
         """Return whether the version says so."""
@@ -57,8 +61,10 @@ class Nats(BrokerKind):
     limits = (
         "with QoS 1 each subscription is a consumer of JetStream: set qos = 0 in [broker] with a cluster",
         "after the loss of a node it answers no login until leaders are elected",
-        "takes messages of any size",
+        "takes messages of any size, also from a client that means harm",
+        "topic rules are an entry for each agent",
     )
+    configurations = ("brokers/nats.conf", "brokers/nats-cluster.conf", "brokers/nats-users.conf")
 
     def is_told_by(self, traits: BrokerTraits) -> bool:
         """Return whether it refuses both."""
@@ -70,10 +76,12 @@ class RabbitMq(BrokerKind):
 
     name = "RabbitMQ before 3.13"
     limits = (
-        "each subscription with QoS 1 has a queue of its own, and mqtt.prefetch, 10 where none is set, slows downloads",
+        "each client has a queue of its own, of which mqtt.prefetch messages, 10 if none is set, are under way at once",
         "a cluster lets nobody in without a majority of its nodes",
         "retained messages stay on their node",
+        "throws off a client that subscribes to a topic which its rules forbid",
     )
+    configurations = ("brokers/rabbitmq.conf", "brokers/rabbitmq-cluster.conf", "brokers/rabbitmq-users.json")
 
     def is_told_by(self, traits: BrokerTraits) -> bool:
         """Return whether it does both."""
