@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+from edge_agent.core.formats import printable
 from edge_agent.wire.broker_traits import AnswerTo5, BrokerTraits
 
 
@@ -77,7 +78,7 @@ class RabbitMq(BrokerKind):
     name = "RabbitMQ before 3.13"
     limits = (
         "each client has a queue of its own, of which mqtt.prefetch messages, 10 if none is set, are under way at once",
-        "a cluster lets nobody in without a majority of its nodes",
+        "with pause_minority a cluster stops that has lost half of its nodes",
         "retained messages stay on their node",
         "throws off a client that subscribes to a topic which its rules forbid",
     )
@@ -95,8 +96,8 @@ def describe_broker(traits: BrokerTraits) -> str:
     """Return which broker shows these traits, and its limits, in a line; 'not known' where they tell none."""
     recognized = [kind for kind in KINDS if kind.is_told_by(traits)]
     if len(recognized) != 1:
-        version = f"; it calls itself '{traits.version}'" if traits.version else ""
+        version = f"; it calls itself '{printable(traits.version)}'" if traits.version else ""
         return f"not known, which is no fault{version}"
     (kind,) = recognized
-    name = traits.version or kind.name
+    name = printable(traits.version) or kind.name
     return f"{name}: {'; '.join(kind.limits)}"

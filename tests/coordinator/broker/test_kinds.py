@@ -54,6 +54,12 @@ def test_a_broker_of_another_name_is_told_by_that():
     assert describe_broker(traits) == "not known, which is no fault; it calls itself 'hive 4'"
 
 
+@pytest.mark.parametrize("version", ["mosquitto \x1b[2Jversion 2", "other \x1b[2J\nbroker"])
+def test_what_a_broker_calls_itself_cannot_steer_a_terminal(version):
+    line = describe_broker(BrokerTraits(version, AnswerTo5.SPOKEN, 2, takes_spaces=True))
+    assert line.isprintable()
+
+
 def test_every_configuration_of_a_broker_belongs_to_its_kind():
     configs = Path(__file__).parents[3] / "configs"
     named = {configs / name for kind in KINDS for name in kind.configurations}
