@@ -47,7 +47,9 @@ os.environ["HEADWATER_TEST_SEED"] = str(SEED)  # the processes among which pytes
 
 
 LONG = {  # files with tests of some ten seconds
+    "test_broker_configurations.py",
     "test_broker_lists.py",
+    "test_broker_matrix.py",
     "test_candidate.py",
     "test_federation_processes.py",
     "test_guides.py",

@@ -34,7 +34,7 @@ class Mosquitto(BrokerKind):
 
     name = "Mosquitto"
     limits = (
-        "one thread and no cluster: two share their messages by a bridge",
+        "one thread and no cluster, but two share their messages by a bridge",
         "drops messages of a slow client beyond max_queued_messages, 1,000 where none is set",
     )
     configurations = ("mosquitto.conf", "mosquitto.acl")

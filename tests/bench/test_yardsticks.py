@@ -385,13 +385,13 @@ def test_the_table_of_brokers_by_hand():
     common = {"broker": "NATS", "nodes": 3, "messages": 600, "memory_bytes": 40_000_000}
     calm = {**common, "disturbance": "undisturbed", "sha256": "aa"}
     runs = [
-        brokers.Run(**calm, seconds=2.0, sent_bytes=10_000_000),
-        brokers.Run(**calm, seconds=4.0, sent_bytes=11_000_000),
+        brokers.Run(**calm, seconds=2.0, sent_bytes=10_000_000, broker_cpu_s=1.0, clients_cpu_s=3.0),
+        brokers.Run(**calm, seconds=4.0, sent_bytes=11_000_000, broker_cpu_s=2.0, clients_cpu_s=5.0),
         brokers.Run(**{**calm, "disturbance": "node killed", "sha256": "bb"}, seconds=6.0, sent_bytes=13_000_000),
     ]
     assert brokers.table(runs).splitlines()[2:] == [
-        "| NATS | 3 | undisturbed | A | 3.0 (2.0 to 4.0) | – | 40 MB | 225 |",
-        "| NATS | 3 | node killed | B | 6.0 (6.0 to 6.0) | 2.5 MB | 40 MB | 100 |",
+        "| NATS | 3 | undisturbed | A | 3.0 (2.0 to 4.0) | 1.5, 4.0 | 0.0 to 0.5 MB | 40 MB | 225 |",
+        "| NATS | 3 | node killed | B | 6.0 (6.0 to 6.0) | –, – | 2.5 to 2.5 MB | 40 MB | 100 |",
     ]
 
 

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -63,9 +63,9 @@ class Amqtt:
         if self.broker.pid is not None:
             os.kill(self.broker.pid, signal.SIGKILL)
 
-    def memory_bytes(self) -> int:
-        """Resident memory."""
-        return resident_bytes(self.broker.pid)
+    def pids(self) -> list[int]:
+        """Its process, if there is one now."""
+        return [] if self.broker.pid is None else [self.broker.pid]
 
 
 class FromFile:
@@ -80,7 +80,7 @@ class FromFile:
         self.broker = self.kind(folder) if self.nodes == 1 else self.kind(folder, self.nodes)
         self.start = self.broker.start
         self.stop = self.broker.stop
-        self.memory_bytes = self.broker.memory_bytes
+        self.pids = self.broker.pids
         self.config = self.broker.config
 
     def kill(self, url: str) -> None:
@@ -115,9 +115,9 @@ class Bridged:
         """How clients connect."""
         return BrokerConfig(url=self.broker.url)
 
-    def memory_bytes(self) -> int:
-        """Resident memory of both."""
-        return sum(resident_bytes(process.pid) for process in self.broker.nodes.values())
+    def pids(self) -> list[int]:
+        """The processes of both, also of one that has ended."""
+        return [process.pid for process in self.broker.nodes.values()]
 
 
 class Nats(FromFile):
@@ -151,12 +151,49 @@ class RabbitMqCluster(RabbitMq):
 BROKERS = (Amqtt, Mosquitto, Bridged, Nats, NatsCluster, RabbitMq, RabbitMqCluster)
 
 
-def resident_bytes(pid: int | None) -> int:
-    """Return the resident memory of a process; 0 where it has ended."""
-    with contextlib.suppress(OSError):
-        pages = int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE")
-    return 0
+class Usage:
+    """What the processes of a broker use, looked at again and again until the context ends."""
+
+    def __init__(self, pids: Callable[[], list[int]]) -> None:
+        self.largest_bytes = 0
+        """The largest resident memory of all of them together."""
+
+        self._pids = pids
+        self._before_s: dict[int, float] = {}
+        self._after_s: dict[int, float] = {}
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> Usage:
+        self._look()
+        self._before_s = dict(self._after_s)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+        self._look()
+
+    @property
+    def cpu_s(self) -> float:
+        """CPU seconds of all of them, also of those that have ended, as of the last look at them."""
+        return sum(after_s - self._before_s.get(pid, 0.0) for pid, after_s in self._after_s.items())
+
+    def _watch(self) -> None:
+        while not self._is_over.wait(SAMPLE_S):
+            self._look()
+
+    def _look(self) -> None:
+        memory_bytes = 0
+        for pid in self._pids():
+            with contextlib.suppress(OSError, IndexError):
+                pages = int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1])
+                # The name of a program may have spaces; what follows its bracket has none.
+                fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+                memory_bytes += pages * os.sysconf("SC_PAGE_SIZE")
+                self._after_s[pid] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        self.largest_bytes = max(self.largest_bytes, memory_bytes)
 
 
 class Network:
@@ -225,6 +262,8 @@ class Run:
         sent_bytes: Payload that all clients have published meanwhile.
         messages: Messages that all clients have published meanwhile.
         memory_bytes: The largest resident memory of all nodes together.
+        broker_cpu_s: CPU seconds of all nodes together, with those of a start in the middle; None: not measured.
+        clients_cpu_s: CPU seconds of coordinator and agents together; None: not measured.
     """
 
     broker: str
@@ -235,23 +274,8 @@ class Run:
     sent_bytes: int
     messages: int
     memory_bytes: int
-
-
-@contextlib.contextmanager
-def watched_memory(read: Callable[[], int]) -> Iterator[list[int]]:
-    """Yield a list that is filled with the memory of a broker until the context ends."""
-    samples = [read()]
-    is_over = threading.Event()
-
-    def watch() -> None:
-        while not is_over.wait(SAMPLE_S):
-            samples.append(read())
-
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    yield samples
-    is_over.set()
-    thread.join()
+    broker_cpu_s: float | None = None
+    clients_cpu_s: float | None = None
 
 
 def measure(kind: Any, disturbance: str, agents: int, feature_dim: int) -> Run:
@@ -270,13 +294,15 @@ def measure(kind: Any, disturbance: str, agents: int, feature_dim: int) -> Run:
                 fleet.until(lambda: len(fleet.coordinator.roster.present()) == agents, LIMIT_S)
                 before_bytes, before_messages = network.traffic()
                 # 2. The run, and what befalls it.
-                with watched_memory(broker.memory_bytes) as memory:
+                with Usage(broker.pids) as usage:
                     began = time.monotonic()
+                    began_cpu_s = time.process_time()
                     fleet.request("fedavg", rounds=ROUNDS)
                     fleet.until(lambda: any(entry.round == 2 for entry in fleet.entries("round_opened")), LIMIT_S)
                     DISTURBANCES[disturbance](fleet)
                     fleet.finish(LIMIT_S)
                     seconds = time.monotonic() - began
+                    clients_cpu_s = time.process_time() - began_cpu_s
                 # 3. What came of it.
                 after_bytes, after_messages = network.traffic()
                 return Run(
@@ -287,35 +313,46 @@ def measure(kind: Any, disturbance: str, agents: int, feature_dim: int) -> Run:
                     seconds=seconds,
                     sent_bytes=after_bytes - before_bytes,
                     messages=after_messages - before_messages,
-                    memory_bytes=max(memory),
+                    memory_bytes=usage.largest_bytes,
+                    broker_cpu_s=usage.cpu_s,
+                    clients_cpu_s=clients_cpu_s,
                 )
         finally:
             broker.stop()
 
 
 def table(runs: list[Run]) -> str:
-    """Return the table: the median of each kind of run, with the smallest and largest number of seconds."""
+    """Return the table: medians of the runs of each kind, and of what varies most the smallest and the largest."""
     groups: dict[tuple[str, int, str], list[Run]] = {}
     for run in runs:
         groups.setdefault((run.broker, run.nodes, run.disturbance), []).append(run)
     hashes = sorted({run.sha256 for run in runs})
     lines = [
-        "| broker | nodes | | bits | seconds | sent again | broker memory | messages/s |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| broker | nodes | | bits | seconds | CPU s: broker, clients | sent again | broker memory | messages/s |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for (broker, nodes, disturbance), members in groups.items():
         seconds = [run.seconds for run in members]
         undisturbed = groups.get((broker, nodes, "undisturbed"), members)
         needed_bytes = statistics.median(run.sent_bytes for run in undisturbed)
-        again_mb = (statistics.median(run.sent_bytes for run in members) - needed_bytes) / 1e6
+        again_mb = [max(0.0, run.sent_bytes - needed_bytes) / 1e6 for run in members]
         letters = sorted({chr(ord("A") + hashes.index(run.sha256)) for run in members})
         memory_mb = statistics.median(run.memory_bytes for run in members) / 1e6
         rate = statistics.median(run.messages / run.seconds for run in members)
         shown_s = f"{statistics.median(seconds):.1f} ({min(seconds):.1f} to {max(seconds):.1f})"
-        shown_again = "–" if disturbance == "undisturbed" else f"{max(0.0, again_mb):.1f} MB"
-        cells = [broker, str(nodes), disturbance, ", ".join(letters), shown_s, shown_again]
+        shown_again = f"{min(again_mb):.1f} to {max(again_mb):.1f} MB"
+        shown_cpu = (
+            f"{_median_s(run.broker_cpu_s for run in members)}, {_median_s(run.clients_cpu_s for run in members)}"
+        )
+        cells = [broker, str(nodes), disturbance, ", ".join(letters), shown_s, shown_cpu, shown_again]
         lines.append(f"| {' | '.join([*cells, f'{memory_mb:.0f} MB', f'{rate:.0f}'])} |")
     return "\n".join(lines)
+
+
+def _median_s(values: Iterable[float | None]) -> str:
+    """Return the median of the seconds that were measured, as text."""
+    measured = [value for value in values if value is not None]
+    return f"{statistics.median(measured):.1f}" if measured else "–"
 
 
 def main() -> None:

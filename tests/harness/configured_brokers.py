@@ -92,15 +92,14 @@ class Process:
             assert time.monotonic() < deadline, f"nothing listens on port {port}; {said}"
             pause.wait(0.05)
 
-    def memory_bytes(self):
-        """Resident memory of all processes of the group."""
-        total = 0
-        for status in Path("/proc").glob("[0-9]*/status"):
-            with contextlib.suppress(OSError, ValueError):
-                if os.getpgid(int(status.parent.name)) == self.process.pid:
-                    pages = int((status.parent / "statm").read_text().split()[1])
-                    total += pages * os.sysconf("SC_PAGE_SIZE")
-        return total
+    def pids(self):
+        """All processes of the group, of which RabbitMQ has several."""
+        numbers = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if os.getpgid(int(folder.name)) == self.process.pid:
+                    numbers.append(int(folder.name))
+        return numbers
 
 
 class ConfiguredBroker:
@@ -168,9 +167,9 @@ class ConfiguredBroker:
         for process in self.processes.values():
             process.signal(signal.SIGCONT)
 
-    def memory_bytes(self):
-        """Of all nodes that live."""
-        return sum(process.memory_bytes() for process in self.processes.values())
+    def pids(self):
+        """The processes of all nodes that live."""
+        return [pid for process in self.processes.values() for pid in process.pids()]
 
     def config(self, user=None, password=None, **settings):
         """How a client connects; with a user, as the file of users has it."""
@@ -285,9 +284,9 @@ class FromRabbitMq(ConfiguredBroker):
         if not cookie.exists():
             cookie.write_text("a-secret-of-this-test")
             cookie.chmod(0o400)
-        mapper = shutil.which("epmd")
-        command = [mapper, "-port", str(self.mapper_port), "-address", "127.0.0.1"]
-        self._mapper = Process(self.folder / "mapper.log", command)
+        if self._mapper is None:
+            command = [shutil.which("epmd"), "-port", str(self.mapper_port), "-address", "127.0.0.1"]
+            self._mapper = Process(self.folder / "mapper.log", command)
         super().start()
 
     def stop(self):
