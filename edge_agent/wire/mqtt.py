@@ -706,8 +706,9 @@ def _observe_grants(
         # What is retained comes right after the answer to the subscription, from those that have it.
         if stands:
             _loop_until(client, lambda: bool(versions), min(until, time.monotonic() + _VERSION_WAIT_S))
-    except (OSError, ValueError):
-        return grants, ""
+    # A broken packet makes paho raise anything; what was seen until then is seen.
+    except Exception as error:  # noqa: BLE001 - see above
+        log.info("broker_not_observed url=%s reason=%s", config.names, cause(error))
     finally:
         client.disconnect()
     return grants, versions[0] if versions else ""
@@ -721,8 +722,9 @@ def _observe_answer_to_5(config: BrokerConfig, client_id: str, timeout_s: float)
     try:
         client.connect(config.host, config.port)
         stands = _loop_until(client, lambda: bool(lets_in), time.monotonic() + timeout_s)
-    except (OSError, ValueError):
-        stands = False
+    except Exception as error:  # noqa: BLE001 - as in `_observe_grants`
+        log.info("broker_not_observed url=%s reason=%s", config.names, cause(error))
+        return AnswerTo5.NONE
     finally:
         client.disconnect()
     if lets_in:

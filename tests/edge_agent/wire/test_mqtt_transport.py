@@ -377,3 +377,26 @@ def test_messages_that_are_not_admitted_are_not_received():
     assert [(e.topic, e.payload) for e in (transport.receive(0), transport.receive(0))] == [("a", b"1"), ("b", b"2")]
     assert transport.receive(0) is None
     assert transport.traffic.messages_down == 2
+
+
+@pytest.mark.parametrize(
+    "answer", [b"\x90\x02\x00\x01", b"\x90\x00", b"\xff" * 64], ids=["no code", "empty", "nonsense"]
+)
+def test_a_broker_that_is_observed_may_answer_anything(listener, answer):
+    """No code for a filter, or no packet at all: what was not seen is not told."""
+
+    def play():
+        for _ in range(2):
+            with listener.accept()[0] as peer:
+                packet(peer)
+                peer.sendall(CONNACK)
+                if peer.recv(1000):
+                    peer.sendall(answer)
+
+    broker = threading.Thread(target=play)
+    broker.start()
+    traits = mqtt.observe_broker(BrokerConfig(url=url_of(listener)), "porch", "fl/1/home", 2.0)
+    broker.join(PATIENCE_S)
+    assert traits.version == ""
+    assert traits.highest_qos is None
+    assert traits.takes_spaces is None
