@@ -16,13 +16,14 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from edge_agent.core.errors import TrainingFailed
 from edge_agent.core.limits import allow_open_files
 from edge_agent.core.storage import mapped
-from edge_agent.core.task import State
+from edge_agent.core.task import State, Tensors
+from edge_agent.core.weighted_sum import WeightedSum
 from edge_agent.methods import Method, Update
 from edge_agent.methods.base import require_arrays
 from edge_agent.wire.tensors import decode
@@ -31,8 +32,9 @@ from ..config import NO_BOUNDS, AggregationConfig, CoordinatorConfig
 from ..journal.entries import Aggregation
 from ..state.store import BlobStore
 from . import class_statistics
-from .bounds import find_bounds
+from .bounds import Bounds, SumBounded, find_bounds
 from .class_statistics import Correction
+from .passes import HereReader, Origin, Reader
 from .repeats import is_repeater
 from .robust import rule_of
 from .staleness import rebased
@@ -167,29 +169,72 @@ def aggregate(
     Raises:
         TrainingFailed: No update has a positive weight; or a robust rule gets more updates than files may be open.
     """
+    return combine(HereReader(Origin(method, method.broadcast(state), start), updates), state, config, repeats)
+
+
+def combine(
+    reader: Reader,
+    state: State,
+    config: AggregationConfig,
+    repeats: Mapping[str, int] = MappingProxyType({}),
+    next_state: Callable[[WeightedSum], State] | None = None,
+) -> tuple[State, Decisions]:
+    """Return the next state, by the configured rule, and what was done to single updates.
+
+    Args:
+        reader: Reads the updates, here or by aggregators.
+        state: The state that the round began with.
+        config: The rule and its bounds.
+        repeats: Agent -> its count of rounds at a bound of size before this one.
+        next_state: What the method makes of the sum; None: its `Method.next_state`.
+
+    Raises:
+        TrainingFailed: See `aggregate`.
+    """
+    method = reader.origin.method
+    received = reader.origin.received
     has_bounds = any(getattr(config, name) is not None for name in NO_BOUNDS)
     if config.rule == "mean" and not has_bounds:
-        return _next_state(method, state, updates()), Decisions()
+        return _step(reader, state, Bounds(), received, next_state), Decisions()
     # 1. Measure all updates, and find how far each may move the model, and which point against the others.
-    received = method.broadcast(state)
-    bounds = find_bounds(method, received, updates, config, start, repeats)
+    bounds = find_bounds(reader, config, repeats)
     # 2. By a mean, the bounded updates are streamed through the method's own server step. So are those of a round that
     #    has few, because no robust rule can tell which of them are right.
     is_mean = config.rule in _BOUNDED
     if is_mean or bounds.is_small_round:
-        bounded = bounds.apply(updates(), received, method.bounded_extras)
         clipped = {agent: min(by_group.values()) for agent, by_group in sorted(bounds.factors.items())}
         corrections = dict(bounds.statistics.corrections)
         decisions = Decisions(clipped, bounds.caps, bounds.opposed, bounds.suspects, corrections, bounds.repeats)
-        return _next_state(method, state, bounded), decisions
+        return _step(reader, state, bounds, received, next_state), decisions
     # 3. A robust rule looks at all of them at once, and gives one update in place of the mean.
     _allow_open(bounds.count)
     rule = rule_of(config)
-    used = [update for update in updates() if update.client not in bounds.opposed]
+    used = [update for update in reader.updates() if update.client not in bounds.opposed]
     combination = rule.combine(used, received, state)
     after = _next_state(method, state, [Update(config.rule, 1.0, combination.tensors)])
     unused = tuple(sorted({*bounds.opposed, *combination.unused}))
     return {**after, **combination.memory}, Decisions({}, {}, unused, bounds.suspects)
+
+
+def _step(
+    reader: Reader,
+    state: State,
+    bounds: Bounds,
+    received: Tensors,
+    next_state: Callable[[WeightedSum], State] | None,
+) -> State:
+    """Return what the method makes of the updates within their bounds: by their sum, where it needs no more.
+
+    Raises:
+        TensorsError: It is no state.
+    """
+    method = reader.origin.method
+    reader.origin = replace(reader.origin, received=received)
+    if not method.sums_up():
+        return _next_state(method, state, bounds.apply(reader.updates(), received, method.bounded_extras))
+    total = reader.read(SumBounded(bounds))
+    after = method.next_state(state, total) if next_state is None else next_state(total)
+    return require_arrays(f"{type(method).__name__}.next_state", after)
 
 
 def _next_state(method: Method, state: State, updates: Iterable[Update]) -> State:

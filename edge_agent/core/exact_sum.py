@@ -47,15 +47,18 @@ class ExactSum:
         self._additions = 0
         self._bound = 0.0
 
-    def add(self, array: np.ndarray, weight: float = 1.0) -> None:
-        """Add ``weight`` times an array of floats."""
+    def add(self, array: np.ndarray, weight: float = 1.0, minus: np.ndarray | None = None) -> None:
+        """Add ``weight`` times an array of floats, or times its difference from another one of that size."""
         coarse = self.coarse.reshape(-1)
         fine = self.fine.reshape(-1)
         addend = np.ascontiguousarray(array).reshape(-1)
+        origin = None if minus is None else np.ascontiguousarray(minus).reshape(-1)
         largest = 0.0
         for begin in range(0, addend.size, _BLOCK):
             piece = slice(begin, begin + _BLOCK)
             part = addend[piece].astype(np.float64)
+            if origin is not None:
+                part -= origin[piece]
             part *= weight
             lowest = float(part.min())
             highest = float(part.max())

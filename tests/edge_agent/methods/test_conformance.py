@@ -13,6 +13,7 @@ import torch
 
 from edge_agent import heads, methods
 from edge_agent.core.errors import ConfigError, TrainingFailed
+from edge_agent.core.weighted_sum import WeightedSum
 from edge_agent.methods.base import Method, weighted_mean
 from edge_agent.methods.values import Update
 from edge_agent.training import peft
