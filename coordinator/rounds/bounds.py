@@ -44,7 +44,7 @@ from edge_agent.methods.values import ClassStatistics
 from ..config import AggregationConfig
 from .class_statistics import StatisticBounds, find_statistic_bounds
 from .directions import WEIGHTS, Direction, extra_group, find_directions, outliers
-from .passes import Origin, Packet, Pass, Reader
+from .passes import Origin, Packet, Pass, Reading, Updates, read
 from .repeats import NEAR_BOUND, count_repeats, is_repeater
 from .robust import LEAST_UPDATES
 from .shares import limit_to_sum
@@ -126,20 +126,26 @@ class Bounds:
             yield self.statistics.apply(scaled)
 
 
-def find_bounds(reader: Reader, config: AggregationConfig, repeats: Mapping[str, int] = MappingProxyType({})) -> Bounds:
+def find_bounds(
+    origin: Origin,
+    updates: Updates,
+    config: AggregationConfig,
+    repeats: Mapping[str, int] = MappingProxyType({}),
+) -> Reading[Bounds]:
     """Find what has to be done to the updates of a round.
 
     Args:
-        reader: Reads the updates, as often as it is asked to.
+        origin: What the updates are changes of.
+        updates: Gives the updates, for what is no pass over them.
         config: The bounds.
         repeats: Agent -> its count of rounds at a bound of size before this one.
     """
-    method = reader.origin.method
+    method = origin.method
     class_arrays = method.class_statistics if config.max_class_mean is not None else None
-    reader.origin = replace(reader.origin, received=_drop_class_arrays(reader.origin.received, class_arrays))
+    origin = replace(origin, received=_drop_class_arrays(origin.received, class_arrays))
     # Step 1: sizes and sample counts, each by itself.
-    measured = reader.read(Measure())
-    sizes = _bound_sizes(measured, _measure_model(reader.origin.received), config)
+    measured = yield from read(Measure(), origin)
+    sizes = _bound_sizes(measured, _measure_model(origin.received), config)
     factors = _drop_class_means(sizes.factors, class_arrays)
     samples = _cap_samples(method, measured, config)
     caps = dict(samples.caps)
@@ -149,7 +155,7 @@ def find_bounds(reader: Reader, config: AggregationConfig, repeats: Mapping[str,
         unchanged = {change.client: repeats[change.client] for change in measured if change.client in repeats}
         return Bounds(factors, caps, (), suspects, len(measured), repeats=unchanged)
     # Step 2: where the changes point. An update whose size is suspect keeps that reason: it says more than a cosine.
-    judgement = _judge_directions(reader, measured, config)
+    judgement = yield from _judge_directions(origin, measured, config)
     suspects = {**_explain_directions(judgement.directions, config), **suspects}
     # Step 3: what each adds to the sum. It comes after both, as it follows from bounded sizes, counts and directions.
     counts: dict[str, int] = {}
@@ -161,7 +167,7 @@ def find_bounds(reader: Reader, config: AggregationConfig, repeats: Mapping[str,
     # Step 4: what the updates say about classes, which no bound on the model sees.
     statistics = StatisticBounds()
     if class_arrays is not None:
-        statistics = find_statistic_bounds(class_arrays, reader.updates, config)
+        statistics = find_statistic_bounds(class_arrays, updates, config)
     suspects = {**statistics.suspects, **suspects}
     return Bounds(factors, caps, judgement.opposed, suspects, len(measured), statistics, counts)
 
@@ -240,11 +246,11 @@ class _Judgement:
     """Agents that are left out of the round."""
 
 
-def _judge_directions(reader: Reader, measured: Sequence[Measured], config: AggregationConfig) -> _Judgement:
+def _judge_directions(origin: Origin, measured: Sequence[Measured], config: AggregationConfig) -> Reading[_Judgement]:
     """Judge the directions of the updates of a round, by the limit ``min_cosine``."""
     if config.min_cosine is None:
         return _Judgement()
-    directions = find_directions(reader, _norms_by_group(measured))
+    directions = yield from find_directions(origin, _norms_by_group(measured))
     # An agent is judged by the worst of its groups: one that sends an honest encoder may attack with its classifier.
     trusts: dict[str, float] = {}
     for _, agent, direction in _below_limit(directions, config.min_cosine):

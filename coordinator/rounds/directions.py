@@ -36,7 +36,7 @@ from edge_agent.core.weighted_sum import exact_from_tensors, exact_to_tensors
 from edge_agent.methods import Update
 from edge_agent.methods.base import CLASS_MEANS, CLASSIFIERS, is_learned
 
-from .passes import Origin, Packet, Pass, Reader
+from .passes import Origin, Packet, Pass, Reading, read
 
 WEIGHTS = "weights"
 COMPARED = (WEIGHTS, CLASSIFIERS, CLASS_MEANS)
@@ -274,25 +274,26 @@ class MultiplyChanges(Pass[dict[str, Products]]):
             raise TensorsError(f"no products of changes: {error!r}") from error
 
 
-def find_directions(reader: Reader, norms: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, Direction]]:
+def find_directions(
+    origin: Origin, norms: Mapping[str, Mapping[str, float]]
+) -> Reading[dict[str, dict[str, Direction]]]:
     """Return group of tensors -> agent -> its direction.
 
     An agent is left out whose change is 0 or infinite, or whose others have changes that add up to 0.
 
     Args:
-        reader: Reads the updates.
+        origin: What the updates are changes of.
         norms: Group of tensors -> agent -> norm of its change.
     """
-    origin = reader.origin
     # Step 1: the sum of all changes, each at most as long as the median, so that nobody's counts for two.
     shares = Shares.of({group: by_agent for group, by_agent in norms.items() if group in COMPARED})
-    exact = reader.read(SumOfChanges(shares))
+    exact = yield from read(SumOfChanges(shares), origin)
     sums = {name: exact.pop(name).total().astype(np.float32) for name in sorted(exact)}
     # Step 2: the cosines of each change to that sum without itself, and to the way. They need the whole sum, so the
     # updates are read a second time.
     way_length = _length_of_way(origin)
     squared_sums = _squared_sums(sums, origin.extras)
-    products = reader.read(MultiplyChanges(shares, sums, has_way=way_length > 0))
+    products = yield from read(MultiplyChanges(shares, sums, has_way=way_length > 0), origin)
     directions: dict[str, dict[str, Direction]] = {}
     for agent, of_agent in products.items():
         for group, product in of_agent.with_sum.items():

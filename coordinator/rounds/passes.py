@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -21,6 +21,7 @@ from edge_agent.core.task import State, Tensors
 from edge_agent.methods import Method, Update
 
 Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
 Updates = Callable[[], Iterable[Update]]
 """Gives the same updates in the same order each time."""
@@ -117,33 +118,30 @@ class Pass(ABC, Generic[Answer]):
         """
 
 
-class Reader(ABC):
-    """Reads the updates of one round: every pass reads all of them."""
+Asked = tuple[Pass[Any], Origin]
+"""A pass, and what the updates that it reads are changes of."""
 
-    def __init__(self, origin: Origin) -> None:
-        self.origin = origin
-
-    @abstractmethod
-    def read(self, one_pass: Pass[Answer]) -> Answer:
-        """Return the answer of a pass over all updates."""
-
-    @abstractmethod
-    def updates(self) -> Iterable[Update]:
-        """Return the updates in the order of agent ids, for what is no pass; each is mapped when its turn comes."""
+Reading = Generator[Asked, Any, Result]
+"""A computation that asks for passes over the updates of a round, one after another, and gets the answer of each."""
 
 
-class HereReader(Reader):
-    """Reads all updates in this process."""
+def read(one_pass: Pass[Answer], origin: Origin) -> Reading[Answer]:
+    """Return the answer of one pass over all updates."""
+    answer: Answer = yield one_pass, origin
+    return answer
 
-    def __init__(self, origin: Origin, updates: Updates) -> None:
-        """Read what ``updates`` gives, which is called once for each pass."""
-        super().__init__(origin)
-        self._updates = updates
 
-    def read(self, one_pass: Pass[Answer]) -> Answer:
-        """Return the answer of a pass over all updates."""
-        return one_pass.over(self.origin, self._updates())
+def read_here(reading: Reading[Result], updates: Updates) -> Result:
+    """Return the result of a computation whose passes are all made in this process.
 
-    def updates(self) -> Iterable[Update]:
-        """Return the updates in the order of agent ids."""
-        return self._updates()
+    Args:
+        reading: The computation.
+        updates: Called once for each pass.
+    """
+    try:
+        one_pass, origin = next(reading)
+        while True:
+            one_pass, origin = reading.send(one_pass.over(origin, updates()))
+    except StopIteration as end:
+        result: Result = end.value
+        return result

@@ -124,7 +124,7 @@ class TaskQueue:
         self._closes_at = self._downloads.clock() + job.deadline_s
         if self._uploads.holds(key):
             if self._tasks.outbox.is_as_asked(job.privacy):
-                self._uploads.offer_again()
+                self._uploads.offer_to(job.partition)
                 return
             self._uploads.drop(key)  # another noise is asked for now
         error = self._cannot_hold(job.refs)
@@ -503,8 +503,8 @@ class TaskQueue:
         if isinstance(result, up.Report):
             self.last_report = result
             self._link.send(result)
-        elif is_wanted:
-            self._uploads.offer(result)
+        elif is_wanted and self.job is not None:
+            self._uploads.offer(result, self.job.partition)
 
     def _handle_failure(self, job: down.Job, error: BaseException, *, is_wanted: bool) -> bool:
         """Repair or report what ended a job early.

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from coordinator.config import AggregationConfig
-from coordinator.rounds.aggregation import combine
+from coordinator.rounds.aggregation import aggregate, combine
 from coordinator.rounds.bounds import Measure, SumBounded
 from coordinator.rounds.directions import MultiplyChanges, SumOfChanges
-from coordinator.rounds.passes import HereReader, Origin, Packet, Pass, Reader
+from coordinator.rounds.passes import Origin, Packet
 from edge_agent import methods
 from edge_agent.core.errors import TensorsError
 from edge_agent.methods import Update
@@ -24,24 +24,31 @@ def travelled(packet):
     return Packet.from_tensors(decode(encode(packet.to_tensors())))
 
 
-class PartedReader(Reader):
-    """Reads the updates in parts, each as another process would: pass and answer travel as bytes."""
+def read_in_parts(reading, updates, parts):
+    """The result of a computation whose passes are divided; pass and answer travel as bytes."""
+    divided = [updates[part::parts] for part in range(parts)]
+    answer = None
+    try:
+        while True:
+            one_pass, origin = reading.send(answer)
+            kind = next(kind for kind in PASSES if kind.name == one_pass.name)
+            answers = []
+            for part in divided:
+                there = kind.from_packet(travelled(one_pass.to_packet([update.client for update in part])))
+                answers.append(one_pass.unpack(travelled(there.pack(there.over(origin, part)))))
+            answer = one_pass.join(answers)
+            assert one_pass.is_exact(answer)
+    except StopIteration as end:
+        return end.value
 
-    def __init__(self, origin, updates, parts):
-        super().__init__(origin)
-        self._updates = updates
-        self._parts = [updates[part::parts] for part in range(parts)]
 
-    def read(self, one_pass: Pass):
-        kind = next(kind for kind in PASSES if kind.name == one_pass.name)
-        answers = []
-        for part in self._parts:
-            there = kind.from_packet(travelled(one_pass.to_packet([update.client for update in part])))
-            answers.append(one_pass.unpack(travelled(there.pack(there.over(self.origin, part)))))
-        return one_pass.join(answers)
-
-    def updates(self):
-        return iter(self._updates)
+def in_parts(state, start, updates, parts, config):
+    """State and decisions of a round that was read in parts."""
+    method = methods.create("fedavg", {})
+    origin = Origin(method, method.broadcast(state), start)
+    combined = read_in_parts(combine(origin, state, lambda: iter(updates), config), updates, parts)
+    after = combined.state
+    return method.next_state(state, combined.total) if after is None else after, combined.decisions
 
 
 def round_of(count, seed):
@@ -63,12 +70,10 @@ def round_of(count, seed):
 @pytest.mark.parametrize("rule", ["mean", "clipped", "median"])
 @pytest.mark.parametrize("parts", [1, 2, 4, 8])
 def test_a_round_read_in_parts_has_the_bits_and_decisions_of_one_reader(parts, rule):
-    method = methods.create("fedavg", {})
     state, start, updates = round_of(20, seed=parts)
-    origin = Origin(method, method.broadcast(state), start)
     config = AggregationConfig(rule=rule)
-    whole, decisions = combine(HereReader(origin, lambda: updates), state, config)
-    after, of_parts = combine(PartedReader(origin, updates, parts), state, config)
+    whole, decisions = aggregate(methods.create("fedavg", {}), state, lambda: updates, config, start)
+    after, of_parts = in_parts(state, start, updates, parts, config)
     assert of_parts == decisions
     if rule != "median":
         assert decisions.clipped
@@ -79,11 +84,9 @@ def test_a_round_read_in_parts_has_the_bits_and_decisions_of_one_reader(parts, r
 
 
 def test_more_parts_than_updates_change_nothing():
-    method = methods.create("fedavg", {})
     state, start, updates = round_of(5, seed=3)
-    origin = Origin(method, method.broadcast(state), start)
-    whole, _ = combine(HereReader(origin, lambda: updates), state, AggregationConfig())
-    after, _ = combine(PartedReader(origin, updates, 8), state, AggregationConfig())
+    whole, _ = aggregate(methods.create("fedavg", {}), state, lambda: updates, AggregationConfig(), start)
+    after, _ = in_parts(state, start, updates, 8, AggregationConfig())
     assert after["encoder.w"].tobytes() == whole["encoder.w"].tobytes()
 
 
