@@ -303,6 +303,22 @@ def _one_or_more(value: object) -> object:
     return (value,) if isinstance(value, str) else value
 
 
+class AggregatorsConfig(Frozen):
+    """Processes that take, check and sum the updates of rounds beside the coordinator: 'headwater aggregate'.
+
+    They need the coordinator's state folder, on the same machine or as a shared folder. Buffered rounds and secure sums
+    do without them.
+    """
+
+    partitions: int = Field(
+        0,
+        ge=0,
+        le=1024,
+        description="into how many partitions the agents are divided, each for one 'headwater aggregate --partition "
+        "K/N'; the coordinator takes the updates of those that nobody serves; 0: none",
+    )
+
+
 class ExportConfig(Frozen):
     """What happens to the encoder of a run."""
 
@@ -550,6 +566,9 @@ class CoordinatorConfig(Frozen):
     round: RoundConfig = Field(default_factory=RoundConfig, description="when a round closes")
     aggregation: AggregationConfig = Field(
         default_factory=AggregationConfig, description="how updates are combined, and what a single one can do"
+    )
+    aggregators: AggregatorsConfig = Field(
+        default_factory=AggregatorsConfig, description="processes that take and sum updates beside the coordinator"
     )
     export: ExportConfig = Field(default_factory=ExportConfig, description="what happens to the encoder of a run")
     privacy: DifferentialPrivacyConfig = Field(

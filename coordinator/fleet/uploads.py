@@ -229,6 +229,33 @@ class Collector:
         else:
             self._admit(agent, message)
 
+    def stored(self, agent: str, message: UpdateManifest) -> bool:
+        """Take an update that an aggregator has checked and stored; return whether it is in the store.
+
+        It counts, and gets its receipt, as one that has arrived here: once, and only in its round.
+        """
+        try:
+            is_accepted = self._is_accepted(agent, message)
+            if not is_accepted:
+                self._check_manifest(agent, message)
+        except UpdateRejected as rejection:
+            self._reject(agent, message, str(rejection))
+            return True
+        if is_accepted:
+            self._send(agent, Receipt(run=message.run, digest=message.blob.digest, accepted=True))
+            return True
+        collection = self.open_round
+        if collection is None or message.blob.digest not in self._blobs:
+            return False
+        self.bytes_from[agent] = self.bytes_from.get(agent, 0) + message.blob.size_bytes
+        self._drop_own_upload(agent)
+        self._note_accepted(agent, message, collection)
+        return True
+
+    def refused(self, agent: str, message: UpdateManifest, reason: str) -> None:
+        """Reject an update that an aggregator has refused, with its reason."""
+        self._reject(agent, message, reason)
+
     def chunk(self, agent: str, frame: chunks.Frame) -> None:
         """Take one chunk; chunks are acknowledged from time to time, and after the last one the update is checked.
 
@@ -501,6 +528,11 @@ class Collector:
         digest = message.blob.digest
         arrived.replace(self._blobs.path(digest))  # only now is it a blob of the store
         sync_folder(self._blobs.folder)
+        self._note_accepted(agent, message, collection)
+
+    def _note_accepted(self, agent: str, message: UpdateManifest, collection: Collection) -> None:
+        """Journal an update that is in the store, and only then send its receipt."""
+        digest = message.blob.digest
         metrics = {name: value for name, value in message.metrics.items() if value is not None}
         fact = UpdateAccepted(samples=message.samples, metrics=metrics)
         purpose = _purpose_outside_rounds(message)
@@ -510,6 +542,16 @@ class Collector:
             self._journal.append(fact, run=message.run, round=message.round, agent=agent, digest=digest)
         collection.accepted[agent] = Accepted(digest, float(message.samples), metrics)
         self._send(agent, Receipt(run=message.run, digest=digest, accepted=True))
+
+    def _drop_own_upload(self, agent: str) -> None:
+        """Forget an upload of this agent that was under way here, too; its file is the aggregator's by now."""
+        upload = self._uploads.pop(agent, None)
+        if upload is not None:
+            upload.receiving.incoming.close()
+            self._open_files.pop(agent, None)
+            self._counted_at = float("-inf")
+        self._judged.pop(agent, None)
+        self._queue.pop(agent, None)
 
     def _folder(self, agent: str) -> Path:
         return self._blobs.folder / "partial" / agent

@@ -284,20 +284,21 @@ class StoredUpdates:
         def base(number: int) -> State:
             return decode(blobs.read(self.bases[number]))
 
-        def stored() -> Iterator[Update]:
-            for agent, (digest, samples) in sorted(self.accepted.items()):
-                yield Update(agent, samples, decode(mapped(blobs.path(digest))))
-
         def updates() -> Iterator[Update]:
             if not self.asked:
-                return stored()
-            return rebased(stored(), state, self.asked, self.number, base)
+                return self.read(blobs)
+            return rebased(self.read(blobs), state, self.asked, self.number, base)
 
         # A run that an earlier version began may have no such state any more.
         start: State | None = None
         if self.start is not None and self.start in blobs:
             start = decode(mapped(blobs.path(self.start)))
         return aggregate(method, state, updates, settings, start, self.repeats)
+
+    def read(self, blobs: BlobStore) -> Iterator[Update]:
+        """Yield the updates in the order of agent ids, each mapped only when its turn comes."""
+        for agent, (digest, samples) in sorted(self.accepted.items()):
+            yield Update(agent, samples, decode(mapped(blobs.path(digest))))
 
 
 def _allow_open(updates: int) -> None:

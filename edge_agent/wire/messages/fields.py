@@ -82,7 +82,7 @@ def metrics_of(log: Mapping[str, float]) -> dict[str, float | None]:
 PROTOCOL = 4
 """The newest version of the protocol that this side speaks."""
 
-OLDEST_PROTOCOL = 4
+OLDEST_PROTOCOL = 3
 """The oldest version of the protocol that is understood. Version 2 rejects the fields of a `Report` on the local model.
 
 A coordinator serves agents of the version before: messages to an agent are of the agent's version. A field that version
