@@ -40,6 +40,7 @@ GROUPS: dict[str, dict[str, str]] = {
     "Run a federation": {
         "init": "Make a federation whose devices have certificates.",
         "serve": "Serve a federation until stopped.",
+        "aggregate": "Take and sum updates of a part of the agents.",
         "enroll": "Make a token by which a device gets a certificate.",
         "run": "Start a run and follow it to its end.",
         "status": "Show runs, agents, and what the coordinator waits for.",

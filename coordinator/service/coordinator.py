@@ -60,7 +60,7 @@ from ..state.command_keys import CommandKeys
 from ..state.fault_log import FaultLog
 from ..state.starts import EPOCHS_OF_A_COPY, record_start
 from ..state.status_file import MOST_LISTED, FleetCounts
-from ..state.store import StateFolder
+from ..state.store import AGGREGATORS, StateFolder
 from ..text import reason_of
 from ..views.candidate import accuracies_of
 from ..views.fleet import REPORTS, reported_by
@@ -71,9 +71,6 @@ from .status import AgentStatus, StatusReport, StatusWriter
 from .surroundings import Access, Runtime, StartOptions
 
 log = logging.getLogger(__name__)
-
-AGGREGATORS = "aggregators"
-"""The folder in the state folder by which coordinator and aggregators exchange what is too large for a message."""
 
 TICK_S = 0.5
 """Longest time between two checks of leases and acknowledgements during a run."""

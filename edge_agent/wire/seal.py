@@ -6,8 +6,9 @@ signature, whose public key is beside the agent's key. Both cover the whole mess
 A recorded command stays authentic, so each agent also requires that commands are new. Its start has a random id, and a
 `Welcome` that does not name it is of an earlier start. Other commands are obeyed only after that welcome, from the
 coordinator's start that sent it, above its sequence number, and once; a rejection also before, if it names the agent's
-start. Grants and acknowledgements of an update may be of an aggregator, whose start begins with the coordinator's. So a restarted agent refuses everything that was recorded before, and writes nothing to its disk for each
-message; an old image of the disk opens no gap either.
+start. Grants and acknowledgements of an update may be of an aggregator, whose start begins with the coordinator's. So a
+restarted agent refuses everything that was recorded before, and writes nothing to its disk for each message; an old
+image of the disk opens no gap either.
 """
 
 from __future__ import annotations

@@ -12,9 +12,8 @@ from federation_harness import Federation, Killed, vanish
 from coordinator.aggregators.aggregator import Aggregator, Place
 from coordinator.config import AggregatorsConfig
 from coordinator.fleet.partitions import Partition
-from coordinator.service.coordinator import AGGREGATORS
 from coordinator.state.command_keys import CommandKeys
-from coordinator.state.store import BlobStore
+from coordinator.state.store import AGGREGATORS, BlobStore
 
 
 class PartitionedFederation(Federation):
