@@ -23,8 +23,9 @@ from ..fleet.partitions import Partition, partition_of
 from ..fleet.run_ids import RunIds
 from ..fleet.uploads import Collector
 from ..rounds.compute_requests import MethodValues, OfMethod
-from ..rounds.partitioned import Aggregators, PartitionStatus, UpdatesOfRound
+from ..rounds.partitioned import Aggregators, UpdatesOfRound
 from ..rounds.passes import Answer, Pass
+from ..state.status_file import PartitionStatus
 from ..text import listed
 from .messages import Dismissed, Duties, Duty, MakePass, Noted, PassDone, Sealed, Serving, Stored, Updates
 from .open_round import OpenRound, write_round

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from edge_agent.core.errors import MessageError
 
 from ..fleet.collection import Collection
+from ..state.status_file import PartitionStatus
 from .compute_requests import MethodValues, OfMethod
 from .passes import Answer, Pass
 
@@ -28,23 +29,6 @@ class UpdatesOfRound:
 
     accepted: Mapping[str, tuple[str, float]] = field(default_factory=dict)
     """Agent -> digest of its update, and its sample count."""
-
-
-@dataclass(frozen=True)
-class PartitionStatus:
-    """One partition in ``status.json``."""
-
-    partition: str
-    aggregator: str
-    """Its name; empty where the coordinator takes the updates itself."""
-
-    host: str
-    process: int
-    updates: int
-    """What that aggregator has stored since its start."""
-
-    stands_by: tuple[str, ...] = ()
-    """Other aggregators that were started for the same partition."""
 
 
 class Aggregators:

@@ -48,7 +48,7 @@ def test_the_encoder_is_that_of_a_coordinator_alone(tmp_path, plain):
         assert alone.finish(alone.request(3)) == plain
 
 
-def test_both_have_taken_updates_and_made_passes(site, plain):  # noqa: ARG001 - after that run
+def test_both_have_taken_updates_and_made_passes(site, plain):
     for number in (1, 2):
         log = (site.folder / f"aggregator-{number}.log").read_text()
         assert "Traceback" not in log
