@@ -32,7 +32,19 @@ from ..journal.memory import MemoryJournal
 from ..state.command_keys import CommandKeys
 from ..state.store import BlobStore
 from ..text import reason_of
-from .messages import MOST_UPDATES, Dismissed, Duties, MakePass, Noted, PassDone, Sealed, Serving, Stored, Updates
+from .messages import (
+    MOST_UPDATES,
+    Dismissed,
+    MakePass,
+    Noted,
+    PassDone,
+    Sealed,
+    ServedPartition,
+    ServePartitions,
+    Serving,
+    Stored,
+    Updates,
+)
 from .open_round import read_round
 from .requests import PassFiles
 
@@ -48,7 +60,7 @@ MOST_UNREADABLE = 5
 
 
 @dataclass(frozen=True)
-class Place:
+class Site:
     """Where an aggregator works, and how others know it."""
 
     partition: Partition
@@ -91,22 +103,22 @@ class Aggregator:
     """One aggregator: call `start`, then `step` again and again, then `close`."""
 
     def __init__(
-        self, place: Place, transport: Transport, clock: Callable[[], float], worker: Worker | None = None
+        self, site: Site, transport: Transport, clock: Callable[[], float], worker: Worker | None = None
     ) -> None:
         """Put an aggregator together; it does nothing before `start`.
 
         Args:
-            place: Where it works.
+            site: Where it works.
             transport: Its connection to the broker.
             clock: Seconds of a clock that never goes back.
             worker: Makes passes; by default at once, in the loop.
         """
-        self.place = place
+        self.site = site
         self.transport = transport
         self._clock = clock
         self._worker = worker or InlineWorker()
-        self._sealed = Sealed(place.keys.for_aggregators())
-        self._files = PassFiles(place.folder)
+        self._sealed = Sealed(site.keys.for_aggregators())
+        self._files = PassFiles(site.folder)
         self._work = _Work()
         self._collector = self._new_collector()
         self._manifests: dict[str, UpdateManifest] = {}
@@ -136,12 +148,12 @@ class Aggregator:
         if not self._is_connected:
             return "the broker"
         if not self._work.start:
-            return f"a coordinator of federation '{self.place.topics.federation}' with [aggregators]"
+            return f"a coordinator of federation '{self.site.topics.federation}' with [aggregators]"
         return ""
 
     def start(self) -> None:
         """Subscribe and connect."""
-        self.transport.subscribe(self.place.topics.aggregators_down)
+        self.transport.subscribe(self.site.topics.aggregators_down)
         self.transport.start()
 
     def serve(self, stop: threading.Event) -> None:
@@ -172,7 +184,7 @@ class Aggregator:
         elif isinstance(event, Connected):
             self._is_connected = True
             self._said_at = float("-inf")
-            log.info("aggregator_connected partition=%s broker=%s", self.place.partition, event.broker)
+            log.info("aggregator_connected partition=%s broker=%s", self.site.partition, event.broker)
         elif isinstance(event, Disconnected):
             self._is_connected = False
             log.warning("aggregator_disconnected reason=%s", event.reason)
@@ -186,21 +198,25 @@ class Aggregator:
 
     def _on_message(self, event: Message) -> None:
         """Handle one message; whatever is wrong with one of an agent, this process serves on."""
-        if event.topic == self.place.topics.aggregators_down:
+        if event.topic == self.site.topics.aggregators_down:
             try:
                 message = self._sealed.to_aggregator(event.payload)
             except MessageError as error:
                 self._ignore("coordinator", error)
                 return
-            if message.whom == self.place.name:
+            if message.whom == self.site.name:
                 self._obey(message)
             return
         try:
-            agent, kind = self.place.topics.sender(event.topic)
+            agent, kind = self.site.topics.sender(event.topic)
             if event.retained:
                 raise MessageError(f"retained message on {event.topic}; clear it at the broker")
             self._on_upload(agent, kind, event.payload)
         except HeadwaterError as error:
+            self._ignore(event.topic, error)
+        except OSError as error:
+            # A full disk, or a file that another process has finished meanwhile: the agent offers its update again.
+            self._collector.give_up(agent)
             self._ignore(event.topic, error)
 
     def _on_upload(self, agent: str, kind: str, payload: bytes) -> None:
@@ -223,7 +239,7 @@ class Aggregator:
         self._manifests[agent] = message
         self._collector.manifest(agent, message)
 
-    def _obey(self, message: Duties | Noted | MakePass | Dismissed) -> None:
+    def _obey(self, message: ServePartitions | Noted | MakePass | Dismissed) -> None:
         """Do what the coordinator asks for.
 
         Raises:
@@ -232,37 +248,37 @@ class Aggregator:
         if isinstance(message, MakePass):
             self._make(message.request)
             return
-        if message.boot != self.place.boot:
+        if message.boot != self.site.boot:
             return
         if isinstance(message, Dismissed):
-            raise UsageError(f"aggregator for partition {self.place.partition}: {message.reason}")
+            raise UsageError(f"aggregator for partition {self.site.partition}: {message.reason}")
         if isinstance(message, Noted):
             self._on_noted(message)
         else:
-            self._on_duties(message)
+            self._on_partitions(message)
 
     def _ignore(self, who: str, error: Exception) -> None:
         counted = self.rejected.note(f"{who}: {type(error).__name__}")
         level = logging.DEBUG if counted is None else logging.WARNING
         log.log(level, "message_refused from=%s reason=%s", who, reason_of(error))
 
-    # --- duties ----------------------------------------------------------------------------------------------------
+    # --- partitions -------------------------------------------------------------------------------------------------
 
-    def _on_duties(self, message: Duties) -> None:
+    def _on_partitions(self, message: ServePartitions) -> None:
         """Serve other partitions, or another round.
 
         Raises:
             StateError: The description of a round cannot be read, again and again.
         """
-        of = self.place.partition.of
-        terms = {Partition(duty.number, of).name: duty.term for duty in message.duties}
+        of = self.site.partition.of
+        terms = {Partition(served.number, of).name: served.term for served in message.partitions}
         before = self._work
         is_same_start = before.start == message.start
         self._work = _Work(message.federation, message.epoch, message.start, terms, before.collection)
         for name in sorted(before.terms.keys() - terms.keys()):
-            self.transport.unsubscribe(*self.place.topics.for_partition(name))
+            self.transport.unsubscribe(*self.site.topics.for_partition(name))
         for name in sorted(terms.keys() - before.terms.keys()):
-            self.transport.subscribe(*self.place.topics.for_partition(name))
+            self.transport.subscribe(*self.site.topics.for_partition(name))
         for name, term in terms.items():
             if not is_same_start or before.terms.get(name) != term:
                 self._seqs[name] = 0
@@ -283,7 +299,7 @@ class Aggregator:
             self._manifests.clear()
             return
         try:
-            content = read_round(self.place.folder, digest)
+            content = read_round(self.site.folder, digest)
         except StateError as error:
             # The coordinator may have opened the next round meanwhile, whose description comes within a second.
             self._unreadable += 1
@@ -298,7 +314,7 @@ class Aggregator:
         if is_same_round and open_round is not None:
             # What the coordinator has not noted yet is stored all the same.
             for agent, update in open_round.accepted.items():
-                if agent in collection.cohort and update.digest in self.place.blobs:
+                if agent in collection.cohort and update.digest in self.site.blobs:
                     collection.accepted.setdefault(agent, update)
         else:
             self._collector.pause()
@@ -311,7 +327,7 @@ class Aggregator:
     def _new_collector(self) -> Collector:
         """Return a collector for one round; what it notes for itself is forgotten with it."""
         return Collector(
-            self.place.blobs,
+            self.site.blobs,
             MemoryJournal(),
             self._send,
             self._clock,
@@ -331,7 +347,7 @@ class Aggregator:
             stored = Stored(manifest=manifest, agent=agent, refused=message.reason, is_stored=message.accepted)
             self._waiting.append(stored)
             return
-        name = partition_of(agent, self.place.partition.of).name
+        name = partition_of(agent, self.site.partition.of).name
         term = self._work.terms.get(name)
         if term is None:
             return
@@ -343,7 +359,7 @@ class Aggregator:
             "epoch": self._work.epoch,
         }
         payload = codec.encode(message.model_copy(update=stamp), manifest.v)
-        self.transport.publish(self.place.topics.down(agent), self.place.keys.proven(agent, payload))
+        self.transport.publish(self.site.topics.down(agent), self.site.keys.proven(agent, payload))
 
     def _tell_stored(self) -> None:
         """Tell the coordinator what was stored, and again what it has not noted for a while."""
@@ -358,7 +374,7 @@ class Aggregator:
         for number, unnoted in self._unnoted.items():
             if now - unnoted.sent_at >= AGAIN_S:
                 unnoted.sent_at = now
-                about = {"name": self.place.name, "boot": self.place.boot, "number": number}
+                about = {"name": self.site.name, "boot": self.site.boot, "number": number}
                 self._publish(Updates(**about, updates=unnoted.updates))
 
     def _on_noted(self, message: Noted) -> None:
@@ -369,7 +385,7 @@ class Aggregator:
         """
         if message.missing:
             raise StateError(
-                f"{self.place.blobs.folder}: the coordinator does not find {len(message.missing)} updates that were "
+                f"{self.site.blobs.folder}: the coordinator does not find {len(message.missing)} updates that were "
                 f"stored here, such as {message.missing[0][:12]}; an aggregator needs the state folder of its "
                 "coordinator, on the same machine or as a shared folder"
             )
@@ -392,10 +408,10 @@ class Aggregator:
             self._passes[request] = "" if error is None else f"{type(error).__name__}: {reason_of(error)}"[:1000]
             self._say_done(request)
 
-        self._worker.submit("pass", lambda: self._files.make(request, self.place.blobs), done)
+        self._worker.submit("pass", lambda: self._files.make(request, self.site.blobs), done)
 
     def _say_done(self, request: str) -> None:
-        self._publish(PassDone(name=self.place.name, request=request, error=self._passes[request] or ""))
+        self._publish(PassDone(name=self.site.name, request=request, error=self._passes[request] or ""))
 
     # --- presence --------------------------------------------------------------------------------------------------
 
@@ -409,23 +425,22 @@ class Aggregator:
         if not self._is_connected or now - self._said_at < SERVING_EVERY_S:
             return
         self._said_at = now
-        terms = self._work.terms
-        duties = tuple({"number": int(name.partition("-")[0]), "term": term} for name, term in sorted(terms.items()))
+        numbers = sorted((int(name.partition("-")[0]), term) for name, term in self._work.terms.items())
         self._publish(
             Serving(
-                name=self.place.name,
-                boot=self.place.boot,
+                name=self.site.name,
+                boot=self.site.boot,
                 software=__version__,
                 host=socket.gethostname()[:255],
                 process=os.getpid(),
-                wants=self.place.partition.number,
-                of=self.place.partition.of,
+                wants=self.site.partition.number,
+                of=self.site.partition.of,
                 start=self._work.start,
-                duties=duties,
+                partitions=tuple(ServedPartition(number=number, term=term) for number, term in numbers),
                 collection=self._work.collection,
                 updates=self.stored,
             )
         )
 
     def _publish(self, message: Serving | Updates | PassDone) -> None:
-        self.transport.publish(self.place.topics.aggregators_up, self._sealed.encode(message))
+        self.transport.publish(self.site.topics.aggregators_up, self._sealed.encode(message))

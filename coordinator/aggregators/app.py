@@ -21,7 +21,7 @@ from ..fleet.partitions import Partition
 from ..fleet.rate_limits import RateLimits
 from ..state.command_keys import MASTER, CommandKeys
 from ..state.store import AGGREGATORS, BlobStore
-from .aggregator import Aggregator, Place
+from .aggregator import Aggregator, Site
 
 
 def check(config: CoordinatorConfig, partition: Partition) -> None:
@@ -65,7 +65,7 @@ def aggregator(config: CoordinatorConfig, partition: Partition) -> Iterator[Aggr
     topics = Topics(config.federation)
     boot = secrets.token_hex(8)
     name = f"sum-{partition.name}-{boot[:8]}"
-    place = Place(partition, topics, BlobStore(config.state / "blobs"), config.state / AGGREGATORS, keys, name, boot)
+    site = Site(partition, topics, BlobStore(config.state / "blobs"), config.state / AGGREGATORS, keys, name, boot)
     transport = MqttTransport(
         _broker_of(config),
         f"{config.federation}-{name}",
@@ -73,7 +73,7 @@ def aggregator(config: CoordinatorConfig, partition: Partition) -> Iterator[Aggr
         rank_of=rank_by(topics),
         spread_by=f"{config.federation}-{partition.name}",
     )
-    service = Aggregator(place, transport, time.monotonic, ThreadWorker(transport.wake))
+    service = Aggregator(site, transport, time.monotonic, ThreadWorker(transport.wake))
     with contextlib.closing(service):
         service.start()
         yield service

@@ -41,7 +41,7 @@ RequestId = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 Number = Annotated[int, Field(ge=1, le=MOST_PARTITIONS)]
 
 
-class Duty(Frozen):
+class ServedPartition(Frozen):
     """A partition that an aggregator serves."""
 
     number: Number
@@ -59,8 +59,8 @@ class Serving(Frozen):
     process: int = Field(0, ge=0)
     wants: Number = Field(description="the partition that it was started for")
     of: Number
-    start: Start = Field("", description="of the coordinator whose duties it has; empty: of none yet")
-    duties: tuple[Duty, ...] = Field((), max_length=MOST_PARTITIONS)
+    start: Start = Field("", description="of the coordinator whose partitions it has; empty: of none yet")
+    partitions: tuple[ServedPartition, ...] = Field((), max_length=MOST_PARTITIONS)
     collection: str = Field("", pattern=r"^([0-9a-f]{64})?$", description="of the open round; empty: none")
     updates: int = Field(0, ge=0, description="that it has stored since its start")
     uploading: tuple[Name, ...] = Field((), max_length=512, description="agents whose update is on its way to it")
@@ -94,16 +94,16 @@ class PassDone(Frozen):
     error: Text = Field("", max_length=1000, description="why there is no answer; empty: there is one")
 
 
-class Duties(Frozen):
+class ServePartitions(Frozen):
     """What one aggregator is to do now."""
 
-    type: Literal["duties"] = "duties"
+    type: Literal["serve-partitions"] = "serve-partitions"
     whom: Name
     boot: Start = Field(description="of the aggregator")
     federation: FederationId
     epoch: Epoch
     start: Start = Field(description="of the coordinator")
-    duties: tuple[Duty, ...] = Field(max_length=MOST_PARTITIONS)
+    partitions: tuple[ServedPartition, ...] = Field(max_length=MOST_PARTITIONS)
     collection: str = Field("", pattern=r"^([0-9a-f]{64})?$", description="digest of the open round's file")
 
 
@@ -135,10 +135,10 @@ class Dismissed(Frozen):
 
 
 FromAggregator = Annotated[Serving | Updates | PassDone, Field(discriminator="type")]
-ToAggregator = Annotated[Duties | Noted | MakePass | Dismissed, Field(discriminator="type")]
+ToAggregator = Annotated[ServePartitions | Noted | MakePass | Dismissed, Field(discriminator="type")]
 
 _FROM_AGGREGATOR: TypeAdapter[Serving | Updates | PassDone] = TypeAdapter(FromAggregator)
-_TO_AGGREGATOR: TypeAdapter[Duties | Noted | MakePass | Dismissed] = TypeAdapter(ToAggregator)
+_TO_AGGREGATOR: TypeAdapter[ServePartitions | Noted | MakePass | Dismissed] = TypeAdapter(ToAggregator)
 
 
 class Sealed:
@@ -169,7 +169,7 @@ class Sealed:
         """
         return self._read(_FROM_AGGREGATOR, payload)
 
-    def to_aggregator(self, payload: bytes) -> Duties | Noted | MakePass | Dismissed:
+    def to_aggregator(self, payload: bytes) -> ServePartitions | Noted | MakePass | Dismissed:
         """Return a message of a coordinator.
 
         Raises:

@@ -248,13 +248,23 @@ class Collector:
         if collection is None or message.blob.digest not in self._blobs:
             return False
         self.bytes_from[agent] = self.bytes_from.get(agent, 0) + message.blob.size_bytes
-        self._drop_own_upload(agent)
+        self.give_up(agent)
         self._note_accepted(agent, message, collection)
         return True
 
     def refused(self, agent: str, message: UpdateManifest, reason: str) -> None:
         """Reject an update that an aggregator has refused, with its reason."""
         self._reject(agent, message, reason)
+
+    def give_up(self, agent: str) -> None:
+        """Forget an upload of this agent that is under way here; what is on disk stays, for whoever goes on with it."""
+        upload = self._uploads.pop(agent, None)
+        if upload is not None:
+            upload.receiving.incoming.close()
+            self._open_files.pop(agent, None)
+            self._counted_at = float("-inf")
+        self._judged.pop(agent, None)
+        self._queue.pop(agent, None)
 
     def chunk(self, agent: str, frame: chunks.Frame) -> None:
         """Take one chunk; chunks are acknowledged from time to time, and after the last one the update is checked.
@@ -542,16 +552,6 @@ class Collector:
             self._journal.append(fact, run=message.run, round=message.round, agent=agent, digest=digest)
         collection.accepted[agent] = Accepted(digest, float(message.samples), metrics)
         self._send(agent, Receipt(run=message.run, digest=digest, accepted=True))
-
-    def _drop_own_upload(self, agent: str) -> None:
-        """Forget an upload of this agent that was under way here, too; its file is the aggregator's by now."""
-        upload = self._uploads.pop(agent, None)
-        if upload is not None:
-            upload.receiving.incoming.close()
-            self._open_files.pop(agent, None)
-            self._counted_at = float("-inf")
-        self._judged.pop(agent, None)
-        self._queue.pop(agent, None)
 
     def _folder(self, agent: str) -> Path:
         return self._blobs.folder / "partial" / agent

@@ -34,8 +34,8 @@ from edge_agent.wire.messages.codec import SPOKEN
 from edge_agent.wire.topics import Topics
 from edge_agent.wire.transport import BrokerConnection, Connected, Disconnected, Message, Subscribed, Transport
 
-from ..aggregators.desk import Desk, Voice
 from ..aggregators.messages import Sealed, Stored
+from ..aggregators.posts import AggregatorLink, AggregatorPosts
 from ..config import CoordinatorConfig
 from ..fleet.command_sender import CommandSender
 from ..fleet.downloads import Distributor
@@ -193,23 +193,24 @@ class Coordinator:
         """The broker that is connected, for the status; None while there is none."""
 
     def _make_aggregators(self, keys: CommandKeys | None) -> Aggregators:
-        """Return the desk of the aggregators, or that of none where the configuration has none."""
+        """Return the side of the aggregators, or that of none where the configuration has none."""
         of = self.config.aggregators.partitions
         # Buffered rounds take an update of several rounds, and of a secure sum nobody reads one alone.
         has_partitions = of > 0 and self.config.round.mode == "synchronous" and not self.config.privacy.secure_sum
         if not has_partitions or keys is None:
             return Aggregators()
         transport = self.transport
-        voice = Voice(
+        link = AggregatorLink(
             self.topics,
             self._publish,
             transport.subscribe,
             transport.unsubscribe,
             Sealed(keys.for_aggregators()),
             self._boot,
+            unread_s=lambda: transport.unread_s,
         )
         folder = self.state.path / AGGREGATORS
-        return Desk(of, voice, self.collector, folder, self._run_ids, self._take_stored, self.clock)
+        return AggregatorPosts(of, link, self.collector, folder, self._run_ids, self._take_stored, self.clock)
 
     # --- start and stop ----------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from typing import Any
 from federation_duties import TinyDuties, quick_params
 from federation_harness import Federation, Killed, vanish
 
-from coordinator.aggregators.aggregator import Aggregator, Place
+from coordinator.aggregators.aggregator import Aggregator, Site
 from coordinator.config import AggregatorsConfig
 from coordinator.fleet.partitions import Partition
 from coordinator.state.command_keys import CommandKeys
@@ -40,7 +40,7 @@ class PartitionedFederation(Federation):
     def add_aggregator(self, number: int, name: str = "", of: int = 0) -> Aggregator:
         """Another aggregator for a partition."""
         self.boots += 1
-        place = Place(
+        site = Site(
             Partition(number, of or self.partitions),
             self.topics,
             BlobStore(self.config.state / "blobs"),
@@ -49,7 +49,7 @@ class PartitionedFederation(Federation):
             name or f"sum{number}",
             f"g{self.boots}",
         )
-        aggregator = self.aggregators[place.name] = Aggregator(place, self.broker.transport(), self.clock)
+        aggregator = self.aggregators[site.name] = Aggregator(site, self.broker.transport(), self.clock)
         aggregator.start()
         return aggregator
 

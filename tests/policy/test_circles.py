@@ -25,6 +25,7 @@ ORDER = (
     {"service"},
     {"hosted"},
     {"runs"},
+    {"aggregators"},
     {"rounds"},
     {"fleet", "report", "identity"},
     {"broker"},

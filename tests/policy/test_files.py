@@ -45,6 +45,10 @@ REMOVALS = {
     ("edge_agent.core.own_folders", "_remove_below", "os.rmdir"): (
         "below the opened folder, by descriptors; no other mount"
     ),
+    ("coordinator.rounds.server_side", "OwnFunctions.next_state", "remove_folder"): "answers, by their mark",
+    ("coordinator.aggregators.open_round", "write_round", ".unlink"): "files of earlier rounds, by their names",
+    ("coordinator.aggregators.requests", "PassFiles.remove", ".unlink"): "a request and its answer, by their number",
+    ("coordinator.aggregators.requests", "PassFiles.remove_all", ".unlink"): "requests and answers, by their names",
     ("edge_agent.run_folder.layout", "remove_ended_runs", "remove_folder"): "folders of runs, by their mark",
     ("edge_agent.run_folder.layout", "remove_all_runs", "remove_folder"): "folders of runs, by their mark",
     ("edge_agent.agent.release_record", "clean", "remove_folder"): "the folder of a candidate, by its mark",

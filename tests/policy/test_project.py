@@ -350,6 +350,7 @@ def test_readme_says_where_the_programs_are_and_leads_to_the_guides_before_anyth
     linked = set(re.findall(r"\]\((examples/guides/[\w-]+\.md)\)", section))
     guides = {f"examples/guides/{path.name}" for path in (root / "examples/guides").glob("*.md")}
     left_to_the_index = {
+        "aggregators",
         "certificates",
         "device-faults",
         "home-assistant",

@@ -12,6 +12,7 @@ from federation_harness import Killed
 
 from coordinator.aggregators.messages import Dismissed, Sealed
 from coordinator.fleet.partitions import Partition, partition_of
+from coordinator.fleet.uploads import Collector
 from edge_agent.core.errors import StateError, UsageError
 
 METHODS = ("fedavg", "fedper", "repper", "afl")
@@ -100,7 +101,7 @@ PHASES = {
     "after the coordinator was told": ("_on_noted", ""),
     "as it is asked for a pass": ("_make", ""),
     "after a pass was made, before it says so": ("_say_done", ""),
-    "as it gets duties": ("_on_duties", ""),
+    "as it gets partitions": ("_on_partitions", ""),
 }
 
 
@@ -185,7 +186,7 @@ def test_messages_without_the_secret_change_nothing(tmp_path, caplog):
     with PartitionedFederation(tmp_path, 1, agents=1) as fed:
         stranger = fed.broker.transport()
         stranger.start()
-        forged = Sealed(b"x" * 32).encode(Dismissed(whom="sum1", boot=fed.aggregators["sum1"].place.boot, reason="go"))
+        forged = Sealed(b"x" * 32).encode(Dismissed(whom="sum1", boot=fed.aggregators["sum1"].site.boot, reason="go"))
         for payload in (forged, b"", b"{}", b"x" * 100_000):
             stranger.publish(fed.topics.aggregators_down, payload)
             stranger.publish(fed.topics.aggregators_up, payload)
@@ -199,7 +200,7 @@ def test_an_aggregator_on_another_folder_ends_and_says_so(tmp_path):
         aggregator = fed.aggregators["sum1"]
         elsewhere = tmp_path / "elsewhere"
         elsewhere.mkdir()
-        aggregator.place = replace(aggregator.place, folder=elsewhere)
+        aggregator.site = replace(aggregator.site, folder=elsewhere)
         fed.request(rounds=1)
         with pytest.raises(StateError, match="needs the state folder of its coordinator"):
             fed.finish()
@@ -217,3 +218,32 @@ def test_agents_are_divided_by_their_ids_alone():
 def test_a_partition_that_is_none_is_refused(text):
     with pytest.raises(UsageError, match="expected NUMBER/ALL, such as 2/4"):
         Partition.parse(text)
+
+
+def test_a_file_that_another_process_has_taken_costs_one_upload_and_no_aggregator(tmp_path, alone, caplog):
+    """While a partition changes hands two processes may write one file; one of them finishes it."""
+
+    def taken(fed):
+        aggregator = fed.aggregators["sum1"]
+        chunk = Collector.chunk
+        calls = []
+
+        def gone(collector, agent, frame):
+            calls.append(agent)
+            if len(calls) == 1:
+                raise FileNotFoundError(2, "No such file or directory")
+            chunk(collector, agent, frame)
+
+        real = aggregator._on_upload
+
+        def on_upload(agent, kind, payload):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(Collector, "chunk", gone)
+                real(agent, kind, payload)
+
+        aggregator._on_upload = on_upload
+
+    digest, fed = run_of(tmp_path, 2, agents=6, prepare=taken)
+    assert digest == alone("fedavg")
+    assert "sum1" in fed.aggregators
+    assert "FileNotFoundError" in caplog.text or "No such file" in caplog.text

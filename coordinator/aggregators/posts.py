@@ -27,7 +27,18 @@ from ..rounds.partitioned import Aggregators, UpdatesOfRound
 from ..rounds.passes import Answer, Pass
 from ..state.status_file import PartitionStatus
 from ..text import listed
-from .messages import Dismissed, Duties, Duty, MakePass, Noted, PassDone, Sealed, Serving, Stored, Updates
+from .messages import (
+    Dismissed,
+    MakePass,
+    Noted,
+    PassDone,
+    Sealed,
+    ServedPartition,
+    ServePartitions,
+    Serving,
+    Stored,
+    Updates,
+)
 from .open_round import OpenRound, write_round
 from .requests import PassFiles
 
@@ -75,7 +86,7 @@ class _PassOver:
 
 
 @dataclass(frozen=True)
-class Voice:
+class AggregatorLink:
     """How the coordinator speaks and listens to its aggregators, and how they know it."""
 
     topics: Topics
@@ -86,18 +97,21 @@ class Voice:
     start: str
     """The start of the coordinator."""
 
+    unread_s: Callable[[], float] = lambda: 0.0
+    """Seconds that the oldest message has waited to be handled (`Transport.unread_s`)."""
+
 
 Take = Callable[[str, UpdateManifest, Stored], bool]
 """Takes what an aggregator says of an agent's update; False: the update is not in the store."""
 
 
-class Desk(Aggregators):
+class AggregatorPosts(Aggregators):
     """Assigns partitions to aggregators, notes what they store, and has them make passes."""
 
     def __init__(
         self,
         of: int,
-        voice: Voice,
+        link: AggregatorLink,
         collector: Collector,
         folder: Path,
         run_ids: RunIds,
@@ -108,7 +122,7 @@ class Desk(Aggregators):
 
         Args:
             of: The number of partitions, 1 or more.
-            voice: How it speaks and listens.
+            link: How it speaks and listens.
             collector: What is collected.
             folder: The folder that coordinator and aggregators share.
             run_ids: The ids of runs in messages.
@@ -116,7 +130,7 @@ class Desk(Aggregators):
             clock: Seconds of a clock that never goes back.
         """
         self.of = of
-        self._voice = voice
+        self._link = link
         self._collector = collector
         self._folder = folder
         self._files = PassFiles(folder)
@@ -146,7 +160,7 @@ class Desk(Aggregators):
         self._epoch = epoch
         self._serves_own_from = self._clock() + LEASE_S
         self._files.remove_all()
-        self._voice.subscribe(self._voice.topics.aggregators_up)
+        self._link.subscribe(self._link.topics.aggregators_up)
 
     # --- as rounds see it ------------------------------------------------------------------------------------------
 
@@ -205,7 +219,7 @@ class Desk(Aggregators):
         Raises:
             MessageError: It is none of ours.
         """
-        message = self._voice.sealed.from_aggregator(payload)
+        message = self._link.sealed.from_aggregator(payload)
         if isinstance(message, Serving):
             self._on_serving(message)
         elif isinstance(message, Updates):
@@ -216,7 +230,9 @@ class Desk(Aggregators):
     def tick(self) -> None:
         """Replace aggregators that are silent, and tell all of them when nothing is collected any more."""
         now = self._clock()
-        silent = [name for name, member in self._members.items() if now - member.heard_at > LEASE_S]
+        # Of a coordinator that is behind, what an aggregator has said may be among the messages that wait.
+        lease_s = LEASE_S + self._link.unread_s()
+        silent = [name for name, member in self._members.items() if now - member.heard_at > lease_s]
         for name in silent:
             log.warning("aggregator_lost name=%s silent_s=%.1f", name, now - self._members.pop(name).heard_at)
         if silent:
@@ -260,9 +276,9 @@ class Desk(Aggregators):
             )
         self._members[message.name] = _Member(message, self._clock())
         self._assign()
-        duties = self._duties_of(message.name)
-        does = (message.start, message.duties, message.collection)
-        if does != (self._voice.start, duties, self._digest):
+        partitions = self._served_by(message.name)
+        does = (message.start, message.partitions, message.collection)
+        if does != (self._link.start, partitions, self._digest):
             self._tell(message.name)
 
     def _dismiss(self, message: Serving) -> None:
@@ -311,31 +327,31 @@ class Desk(Aggregators):
         if self._clock() < self._serves_own_from:
             return
         wanted = {number for number, post in self._posts.items() if not post.holder}
-        topics = self._voice.topics
+        topics = self._link.topics
         for number in sorted(wanted - self._own):
-            self._voice.subscribe(*topics.for_partition(Partition(number, self.of).name))
+            self._link.subscribe(*topics.for_partition(Partition(number, self.of).name))
         for number in sorted(self._own - wanted):
-            self._voice.unsubscribe(*topics.for_partition(Partition(number, self.of).name))
+            self._link.unsubscribe(*topics.for_partition(Partition(number, self.of).name))
         self._own = wanted
 
-    def _duties_of(self, name: str) -> tuple[Duty, ...]:
+    def _served_by(self, name: str) -> tuple[ServedPartition, ...]:
         posts = self._posts.items()
-        return tuple(Duty(number=number, term=post.term) for number, post in posts if post.holder == name)
+        return tuple(ServedPartition(number=number, term=post.term) for number, post in posts if post.holder == name)
 
     def _tell_all(self) -> None:
         for name in self._members:
             self._tell(name)
 
     def _tell(self, name: str) -> None:
-        """Send an aggregator its duties."""
+        """Send an aggregator its partitions."""
         self._send(
-            Duties(
+            ServePartitions(
                 whom=name,
                 boot=self._members[name].says.boot,
                 federation=self._federation,
                 epoch=self._epoch,
-                start=self._voice.start,
-                duties=self._duties_of(name),
+                start=self._link.start,
+                partitions=self._served_by(name),
                 collection=self._digest,
             )
         )
@@ -380,5 +396,5 @@ class Desk(Aggregators):
         over.is_done = True
         over.error = message.error
 
-    def _send(self, message: Duties | Noted | MakePass | Dismissed) -> None:
-        self._voice.publish(self._voice.topics.aggregators_down, self._voice.sealed.encode(message))
+    def _send(self, message: ServePartitions | Noted | MakePass | Dismissed) -> None:
+        self._link.publish(self._link.topics.aggregators_down, self._link.sealed.encode(message))
