@@ -45,7 +45,7 @@ from .messages import (
     Stored,
     Updates,
 )
-from .open_round import read_round
+from .open_round import partial_folder, read_round
 from .requests import PassFiles
 
 log = logging.getLogger(__name__)
@@ -333,6 +333,7 @@ class Aggregator:
             self._clock,
             is_stalled=lambda: True,
             unread_s=lambda: self.transport.unread_s,
+            partial=partial_folder(self.site.folder, self.site.name),
         )
 
     # --- what was stored -------------------------------------------------------------------------------------------

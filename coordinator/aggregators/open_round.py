@@ -128,5 +128,14 @@ def read_round(folder: Path, digest: str) -> OpenRound:
         ) from error
 
 
+def partial_folder(folder: Path, aggregator: str) -> Path:
+    """Return the folder of the updates that are on their way to one aggregator.
+
+    Two processes must never write one file, and while a partition changes hands both take its updates. So each has a
+    folder of its own, and what was under way begins again.
+    """
+    return folder / "partial" / aggregator
+
+
 def _path(folder: Path, digest: str) -> Path:
     return folder / f"round-{digest}.json"

@@ -7,6 +7,7 @@ to the topics of their partition.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 from collections import Counter
@@ -21,7 +22,7 @@ from edge_agent.wire.topics import Topics
 from ..fleet.collection import Collection
 from ..fleet.partitions import Partition, partition_of
 from ..fleet.run_ids import RunIds
-from ..fleet.uploads import Collector
+from ..fleet.uploads import Collector, remove_partial
 from ..rounds.compute_requests import MethodValues, OfMethod
 from ..rounds.partitioned import Aggregators, UpdatesOfRound
 from ..rounds.passes import Answer, Pass
@@ -39,7 +40,7 @@ from .messages import (
     Stored,
     Updates,
 )
-from .open_round import OpenRound, write_round
+from .open_round import OpenRound, partial_folder, write_round
 from .requests import PassFiles
 
 log = logging.getLogger(__name__)
@@ -160,6 +161,8 @@ class AggregatorPosts(Aggregators):
         self._epoch = epoch
         self._serves_own_from = self._clock() + LEASE_S
         self._files.remove_all()
+        for folder in (self._folder / "partial").glob("*"):
+            self._remove_partial(folder.name)
         self._link.subscribe(self._link.topics.aggregators_up)
 
     # --- as rounds see it ------------------------------------------------------------------------------------------
@@ -235,6 +238,7 @@ class AggregatorPosts(Aggregators):
         silent = [name for name, member in self._members.items() if now - member.heard_at > lease_s]
         for name in silent:
             log.warning("aggregator_lost name=%s silent_s=%.1f", name, now - self._members.pop(name).heard_at)
+            self._remove_partial(name)
         if silent:
             self._assign()
         if self._collection is not None and self._collector.open_round is not self._collection:
@@ -355,6 +359,14 @@ class AggregatorPosts(Aggregators):
                 collection=self._digest,
             )
         )
+
+    def _remove_partial(self, name: str) -> None:
+        """Remove what was on its way to an aggregator that is gone; one that is only late begins these uploads anew."""
+        folder = partial_folder(self._folder, name)
+        remove_partial(folder)
+        for empty in (*folder.glob("*"), folder):
+            with contextlib.suppress(OSError):  # it is in use, or gone
+                empty.rmdir()
 
     # --- what they have stored -------------------------------------------------------------------------------------
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from aggregator_harness import PartitionedFederation, run_of
+from faulty_broker import Faults
 from federation_duties import TinyDuties, quick_params
 from federation_harness import Killed
 
 from coordinator.aggregators.messages import Dismissed, Sealed
+from coordinator.config import AggregatorsConfig
 from coordinator.fleet.partitions import Partition, partition_of
 from coordinator.fleet.uploads import Collector
 from edge_agent.core.errors import StateError, UsageError
@@ -247,3 +250,37 @@ def test_a_file_that_another_process_has_taken_costs_one_upload_and_no_aggregato
     assert digest == alone("fedavg")
     assert "sum1" in fed.aggregators
     assert "no such file or folder" in caplog.text
+
+
+# --- networks that lose messages, and other numbers of partitions ----------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_lost_and_repeated_messages_change_no_bit(tmp_path, alone, seed):
+    """Some messages are lost, come twice, late, or damaged: also those between coordinator and aggregators."""
+    rng = np.random.default_rng(seed)
+    digest, fed = run_of(tmp_path, 2, agents=6, faults=Faults(rng, lose=0.1, duplicate=0.1, reorder=0.1, flip=0.05))
+    assert digest == alone("fedavg")
+    assert sorted(fed.accepted) == [(number, f"a{agent}") for number in (1, 2) for agent in range(6)]
+
+
+def test_another_number_of_partitions_in_the_midst_of_a_run_changes_no_bit(tmp_path, alone):
+    with PartitionedFederation(tmp_path, 2, agents=6, tasks=TinyDuties) as fed:
+        fed.request("fedavg", rounds=2, params=quick_params("fedavg"))
+        fed.until(lambda: fed.entries("update_accepted"))
+        # The coordinator is restarted with four partitions: the aggregators of two end, and say why.
+        fed.kill_coordinator()
+        fed.config = fed.config.model_copy(update={"aggregators": AggregatorsConfig(partitions=4)})
+        fed.start_coordinator()
+        ended = []
+        while fed.aggregators:
+            try:
+                fed.wait(1)
+            except UsageError as error:
+                ended.append(str(error))
+                fed.kill_aggregator(next(name for name in fed.aggregators if name[-1] in str(error).split("/")[0]))
+        assert len(ended) == 2
+        for number in (1, 2, 3, 4):
+            fed.add_aggregator(number, f"new{number}", of=4)
+        fed.finish()
+        assert fed.record.checkpoint == alone("fedavg")
