@@ -52,6 +52,9 @@ log = logging.getLogger(__name__)
 
 SERVING_EVERY_S = 1.0
 TICK_S = 0.5
+COLLECT_EVERY_S = 0.02
+"""Least time between two looks at all uploads while messages come."""
+
 AGAIN_S = 2.0
 """After so long without an answer the coordinator is told again what was stored."""
 
@@ -139,6 +142,7 @@ class Aggregator:
         """Request -> why a pass was not made, empty where it was; None while it is being made."""
 
         self._said_at = float("-inf")
+        self._ticked_at = float("-inf")
         self._is_connected = False
         self.rejected = Rejections(clock)
 
@@ -189,7 +193,11 @@ class Aggregator:
             self._is_connected = False
             log.warning("aggregator_disconnected reason=%s", event.reason)
         self._worker.collect()
-        self._collector.tick()
+        # All uploads are looked at: not after each message, of which there are many for each.
+        now = self._clock()
+        if event is None or now - self._ticked_at >= COLLECT_EVERY_S:
+            self._ticked_at = now
+            self._collector.tick()
         self._tell_stored()
         self._say()
         return event is not None
