@@ -130,7 +130,7 @@ class _Lines:
         if record.round != self._closed:
             self._closed = record.round
             self._show(self._closed_line(record.round, rounds))
-        # Who takes part is said once: a run of one round may begin while a device is still on its way.
+        # The agents of the first round are listed once, because a run of one round may have begun without a device.
         if record.open_round is not None and not self._has_said_who:
             self._has_said_who = True
             cohort = record.open_round.cohort

@@ -50,8 +50,8 @@ def gains(
     if not steps:
         runs = _finished_runs(state_path(config, state))
     comparison = compare_runs(runs)
-    parts = [_steps_table(comparison), *describe_comparison(comparison)]
-    present(comparison.to_json(), parts, as_json=as_json)
+    lines = describe_comparison(comparison)
+    present(comparison.to_json(), [_steps_table(comparison), *lines], as_json=as_json)
 
 
 def _find_run(step: str, config: Path | None, state: Path | None) -> NamedRun:
@@ -95,9 +95,9 @@ def _finished_runs(path: Path) -> list[NamedRun]:
 def _steps_table(comparison: Comparison) -> Table:
     """Return a table with one row for each step; the row of a gain within noise is grey."""
     columns = ("step", "method", "rounds", "accuracy,\nmean", "gain,\npoints")
-    columns += ("devices\nbetter", "as\ngood", "\nworse", "MB for\neach", "s")
+    counts = ("devices\nbetter", "as\ngood", "\nworse", "MB for\neach", "s")
     title = f"What each step has brought {counted(len(comparison.devices), 'device')}"
-    result = table(title, columns, [_row(step) for step in comparison.steps], left=2)
+    result = table(title, (*columns, *counts), [_row(step) for step in comparison.steps], left=2)
     for row, step in zip(result.rows, comparison.steps, strict=True):
         if step.gain is not None and step.gain.verdict is Gain.WITHIN:
             row.style = "bright_black"
