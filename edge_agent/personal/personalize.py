@@ -453,8 +453,8 @@ def _with_doubtful_labels(features: Features, result: Result, rows: Rows) -> Res
             _log.warning("labels_not_looked_at head=%s reason=%s", result.head.name, error)
             answers = None
     probabilities = result.head.predict_proba(rows.test)
-    # A head of small probabilities, such as prototype, would have nearly all samples listed, right answers too. They
-    # are compared as they are given: calibrated where the answers are enough for that.
+    # Probabilities are compared as the device gives them: calibrated, where there are enough answers to calibrate by. A
+    # head with small probabilities, such as prototype, would otherwise have right answers among the worst samples.
     if answers is not None:
         calibration = calibrate(answers.probabilities, train.labels[answers.rows], answers.folds)
         if calibration is not None:
