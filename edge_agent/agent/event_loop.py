@@ -307,7 +307,8 @@ class Agent:
         self._silence.tell(self.config)
         if self.refused_topics is not None and self._silence.asks_rules():
             self._ask_rules(self.refused_topics)
-        if self.leave_broker is not None and self._silence.is_to_leave():
+        if self.leave_broker is not None and self._silence.is_leave_due():
+            self._silence.broker_left()
             self.leave_broker(f"no coordinator of federation '{self.config.federation}' answers here")
 
     def _ask_rules(self, refused_topics: RefusedTopics) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..bundle.manifest import EncoderPrecision
 from ..bundle.unpacked import Bundle
-from ..core.errors import HeadwaterError, StateError, UsageError
+from ..core.errors import HeadwaterError, StateError
 from ..data import Samples, split
 from ..data.base import same_sitting
 from ..heads import Head, saved
@@ -651,13 +651,7 @@ def probabilities(bundle: Bundle, head: SavedHead | None, features: np.ndarray) 
     """
     if head is not None:
         return head.predict_proba(features)
-    shared = bundle.global_head()
-    if shared is None:
-        raise UsageError(
-            f"bundle '{bundle.manifest.name}' has no shared classifier, and no head was named; fit one with this "
-            "bundle first ('edge-agent fit'), and name its folder (--head)"
-        )
-    return global_probabilities(shared, features)
+    return global_probabilities(bundle.require_global_head(), features)
 
 
 def alone(
