@@ -130,6 +130,7 @@ def _planned(given: dict[str, Any], config: Path | None, out: Path | None) -> tu
     """Return the plan and the folder of a new simulation; options override the values of the file."""
     from ..simulation.setup import read_plan
 
+    # 1. The values of the file, whose paths are relative to its folder.
     raw: dict[str, Any] = {"folder": str(Path.cwd())}
     if config is not None:
         folder = config.absolute().parent
@@ -143,6 +144,7 @@ def _planned(given: dict[str, Any], config: Path | None, out: Path | None) -> tu
             raw |= bundle_start(_source_in(source, folder)).options({**raw, **given})
         if "data" in given:
             raw["folder"] = str(Path.cwd())
+    # 2. The options override them; tables, such as parameters, are merged.
     for name, value in given.items():
         if isinstance(value, dict) and name in raw:  # a value in the file that is no table stays, to be reported
             raw[name] = {**raw[name], **value} if isinstance(raw[name], dict) else raw[name]
@@ -150,6 +152,7 @@ def _planned(given: dict[str, Any], config: Path | None, out: Path | None) -> tu
             raw[name] = value
     raw["data"] = sources(raw.get("data"))
     plan = parse(Plan, raw, where=str(config or "the simulation"))
+    # 3. The folder, which no other simulation has.
     folder = out or Path(f"simulation-{plan.method_name}-{Path(plan.partition).stem}-seed{plan.seed}")
     if read_plan(folder) is not None:
         raise UsageError(f"{folder} holds a simulation; resume it with --resume, or choose another folder with --out")
