@@ -13,7 +13,6 @@ import secrets
 import shutil
 import threading
 from collections.abc import Callable
-from datetime import datetime, timezone
 from functools import partial
 from typing import Any
 
@@ -31,6 +30,7 @@ from ..core.formats import printable
 from ..core.limits import resident_bytes
 from ..core.storage import read_json, write_atomic
 from ..core.task import Task
+from ..core.time_and_text import utc_text
 from ..privacy.policy import sample_count, without_withheld
 from ..version import __version__
 from ..wire.blobs.chunks import BlobCache, decode_frame
@@ -241,9 +241,7 @@ class Agent:
 
     def _on_connected(self, event: Connected) -> None:
         log.info("connected broker=%s", event.broker or self.config.broker.names)
-        self._broker = event.connection_since(
-            datetime.fromtimestamp(self._now(), timezone.utc).isoformat(timespec="seconds")
-        )
+        self._broker = event.connection_since(utc_text(self._now()))
         self._connection = event.connection
         self.certificate.connected()
         # Hello is sent as soon as an answer can be received, which is when the subscriptions are confirmed.

@@ -18,6 +18,7 @@ from ..core.config import AgentConfig
 from ..core.disk import PROBE_BYTES, disk_error, disk_failure
 from ..core.errors import SET_CLOCK, ProtocolMismatch
 from ..core.storage import write_atomic
+from ..core.time_and_text import utc_text
 from ..wire.faults import (
     DISK_CODE,
     LOGIN_REFUSED,
@@ -422,8 +423,7 @@ class OtherClock:
         difference = f"{abs(off_s) / 86_400:.1f} days" if abs(off_s) > 86_400 else f"{abs(off_s) / 3600:.1f} hours"
         direction = "ahead of" if off_s > 0 else "behind"
         message = f"this device's clock is {difference} {direction} the coordinator's"
-        at = datetime.fromtimestamp(self._read, timezone.utc).isoformat(timespec="seconds")
-        return Problem("connection", WRONG_CLOCK, "connection", message, "", SET_CLOCK, at)
+        return Problem("connection", WRONG_CLOCK, "connection", message, "", SET_CLOCK, utc_text(self._read))
 
 
 FIRST_PAUSE_S = 2.0
