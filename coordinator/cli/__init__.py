@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         failure = expected
     else:
         return
-    # Messages quote files of others, whose texts must not move the cursor of a terminal.
+    # Messages quote files of other people, whose characters must not control the terminal.
     lines = [printable(line) for line in str(failure).split("\n")]
     print("headwater: " + "\n".join(lines), file=sys.stderr)
     if "--json" in given:

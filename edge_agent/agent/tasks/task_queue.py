@@ -25,13 +25,14 @@ from ...core.errors import (
     UsageError,
 )
 from ...core.task import Tensors
+from ...core.time_and_text import utc_text
 from ...run_folder.receipts import note_receipt
 from ...wire.messages import down, fields, up
 from ...wire.messages.down import job_key
 from ...wire.messages.fields import JobKey
 from ..health import Condition, Kind
 from ..local_state import make_room
-from ..release_record import START_GRACE_S, WaitFile, Waiting, utc_text
+from ..release_record import START_GRACE_S, WaitFile, Waiting
 from ..transfers import Downloads, Link, Uploads
 from .runner import TaskRunner
 from .table import TASKS
