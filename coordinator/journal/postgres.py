@@ -38,8 +38,9 @@ from .store import (
     GENESIS,
     WHAT_TO_DO,
     Entry,
-    Journal,
     Progress,
+    SharedJournal,
+    StoreReport,
     identified,
     make_row,
     read_row,
@@ -124,8 +125,8 @@ class Head:
         return {"id": self.last_id, "hash": self.last_hash} if self.last_id else None
 
 
-class PostgresJournal(Journal):
-    """A `coordinator.journal.store.Journal` in a database of PostgreSQL. Call `open` and `close`.
+class PostgresJournal(SharedJournal):
+    """A `coordinator.journal.store.SharedJournal` in a database of PostgreSQL. Call `open` and `close`.
 
     Args:
         url: The URL of the database, as libpq reads it, without a password.
@@ -475,6 +476,34 @@ class PostgresJournal(Journal):
             StateError: An entry was changed, removed or inserted; the first one is named.
         """
         return self._read(self._verify_rows)
+
+    def examine(self) -> StoreReport:
+        """Look at the database without changing it; there may be no tables yet.
+
+        Raises:
+            JournalAway: It does not answer, or does not let this process in.
+            StateError: Its tables are of another version or another journal, or may not be made.
+        """
+        with contextlib.closing(self._connect()) as connection:
+            server = f"PostgreSQL {_setting(connection, 'server_version')} at {self.location}"
+            # 1. The tables, or whether they may be made.
+            if _version_of(connection):
+                self._check_tables(connection, create=False)
+                state = f"journal {self._id[:12]} with {_read_head(connection).last_id} entries"
+            else:
+                query = "SELECT has_schema_privilege(current_schema(), 'CREATE') AS is_allowed"
+                row = connection.execute(query).fetchone()
+                if row is None or not row["is_allowed"]:
+                    raise self._database.failure("no tables yet, and the role may not create any")
+                state = "no journal yet: 'headwater serve' makes it"
+            # 2. Settings of the server by which what was committed may be lost.
+            advice = [
+                f"{self.location}: the server runs with {name} = off, so entries may be lost when its machine loses "
+                f"power; turn it on"
+                for name in ("fsync", "full_page_writes")
+                if _setting(connection, name) == "off"
+            ]
+        return StoreReport(f"{server}: {state}", tuple(advice))
 
     def copy_to(self, path: Path) -> None:
         """Write all durable entries as of now to a new journal of SQLite at ``path``; others may append meanwhile.

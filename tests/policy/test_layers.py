@@ -142,7 +142,7 @@ def test_the_device_command_line_is_imported_by_itself_alone(sources):
 
 
 OPENING = {
-    "coordinator.state.store",
+    "coordinator.state.journal_location",
     "coordinator.state.backup",
     "coordinator.service.standby",
     "coordinator.journal.postgres",
