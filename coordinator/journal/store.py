@@ -289,6 +289,39 @@ class Journal(JournalStore, Protocol):
         return False
 
 
+@dataclass(frozen=True)
+class StoreReport:
+    """What a look at a store has shown, for an operator."""
+
+    description: str
+    """What it is, as a clause."""
+
+    advice: tuple[str, ...] = ()
+    """What an operator should change, each as a sentence."""
+
+
+class SharedJournal(Journal, Protocol):
+    """A store that coordinators on several machines reach, and that is not in the state folder."""
+
+    @property
+    def id(self) -> str:
+        """An id that no other journal has; empty before `open`."""
+
+    def fill(self, rows: Iterable[Mapping[str, Any]]) -> int:
+        """Write the rows of another journal into this one, which is empty, and return their number.
+
+        Raises:
+            StateError: There are entries, or a link of the rows' chain is broken; nothing was written.
+        """
+
+    def examine(self) -> StoreReport:
+        """Look at the place of the store without changing it; the store need not be open, nor there yet.
+
+        Raises:
+            StateError: It cannot be reached, or cannot be used.
+        """
+
+
 def run_name(number: int) -> str:
     """Return the name of a run with this number."""
     return f"run-{number:04d}"

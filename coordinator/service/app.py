@@ -36,6 +36,7 @@ from ..journal.store import utc_now
 from ..processes.compute import Compute, ComputeProcess
 from ..state.backup import MARKER
 from ..state.command_keys import CommandKeys
+from ..state.journal_location import use_database
 from ..state.log_file import logging_to
 from ..state.starts import Takeover
 from ..state.store import StateFolder
@@ -140,7 +141,8 @@ def coordinator(
         takeover: The coordinator that a standby has found silent; then nobody has to decide anything.
 
     Raises:
-        StateError: another process works in the state folder, or it is damaged.
+        StateError: another process works in the state folder, it is damaged, or the database is not its own.
+        JournalAway: the database of the journal cannot be reached.
         DuplicateCoordinator: another coordinator serves the federation.
         StartStopped: ``stop`` was set before it was known whether one does; nothing was started.
         UsageError: the state folder is a backup, and nobody has confirmed whom its certificates let in.
@@ -151,6 +153,7 @@ def coordinator(
     with contextlib.ExitStack() as stack:
         # 1. The state folder belongs to this process from here on. What an operator has to decide about a backup is
         # asked for before anything is written.
+        use_database(config.state, config.journal)
         folder = StateFolder(config.state)
         state = _when_there_is_room(config.state, stop, lambda: stack.enter_context(folder.open("headwater serve")))
         stack.enter_context(logging_to(config.state))

@@ -4,6 +4,7 @@ Layout of a state folder::
 
     lock            held by the one coordinator that uses the folder
     journal.db      see `coordinator.journal`; everything else can be checked against it
+    journal.json    in its place, where the journal is in a database (`coordinator.state.journal_location`)
     blobs/<sha256>  checkpoints, downlinks, updates, bundles
     aggregators/    what coordinator and aggregators exchange in files; not needed to resume
     backup/         what 'headwater backup' holds while it copies
@@ -29,10 +30,10 @@ from edge_agent.core.storage import read_json, read_regular, sha256_file, sha256
 
 from ..journal.entries import RunRequested, StateKept
 from ..journal.kinds import CHECKPOINTS
-from ..journal.sqlite import SqliteJournal
 from ..journal.store import Journal
 from ..views.releases import release_blobs
 from ..views.runs import RunRecord, replay
+from .journal_location import journal_of
 from .run_lines import ReleaseLine, RoundLine
 
 log = logging.getLogger(__name__)
@@ -220,7 +221,7 @@ class StateFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.journal: Journal = SqliteJournal(path / "journal.db")
+        self.journal: Journal = journal_of(path)
         self.blobs = BlobStore(path / "blobs")
         self._lock: HeldLock | None = None
 

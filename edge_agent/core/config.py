@@ -727,6 +727,7 @@ def _describe_mistake(detail: Mapping[str, Any], model: type[BaseModel]) -> str:
     if not key:
         return message
     value = re.sub(r"//[^/@\s]*@", "//…@", repr(detail.get("input")))  # no password out of a URL into a log
+    value = re.sub(r"(password=)[^&\s'\"]+", r"\1…", value)
     if len(value) > 60:
         value = value[:59] + "…"
     return f"{key} = {value}: {message}"

@@ -79,6 +79,11 @@ REMOVALS = {
         "_put_back_on_error",
         ".rmdir",
     ): "only the folder that this call has made; rmdir takes empty ones",
+    (
+        "coordinator.state.journal_location",
+        "_carry_over",
+        ".replace",
+    ): "the folder's own journal, after all of its entries are in the database",
     ("coordinator.state.store", "BlobStore.sweep", ".rmdir"): "empty folders of uploads in the state folder",
     # --- temporary folders and files
     ("edge_agent.heads.svm", "_fit_in_child", "tempfile.TemporaryDirectory"): CHILD_FILES,

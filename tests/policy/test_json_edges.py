@@ -33,6 +33,8 @@ EDGES = {
     "hosted.run_hooks": "the JSON of the pipe to the compute process",
     "identity.port": "the JSON of the enrolment port",
     "journal.entries": "bodies of entries, which become facts here",
+    "journal.postgres": "rows of the database",
+    "journal.postgres_connection": "rows of the database, and the parameters of libpq",
     "journal.sqlite": "rows of the database",
     "journal.store": "rows of a journal, whose hashes are over their JSON",
     "processes.compute": "the JSON of the pipe to the compute process",
