@@ -33,6 +33,7 @@ from ..journal.sqlite import can_write
 from ..state.backup import MARKER
 from ..state.starts import Takeover, federation_of
 from ..state.store import StateFolder
+from .listening import Listening
 
 log = logging.getLogger(__name__)
 
@@ -119,6 +120,7 @@ class Standby:
         self._takeover_s = takeover_s
         self._boot = boot or secrets.token_hex(8)
         self._topics = Topics(federation)
+        self._listening = Listening(self._topics.coordinators)
         self._host = socket.gethostname()[:255]
         self._process = os.getpid()
         self._seq = 0
@@ -162,25 +164,24 @@ class Standby:
         """Handle at most one event; return True once this process is to take over.
 
         Raises:
-            UsageError: the broker does not let it hear the coordinators of the federation.
+            UsageError: the broker does not let it hear coordinators, for longer than an election takes.
         """
         event = self._transport.receive(timeout_s)
         now = self._clock()
         if isinstance(event, Connected):
             log.info("connected federation=%s standby=%s", self._name, self._boot)
         elif isinstance(event, Subscribed):
-            if self._topics.coordinators not in event.filters:
-                raise UsageError(
-                    f"the broker does not let this process subscribe to {self._topics.coordinators}, so it cannot hear "
-                    "whether a coordinator serves; give it the rights of the coordinator ('headwater password --acl')"
-                )
-            self._returned_at = None
-            self._asked_at = float("-inf")
+            # Without the topic nothing comes back, and silence does not count: it is asked for again.
+            if self._listening.is_granted(event, now):
+                self._returned_at = None
+                self._asked_at = float("-inf")
         elif isinstance(event, Disconnected):
             log.warning("broker_away reason=%s: until it is back, nothing is taken over", event.reason)
             self._returned_at = None
+            self._listening.disconnected()
         elif isinstance(event, Message) and event.topic == self._topics.coordinators and not event.retained:
             self._on_coordinator(event.payload)
+        self._listening.check(now)
         if now - self._asked_at >= QUERY_S:
             self._asked_at = now
             self._ask()
