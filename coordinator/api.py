@@ -349,7 +349,7 @@ def federate(
     broker = MemoryBroker()
     members = list[_Member]()
     use_database(config.state, config.journal)
-    with StateFolder(config.state).open("federate") as state:
+    with StateFolder(config.state, config.journal).open("federate") as state:
         run = state.journal.request_run(Request(method, chosen, rounds, seed, config.run_task).to_fact())
         members.append(Coordinator(config, state, broker.transport(), start=StartOptions(probe_s=0)))
         for name, source in agents.items():

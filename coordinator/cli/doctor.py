@@ -21,11 +21,12 @@ from edge_agent.core.errors import UsageError
 from edge_agent.core.formats import other_version
 from edge_agent.core.locks import lock_holder
 from edge_agent.wire.broker_steps import walk_to_broker
-from edge_agent.wire.mqtt import MqttTransport, user_of
+from edge_agent.wire.mqtt import MqttTransport, observe_broker, user_of
 from edge_agent.wire.topics import Topics
 from edge_agent.wire.transport import Message, Subscribed
 
 from ..broker import find_mosquitto
+from ..broker.kinds import describe_broker
 from ..config import CoordinatorConfig, load_config
 from ..journal.schemes import shared_journal_at
 from ..service.preflight import check_defaults, without_lost_weights
@@ -45,7 +46,7 @@ def doctor(config: Config = None, as_json: Json = False) -> None:
     """Show what this machine can do as a coordinator, and whether 'headwater serve' would start with a configuration.
 
     It looks at method, task and data of runs as 'serve' does, at the database of the journal where one is named, and at
-    the broker: login and topic rules.
+    the broker: login, topic rules, and which one it is, with its known limits.
 
     Example: headwater doctor --config coordinator.toml
     """
@@ -189,10 +190,15 @@ def _steps_to(broker: BrokerConfig, federation: str) -> Iterator[Step]:
     try:
         step = try_step("login", lambda: _login(transport, topics, broker))
         yield step
-        if step.is_ok:
-            yield try_step("topics", lambda: _receive_own_message(transport, topics, federation))
+        if not step.is_ok:
+            return
+        step = try_step("topics", lambda: _receive_own_message(transport, topics, federation))
+        yield step
     finally:
         transport.close()
+    # With a certificate all connections have one id, and the second one ends the first: so this comes after it.
+    if step.is_ok:
+        yield try_step("kind", lambda: _kind(broker, topics, f"{federation}-coordinator"))
 
 
 def _login(transport: MqttTransport, topics: Topics, broker: BrokerConfig) -> str:
@@ -200,6 +206,11 @@ def _login(transport: MqttTransport, topics: Topics, broker: BrokerConfig) -> st
     transport.start()
     user = user_of(broker, transport.client_id)
     return "without a user" if user is None else f"as user '{user}'"
+
+
+def _kind(broker: BrokerConfig, topics: Topics, client_id: str) -> str:
+    """Return which broker it is, as far as it can be told, and its limits."""
+    return describe_broker(observe_broker(broker, client_id, topics.root, TIMEOUT_S))
 
 
 def _receive_own_message(transport: MqttTransport, topics: Topics, federation: str) -> str:

@@ -9,15 +9,17 @@ A lost connection is made again, and what was asked for is done again, for `AWAY
 costs a pause. Where the connection is lost within a commit, nobody knows whether the entry is there. The next attempt
 locks the head, which waits for the end of that commit, and looks for the entry by its hash: it is written once.
 
-A coordinator appends only while its start is the newest: the head has the number of that entry, and each transaction
-that writes compares it after locking the head. One that was suspended, or cut off from the database, so finds out
-within the transaction that another has taken over, however late it comes.
+A coordinator appends only while its lease (`postgres_lease`) and its start are the newest: the head has the numbers of
+both, and each transaction that writes compares them after locking the head. One that was suspended, or cut off from the
+database, so finds out within the transaction that another has taken over, however late it comes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,17 +29,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from edge_agent.core.errors import DuplicateCoordinator, JournalAway, StateError
+from edge_agent.core.locks import taken_lock
 from edge_agent.core.storage import PendingSyncs, syncs_into
 
 from .entries import CoordinatorStarted, Fact, RunRequested
 from .kinds import CHECKPOINTS, FINAL
-from .postgres_connection import Database
+from .postgres_connection import Database, database_errors
+from .postgres_lease import MIGRATION as LEASES
+from .postgres_lease import HeldLease, read_lease, take_lease
 from .sqlite import write_copy
 from .store import (
     COLUMNS,
     GENESIS,
+    LEASE_S,
     WHAT_TO_DO,
     Entry,
+    Hold,
+    LeaseState,
     Progress,
     SharedJournal,
     StoreReport,
@@ -90,6 +98,7 @@ MIGRATIONS = (
         "CREATE INDEX headwater_entries_run ON headwater_entries (run, round, id)",
         "CREATE INDEX headwater_entries_agent ON headwater_entries (agent, kind, id) WHERE agent IS NOT NULL",
     ),
+    LEASES,
 )
 """The statements that lead from each version of the tables to the next; the first one makes them."""
 
@@ -98,7 +107,9 @@ _MIGRATION_LOCK = 0x4865616477617465
 """The key of the lock that two processes take which make the tables; it has no other meaning than to be ours."""
 
 _NAMES = ", ".join(COLUMNS)
-_INSERT = f"INSERT INTO headwater_entries ({_NAMES}) VALUES ({', '.join(['%s'] * len(COLUMNS))})"  # noqa: S608 - constants
+_INSERT = f"INSERT INTO headwater_entries ({_NAMES}, fence) VALUES ({', '.join(['%s'] * len(COLUMNS))}, %s)"  # noqa: S608 - constants
+
+_HEAD = "SELECT last_id, last_hash, newest_start, fence FROM headwater_journal"
 
 _LOCK_NOT_AVAILABLE = "55P03"
 _RETRIED = frozenset({_LOCK_NOT_AVAILABLE, "40001", "40P01"})
@@ -118,6 +129,9 @@ class Head:
     last_hash: str
     newest_start: int
     """The id of the newest entry of a coordinator's start; 0: there is none."""
+
+    fence: int
+    """The number of the newest lease; 0: there was none."""
 
     @property
     def last(self) -> Mapping[str, Any] | None:
@@ -178,6 +192,8 @@ class PostgresJournal(SharedJournal):
 
         self._is_held: Callable[[], bool] = lambda: True
         self._successor: DuplicateCoordinator | None = None
+        self._lease: HeldLease | None = None
+        """The lease of this process; None: it does not serve, and writes as commands do."""
 
     def __enter__(self) -> PostgresJournal:
         return self.open()
@@ -252,17 +268,82 @@ class PostgresJournal(SharedJournal):
             head = self._attempt(_read_head)
             self._check_writer(head)
 
+    @contextlib.contextmanager
+    def hold(self, folder: Path, owner: str, is_begun: Callable[[], bool]) -> Iterator[Hold]:
+        """Open the journal, and take the lease and with it the lock of the state folder, whoever has that.
+
+        Raises:
+            DuplicateCoordinator: Another coordinator has the lease, and renews it.
+            JournalAway: The database does not answer.
+            StateError: The folder cannot be used, or the journal cannot.
+        """
+        holder = f"{owner} (host {socket.gethostname()[:255]}, process {os.getpid()})"
+        with contextlib.closing(self.open(is_begun=is_begun())):
+            lease = HeldLease(self._database, self._session, self._take(holder), clock=self._clock)
+            lease.start()
+            self._lease = lease
+            try:
+                # The lock follows the lease: its former holder can write nothing any more.
+                with taken_lock(folder, owner) as lock:
+                    yield lock
+            finally:
+                lease.stop()
+                self._lease = None
+
+    def _take(self, holder: str) -> int:
+        """Take the lease, after waiting whether that of a coordinator that has just ended is renewed.
+
+        Raises:
+            DuplicateCoordinator: Another coordinator has the lease, and renews it.
+        """
+        until = self._clock() + LEASE_S + PAUSE_S
+        seen_at = ""
+        while True:
+            with self._lock:
+                try:
+                    return self._attempt(
+                        lambda connection: take_lease(connection, self._session, holder, lock_head=_lock_head)
+                    )
+                except DuplicateCoordinator:
+                    renewed_at = self._attempt(read_lease).renewed_at
+                    is_renewed = bool(seen_at) and renewed_at != seen_at
+                    if is_renewed or self._clock() > until:
+                        raise
+                    seen_at = renewed_at
+            self._pause.wait(PAUSE_S)
+
+    def read_lease(self) -> LeaseState:
+        """Ask the database once who has the lease.
+
+        Raises:
+            JournalAway: It does not answer.
+        """
+        with self._lock:
+            try:
+                return read_lease(self._connected())
+            except database_errors() as error:
+                self._discard_connection()
+                raise self._translate(error) from error
+
     @property
     def is_ours(self) -> bool:
-        """Whether this process may write: no other coordinator has been found in the journal."""
-        return self._successor is None and self._is_held()
+        """Whether this process may write: no other coordinator has been found in the journal, or can have come."""
+        has_lease = self._lease is None or self._lease.is_certain
+        return self._successor is None and has_lease and self._is_held()
 
     def check_ours(self) -> None:
         """Return quietly while `is_ours`.
 
         Raises:
             DuplicateCoordinator: Another coordinator has taken over.
+            JournalAway: The lease was not renewed in time, and the database does not answer.
         """
+        # A lease that was not renewed in time, because this process was suspended or the database was away, may be
+        # lost: nothing is done until the database has said so, or has renewed it.
+        lease = self._lease
+        is_lost = lease is not None and not lease.is_certain and not lease.confirm(self._away_s)
+        if self._successor is None and is_lost:
+            self._successor = self._taken_over("the lease of this one has ended")
         if self._successor is None and not self._is_held():
             self._successor = self._taken_over("it holds the state folder")
         if self._successor is not None:
@@ -519,7 +600,7 @@ class PostgresJournal(SharedJournal):
         with contextlib.closing(self._connect()) as connection:  # one that does not see what is deferred on the other
             try:
                 copy(connection)
-            except _database_errors() as error:
+            except database_errors() as error:
                 raise self._translate(error) from error
 
     # --- inside ----------------------------------------------------------------------------------------------------
@@ -574,7 +655,7 @@ class PostgresJournal(SharedJournal):
             JournalAway: The database did not answer within the limit.
             StateError: The database refuses what was asked for, or deferred entries were lost.
         """
-        errors = _database_errors()
+        errors = database_errors()
         until = self._clock() + self._away_s
         while True:
             try:
@@ -625,11 +706,14 @@ class PostgresJournal(SharedJournal):
         return count
 
     def _check_writer(self, head: Head) -> None:
-        """Require that no other coordinator has started on this journal, by a head that is locked.
+        """Require that no other coordinator has a newer lease or start than this one, by a head that is locked.
 
         Raises:
             DuplicateCoordinator: One has.
         """
+        if self._lease is not None and head.fence != self._lease.fence:
+            self._successor = self._taken_over(f"it has lease {head.fence}, this one had {self._lease.fence}")
+            raise self._successor
         if self._start is not None and head.newest_start > self._start:
             self._successor = self._taken_over(f"its start is entry {head.newest_start}")
             raise self._successor
@@ -640,14 +724,14 @@ class PostgresJournal(SharedJournal):
             "answer; this one stops and writes nothing more"
         )
 
-    def _write_row(self, connection: Connection, head: Head, row: Mapping[str, Any]) -> Head:
-        """Write a row after a head that is locked, and return the head after it."""
+    def _write_row(self, connection: Connection, head: Head, row: Mapping[str, Any]) -> None:
+        """Write a row after a head that is locked."""
         newest_start = head.newest_start
         if row["kind"] == CoordinatorStarted.kind:
             newest_start = row["id"]
-        connection.execute(_INSERT, [row[name] for name in COLUMNS])
+        fence = None if self._lease is None else self._lease.fence
+        connection.execute(_INSERT, [*(row[name] for name in COLUMNS), fence])
         _write_head(connection, row, newest_start)
-        return Head(row["id"], row["hash"], newest_start)
 
     def _append_once(self, make: Callable[[Connection], tuple[Fact, Mapping[str, Any]]]) -> Entry:
         """Write an entry once, however often the connection is lost meanwhile.
@@ -704,7 +788,7 @@ class PostgresJournal(SharedJournal):
             return
         try:
             self._connection.execute("COMMIT")
-        except _database_errors() as error:
+        except database_errors() as error:
             failure = self._translate(error)
             if isinstance(failure, JournalAway):
                 self._discard_connection()
@@ -794,15 +878,6 @@ class PostgresJournal(SharedJournal):
             )
 
 
-def _database_errors() -> tuple[type[Exception], ...]:
-    """Return the errors of psycopg; none where it is not installed, because nothing is connected then."""
-    try:
-        import psycopg
-    except ImportError:
-        return ()
-    return (psycopg.Error,)
-
-
 def _is_of_connection(error: Exception) -> bool:
     """Return whether an error says that the connection is lost: it has a code for that, or none at all."""
     import psycopg
@@ -819,7 +894,7 @@ def _may_be_retried(error: Exception) -> bool:
 
 def _roll_back(connection: Connection) -> None:
     """End a transaction without its entries; one whose connection is lost has ended."""
-    with contextlib.suppress(*_database_errors()):
+    with contextlib.suppress(*database_errors()):
         connection.execute("ROLLBACK")
 
 
@@ -838,7 +913,9 @@ def _lock_head(connection: Connection) -> Head:
     Raises:
         StateError: It is missing.
     """
-    return _head_of(connection.execute("SELECT last_id, last_hash, newest_start FROM headwater_journal FOR UPDATE"))
+    return _head_of(
+        connection.execute("SELECT last_id, last_hash, newest_start, fence FROM headwater_journal FOR UPDATE")
+    )
 
 
 def _read_head(connection: Connection) -> Head:
@@ -847,7 +924,7 @@ def _read_head(connection: Connection) -> Head:
     Raises:
         StateError: It is missing.
     """
-    return _head_of(connection.execute("SELECT last_id, last_hash, newest_start FROM headwater_journal"))
+    return _head_of(connection.execute(_HEAD))
 
 
 def _head_of(cursor: psycopg.Cursor[dict[str, Any]]) -> Head:

@@ -110,6 +110,15 @@ class Database:
         )
 
 
+def database_errors() -> tuple[type[Exception], ...]:
+    """Return the errors of psycopg; none where it is not installed, because nothing is connected then."""
+    try:
+        import psycopg
+    except ImportError:
+        return ()
+    return (psycopg.Error,)
+
+
 def first_line(error: object) -> str:
     """Return the first line of an error of the database, below which a statement and its values may be."""
     return (str(error).strip().splitlines() or ["no reason was given"])[0]

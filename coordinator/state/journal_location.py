@@ -58,24 +58,34 @@ def read_location(folder: Path) -> JournalLocation | None:
     return JournalLocation(url, journal_id)
 
 
-def journal_of(folder: Path) -> Journal:
+def journal_of(folder: Path, url: str | None = None) -> Journal:
     """Return the journal of a state folder, not opened.
+
+    Args:
+        folder: The state folder.
+        url: The address by which this process reaches its database; None: the one in the folder.
 
     Raises:
         StateError: The file that names its database is damaged.
     """
-    shared = shared_journal_of(folder)
+    shared = shared_journal_of(folder, url)
     return SqliteJournal(folder / SQLITE) if shared is None else shared
 
 
-def shared_journal_of(folder: Path) -> SharedJournal | None:
+def shared_journal_of(folder: Path, url: str | None = None) -> SharedJournal | None:
     """Return the journal of a state folder that is in a database, not opened; None: it is in the folder.
+
+    Args:
+        folder: The state folder.
+        url: The address by which this process reaches the database; None: the one in the folder.
 
     Raises:
         StateError: The file that names its database is damaged.
     """
     location = read_location(folder)
-    return None if location is None else shared_journal_at(location.url, location.id)
+    if location is None:
+        return None
+    return shared_journal_at(location.url if url is None else url, location.id)
 
 
 def has_journal(folder: Path) -> bool:

@@ -25,12 +25,11 @@ from pathlib import Path
 from typing import Any
 
 from edge_agent.core.errors import StateError, UsageError, cause
-from edge_agent.core.locks import HeldLock, folder_lock
 from edge_agent.core.storage import read_json, read_regular, sha256_file, sha256_of, sync, write_atomic, write_json
 
 from ..journal.entries import RunRequested, StateKept
 from ..journal.kinds import CHECKPOINTS
-from ..journal.store import Journal
+from ..journal.store import Hold, Journal
 from ..views.releases import release_blobs
 from ..views.runs import RunRecord, replay
 from .journal_location import journal_of
@@ -217,25 +216,31 @@ class RunFolder:
 
 
 class StateFolder:
-    """The files of one coordinator. `open` is for the coordinator, `look` for commands beside it."""
+    """The files of one coordinator. `open` is for the coordinator, `look` for commands beside it.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        path: The folder.
+        journal: The address by which this process reaches the database of the journal; None: as the folder names it.
+
+    Raises:
+        StateError: The file that names the database is damaged.
+    """
+
+    def __init__(self, path: Path, journal: str | None = None) -> None:
         self.path = path
-        self.journal: Journal = journal_of(path)
+        self.journal: Journal = journal_of(path, journal)
         self.blobs = BlobStore(path / "blobs")
-        self._lock: HeldLock | None = None
+        self._lock: Hold | None = None
 
     @contextlib.contextmanager
     def open(self, owner: str) -> Iterator[StateFolder]:
         """Yield this folder, locked for this process, with all entries of the journal verified.
 
         Raises:
+            DuplicateCoordinator: another coordinator has the lease of a journal that several reach.
             StateError: another process works here, or the journal is damaged, truncated or missing.
         """
-        with (
-            folder_lock(self.path, owner) as self._lock,
-            contextlib.closing(self.journal.open(is_begun=self._has_content())),
-        ):
+        with self.journal.hold(self.path, owner, self._has_content) as self._lock:
             self.journal.verify()
             if self.journal.repair_indexes():
                 log.warning("journal_repaired path=%s: an index was damaged, and made again", self.journal.location)
