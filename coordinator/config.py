@@ -33,6 +33,8 @@ from edge_agent.core.config import (
 )
 from edge_agent.core.task import MAX_LABEL, Frozen, Task
 
+from .journal.schemes import mistakes_in
+
 Count = Annotated[int, Field(ge=0, le=1_000_000)]
 PositiveCount = Annotated[int, Field(ge=1, le=1_000_000)]
 Seed = Annotated[int, Field(ge=0, lt=1 << 63)]
@@ -301,6 +303,22 @@ A journal of an earlier version lacks some of them: there was no such bound then
 
 def _one_or_more(value: object) -> object:
     return (value,) if isinstance(value, str) else value
+
+
+class AggregatorsConfig(Frozen):
+    """Processes that take, check and sum the updates of rounds beside the coordinator: 'headwater aggregate'.
+
+    They need the coordinator's state folder, on the same machine or as a shared folder. Buffered rounds and secure sums
+    do without them.
+    """
+
+    partitions: int = Field(
+        0,
+        ge=0,
+        le=1024,
+        description="into how many partitions the agents are divided, each for one 'headwater aggregate --partition "
+        "K/N'; the coordinator takes the updates of those that nobody serves; 0: none",
+    )
 
 
 class ExportConfig(Frozen):
@@ -591,6 +609,13 @@ class CoordinatorConfig(Frozen):
 
     federation: str = Field("home", pattern=NAME_PATTERN, description="name of the federation; agents use the same")
     state: Path = Field(Path("state"), description="folder for journal, blobs and runs")
+    journal: str | None = Field(
+        None,
+        max_length=2000,
+        description="URL of a database for the journal, postgresql://user@host/database?passfile=/path, that "
+        "coordinators with one state folder share; a password is read from passfile, PGPASSFILE or PGPASSWORD; "
+        "default: SQLite in the state folder",
+    )
     broker: BrokerConfig | None = Field(None, description="an existing broker")
     embedded: EmbeddedConfig = Field(
         default_factory=EmbeddedConfig, description="the broker that the coordinator starts without [broker]"
@@ -604,6 +629,9 @@ class CoordinatorConfig(Frozen):
     round: RoundConfig = Field(default_factory=RoundConfig, description="when a round closes")
     aggregation: AggregationConfig = Field(
         default_factory=AggregationConfig, description="how updates are combined, and what a single one can do"
+    )
+    aggregators: AggregatorsConfig = Field(
+        default_factory=AggregatorsConfig, description="processes that take and sum updates beside the coordinator"
     )
     export: ExportConfig = Field(default_factory=ExportConfig, description="what happens to the encoder of a run")
     privacy: DifferentialPrivacyConfig = Field(
@@ -643,9 +671,17 @@ class CoordinatorConfig(Frozen):
 
         Neither secrets nor paths can be read from them.
         """
-        sections = self.model_dump(mode="json", exclude={"state", "task", "run", "warm_start", "web"})
+        sections = self.model_dump(mode="json", exclude={"state", "journal", "task", "run", "warm_start", "web"})
         texts = {name: json.dumps(section, sort_keys=True) for name, section in sections.items()}
         return {name: hashlib.sha256(text.encode()).hexdigest()[:8] for name, text in texts.items()}
+
+    @field_validator("journal")
+    @classmethod
+    def _journal_is_at_a_url(cls, journal: str | None) -> str | None:
+        mistakes = [] if journal is None else mistakes_in(journal)
+        if mistakes:
+            raise ValueError("; ".join(mistakes))
+        return journal
 
     @model_validator(mode="after")
     def _peft_is_of_a_run(self) -> CoordinatorConfig:

@@ -21,13 +21,16 @@ from edge_agent.core.errors import UsageError
 from edge_agent.core.formats import other_version
 from edge_agent.core.locks import lock_holder
 from edge_agent.wire.broker_steps import walk_to_broker
-from edge_agent.wire.mqtt import MqttTransport, user_of
+from edge_agent.wire.mqtt import MqttTransport, observe_broker, user_of
 from edge_agent.wire.topics import Topics
 from edge_agent.wire.transport import Message, Subscribed
 
 from ..broker import find_mosquitto
+from ..broker.kinds import describe_broker
 from ..config import CoordinatorConfig, load_config
+from ..journal.schemes import shared_journal_at
 from ..service.preflight import check_defaults, without_lost_weights
+from ..state.journal_location import read_location
 from ..state.status_file import read_status
 from .options import Json
 from .output import present, table
@@ -42,7 +45,8 @@ TIMEOUT_S = 5.0
 def doctor(config: Config = None, as_json: Json = False) -> None:
     """Show what this machine can do as a coordinator, and whether 'headwater serve' would start with a configuration.
 
-    It looks at method, task and data of runs as 'serve' does, and at the broker: login and topic rules.
+    It looks at method, task and data of runs as 'serve' does, at the database of the journal where one is named, and at
+    the broker: login, topic rules, and which one it is, with its known limits.
 
     Example: headwater doctor --config coordinator.toml
     """
@@ -67,6 +71,7 @@ def doctor(config: Config = None, as_json: Json = False) -> None:
         advice.append("no mosquitto: the embedded broker serves trials and small fleets")
     # 2. Whether 'serve' would start with the configuration, if one is named.
     runs = None
+    journal: Step | None = None
     broker_steps: list[Step] = []
     steps: list[tuple[str, Step]] = []
     if settings is not None:
@@ -75,7 +80,12 @@ def doctor(config: Config = None, as_json: Json = False) -> None:
             advice.append(serving)
         runs = try_step("runs", lambda: _check_runs(settings, config))
         broker_steps = list(_steps(settings))
-        steps = [("runs", runs), *((f"broker {step.name}", step) for step in broker_steps)]
+        steps = [("runs", runs)]
+        if settings.journal is not None:
+            url = settings.journal
+            journal = try_step("journal", lambda: _check_journal(settings.state, url, advice))
+            steps.append(("journal", journal))
+        steps += ((f"broker {step.name}", step) for step in broker_steps)
     # 3. All of it; the exit code is that of the first step that fails.
     parts: list[Table | str] = [table("this machine", ("what", "found"), list(facts.items()), left=2)]
     parts += [f"- {line}" for line in advice]
@@ -83,7 +93,14 @@ def doctor(config: Config = None, as_json: Json = False) -> None:
         outcome = "ok" if step.is_ok else "FAILED"
         parts.append(f"{name}: {outcome}: {step.detail}")
     shown_runs = None if runs is None else _shown(runs)
-    result = {**facts, "advice": advice, "runs": shown_runs, "broker": [_shown(step) for step in broker_steps]}
+    shown_journal = None if journal is None else _shown(journal)
+    result = {
+        **facts,
+        "advice": advice,
+        "runs": shown_runs,
+        "journal": shown_journal,
+        "broker": [_shown(step) for step in broker_steps],
+    }
     present(result, parts, as_json=as_json)
     for _, step in steps:
         if not step.is_ok:
@@ -112,6 +129,19 @@ def _check_runs(settings: CoordinatorConfig, path: Path | None) -> str:
     """
     in_child(lambda: check_defaults(without_lost_weights(settings), path))  # models need torch, 190 MB
     return f"method {settings.run.method}, encoder {settings.task.encoder}"
+
+
+def _check_journal(state: Path, url: str, advice: list[str]) -> str:
+    """Return what is in the database of the journal, and add to the advice what its server should do.
+
+    Raises:
+        StateError: The database cannot be reached, or is not that of the state folder.
+    """
+    location = read_location(state)
+    expected_id = "" if location is None else location.id
+    report = shared_journal_at(url, expected_id).examine()
+    advice += report.advice
+    return report.description
 
 
 def _steps(config: CoordinatorConfig) -> Iterator[Step]:
@@ -143,10 +173,15 @@ def _steps_to(broker: BrokerConfig, federation: str) -> Iterator[Step]:
     try:
         step = try_step("login", lambda: _login(transport, topics, broker))
         yield step
-        if step.is_ok:
-            yield try_step("topics", lambda: _receive_own_message(transport, topics, federation))
+        if not step.is_ok:
+            return
+        step = try_step("topics", lambda: _receive_own_message(transport, topics, federation))
+        yield step
     finally:
         transport.close()
+    # With a certificate all connections have one id, and the second one ends the first: so this comes after it.
+    if step.is_ok:
+        yield try_step("kind", lambda: _kind(broker, topics, f"{federation}-coordinator"))
 
 
 def _login(transport: MqttTransport, topics: Topics, broker: BrokerConfig) -> str:
@@ -154,6 +189,11 @@ def _login(transport: MqttTransport, topics: Topics, broker: BrokerConfig) -> st
     transport.start()
     user = user_of(broker, transport.client_id)
     return "without a user" if user is None else f"as user '{user}'"
+
+
+def _kind(broker: BrokerConfig, topics: Topics, client_id: str) -> str:
+    """Return which broker it is, as far as it can be told, and its limits."""
+    return describe_broker(observe_broker(broker, client_id, topics.root, TIMEOUT_S))
 
 
 def _receive_own_message(transport: MqttTransport, topics: Topics, federation: str) -> str:

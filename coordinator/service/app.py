@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from edge_agent.core.children import ThreadWorker
 from edge_agent.core.config import BrokerConfig
-from edge_agent.core.errors import BrokerAway, DuplicateCoordinator, StateError, UsageError
+from edge_agent.core.errors import BrokerAway, DuplicateCoordinator, JournalAway, StateError, UsageError
 from edge_agent.core.limits import OPEN_FILES, allow_open_files
 from edge_agent.core.locks import lock_holder
 from edge_agent.wire.faults import LOGIN_REFUSED
@@ -36,6 +36,7 @@ from ..journal.store import utc_now
 from ..processes.compute import Compute, ComputeProcess
 from ..state.backup import MARKER
 from ..state.command_keys import CommandKeys
+from ..state.journal_location import shared_journal_of, use_database
 from ..state.log_file import logging_to
 from ..state.starts import Takeover
 from ..state.store import StateFolder
@@ -43,7 +44,7 @@ from .coordinator import Coordinator
 from .first_start import Decisions, prepare_start
 from .peers import PROBE_S
 from .preflight import overlaps
-from .standby import Standby, wait_for_folder
+from .standby import Standby, wait_for_folder, wait_for_lease
 from .surroundings import Access, Runtime, StartOptions
 
 if TYPE_CHECKING:
@@ -71,8 +72,11 @@ def take_over(
         StateError: there is no journal in the state folder, or it is damaged.
     """
     while True:
-        # 1. Wait until the other one is silent. Where its broker is its own, both end together: its lock tells.
-        if config.broker is None:
+        # 1. Wait until the other one is silent. A journal that both reach has a lease. Where the broker is the other
+        # one's own, both end together: its lock tells.
+        if config.journal is not None or shared_journal_of(config.state) is not None:
+            takeover = _wait_for_lease(config, stop)
+        elif config.broker is None:
             takeover = _wait_without_broker(config, stop)
         else:
             takeover = _wait_at_broker(config, config.broker, stop, takeover_s)
@@ -81,12 +85,38 @@ def take_over(
         # 2. Start in its place. What may pass by itself, such as another standby that was faster, is waited for again.
         try:
             return stack.enter_context(coordinator(config, stop, takeover=takeover))
-        except (DuplicateCoordinator, BrokerAway) as error:
+        except (DuplicateCoordinator, BrokerAway, JournalAway) as error:
             log.warning("not_taken_over reason=%s", error)
         except StateError as error:
             if lock_holder(config.state) is None:
                 raise
             log.warning("not_taken_over reason=%s", error)
+
+
+def _wait_for_lease(config: CoordinatorConfig, stop: threading.Event) -> Takeover | None:
+    """Wait until no coordinator has the lease of the journal's database; None where ``stop`` is set before.
+
+    Raises:
+        UsageError: Agents would lose their broker with the coordinator.
+        StateError: The database is not that of the state folder.
+    """
+    if config.broker is None:
+        raise UsageError(
+            f"the journal of {config.state} is in a database, for coordinators on several machines, and each of them "
+            "starts its own broker, which agents would lose with it; give [broker] url"
+        )
+    while not stop.is_set():
+        try:
+            use_database(config.state, config.journal)
+        except JournalAway as error:
+            log.warning("journal_away reason=%s: until it is there, nothing is taken over", error)
+            stop.wait(START_AGAIN_S)
+            continue
+        journal = shared_journal_of(config.state, config.journal)
+        if journal is None or not wait_for_lease(journal, stop):
+            return None
+        return Takeover()
+    return None
 
 
 def _wait_without_broker(config: CoordinatorConfig, stop: threading.Event) -> Takeover | None:
@@ -140,7 +170,8 @@ def coordinator(
         takeover: The coordinator that a standby has found silent; then nobody has to decide anything.
 
     Raises:
-        StateError: another process works in the state folder, or it is damaged.
+        StateError: another process works in the state folder, it is damaged, or the database is not its own.
+        JournalAway: the database of the journal cannot be reached.
         DuplicateCoordinator: another coordinator serves the federation.
         StartStopped: ``stop`` was set before it was known whether one does; nothing was started.
         UsageError: the state folder is a backup, and nobody has confirmed whom its certificates let in.
@@ -151,7 +182,8 @@ def coordinator(
     with contextlib.ExitStack() as stack:
         # 1. The state folder belongs to this process from here on. What an operator has to decide about a backup is
         # asked for before anything is written.
-        folder = StateFolder(config.state)
+        use_database(config.state, config.journal)
+        folder = StateFolder(config.state, config.journal)
         state = _when_there_is_room(config.state, stop, lambda: stack.enter_context(folder.open("headwater serve")))
         stack.enter_context(logging_to(config.state))
         if takeover is None:
@@ -174,7 +206,9 @@ def coordinator(
         hooks = OwnDataHooks(
             config.proxy, ComputeProcess(state.path / "hosted" / "compute.log"), ThreadWorker(mqtt.wake)
         )  # a process of its own: an evaluation takes as long as it likes, and no round waits for it
-        probe_s = 0.0 if config.broker is None else PROBE_S  # an embedded broker has just been started
+        # Nobody else can serve where the broker has just been started, or where the journal has granted its lease.
+        is_alone = config.broker is None or shared_journal_of(config.state) is not None
+        probe_s = 0.0 if is_alone else PROBE_S
         service = Coordinator(
             config,
             state,

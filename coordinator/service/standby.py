@@ -9,10 +9,14 @@ any more (`serve_from` of `coordinator.journal.sqlite`), so it can accept nothin
 SQLite's shared memory, so a folder on a disk of two machines is refused; they use a copy.
 
 A coordinator that starts its own broker takes that along: its standby works on the same folder, and goes by the lock.
+
+Where the journal is in a database that both reach, nobody is asked over the broker: the lease in the database says who
+serves, and fences whoever had it before (`coordinator.journal.postgres_lease`). The state folder is shared then.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -22,7 +26,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from edge_agent.core.errors import HeadwaterError, StateError, UsageError, cause
+from edge_agent.core.errors import HeadwaterError, JournalAway, StateError, UsageError, cause
 from edge_agent.core.locks import LockHolder, lock_holder, remove_lock
 from edge_agent.wire.messages import codec
 from edge_agent.wire.messages.down import Present
@@ -30,9 +34,11 @@ from edge_agent.wire.topics import Topics
 from edge_agent.wire.transport import Connected, Disconnected, Message, Subscribed, Transport
 
 from ..journal.sqlite import can_write
+from ..journal.store import LEASE_S, LeaseState, SharedJournal
 from ..state.backup import MARKER
 from ..state.starts import Takeover, federation_of
 from ..state.store import StateFolder
+from .listening import Listening
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +50,9 @@ QUIET_S = 10.0
 
 QUERY_S = 2.0
 LOOK_S = 0.5
+LEASE_LOOK_S = 0.2
+"""Seconds between two looks at the lease."""
+
 WRONG_ANSWERS = 3
 """Answers in a row that do not fit the state folder: their coordinator works on another one."""
 
@@ -86,6 +95,55 @@ def wait_for_folder(
     return False
 
 
+def wait_for_lease(
+    journal: SharedJournal,
+    stop: threading.Event,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    pause: Callable[[float], object] | None = None,
+) -> bool:
+    """Wait until no coordinator has the lease of a journal; return False when ``stop`` is set before.
+
+    A lease that has expired counts only after `LEASE_S` seconds in which this process saw the database answer and the
+    lease not renewed: when a database has restarted, its holder gets as long to renew it.
+
+    Raises:
+        StateError: The database answers, and does not have the journal that is expected.
+    """
+    wait = pause or stop.wait
+    seen: LeaseState | None = None
+    seen_since = 0.0
+    said = ""
+    with contextlib.closing(journal):
+        while not stop.is_set():
+            try:
+                if not journal.is_open:
+                    journal.open()
+                lease = journal.read_lease()
+            except JournalAway as error:
+                if said != "away":
+                    log.warning("journal_away reason=%s: until it is back, nothing is taken over", error)
+                said = "away"
+                seen = None
+                wait(LOOK_S)
+                continue
+            now = clock()
+            if lease.is_free:
+                log.info("takes_over lease=%d from=%s: it was given back", lease.fence, lease.holder or "nobody")
+                return True
+            if lease.holder != said:
+                log.info("standing_by holder=%s lease=%d", lease.holder, lease.fence)
+                said = lease.holder
+            if seen is None or lease.renewed_at != seen.renewed_at:
+                seen = lease
+                seen_since = now
+            elif lease.has_expired and now - seen_since >= LEASE_S:
+                log.warning("takes_over lease=%d from=%s silent_s=%.1f", lease.fence, lease.holder, now - seen_since)
+                return True
+            wait(LEASE_LOOK_S)
+    return False
+
+
 def _lock_holder(state: Path) -> LockHolder | None:
     try:
         return lock_holder(state)
@@ -119,6 +177,7 @@ class Standby:
         self._takeover_s = takeover_s
         self._boot = boot or secrets.token_hex(8)
         self._topics = Topics(federation)
+        self._listening = Listening(self._topics.coordinators)
         self._host = socket.gethostname()[:255]
         self._process = os.getpid()
         self._seq = 0
@@ -162,25 +221,24 @@ class Standby:
         """Handle at most one event; return True once this process is to take over.
 
         Raises:
-            UsageError: the broker does not let it hear the coordinators of the federation.
+            UsageError: the broker does not let it hear coordinators, for longer than an election takes.
         """
         event = self._transport.receive(timeout_s)
         now = self._clock()
         if isinstance(event, Connected):
             log.info("connected federation=%s standby=%s", self._name, self._boot)
         elif isinstance(event, Subscribed):
-            if self._topics.coordinators not in event.filters:
-                raise UsageError(
-                    f"the broker does not let this process subscribe to {self._topics.coordinators}, so it cannot hear "
-                    "whether a coordinator serves; give it the rights of the coordinator ('headwater password --acl')"
-                )
-            self._returned_at = None
-            self._asked_at = float("-inf")
+            # Without the topic nothing comes back, and silence does not count: it is asked for again.
+            if self._listening.is_granted(event, now):
+                self._returned_at = None
+                self._asked_at = float("-inf")
         elif isinstance(event, Disconnected):
             log.warning("broker_away reason=%s: until it is back, nothing is taken over", event.reason)
             self._returned_at = None
+            self._listening.disconnected()
         elif isinstance(event, Message) and event.topic == self._topics.coordinators and not event.retained:
             self._on_coordinator(event.payload)
+        self._listening.check(now)
         if now - self._asked_at >= QUERY_S:
             self._asked_at = now
             self._ask()

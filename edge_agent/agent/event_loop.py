@@ -13,7 +13,6 @@ import secrets
 import shutil
 import threading
 from collections.abc import Callable
-from datetime import datetime, timezone
 from functools import partial
 from typing import Any
 
@@ -31,6 +30,7 @@ from ..core.formats import printable
 from ..core.limits import resident_bytes
 from ..core.storage import read_json, write_atomic
 from ..core.task import Task
+from ..core.time_and_text import utc_text
 from ..privacy.policy import sample_count, without_withheld
 from ..version import __version__
 from ..wire.blobs.chunks import BlobCache, decode_frame
@@ -241,9 +241,7 @@ class Agent:
 
     def _on_connected(self, event: Connected) -> None:
         log.info("connected broker=%s", event.broker or self.config.broker.names)
-        self._broker = event.connection_since(
-            datetime.fromtimestamp(self._now(), timezone.utc).isoformat(timespec="seconds")
-        )
+        self._broker = event.connection_since(utc_text(self._now()))
         self._connection = event.connection
         self.certificate.connected()
         # Hello is sent as soon as an answer can be received, which is when the subscriptions are confirmed.
@@ -307,7 +305,8 @@ class Agent:
         self._silence.tell(self.config)
         if self.refused_topics is not None and self._silence.asks_rules():
             self._ask_rules(self.refused_topics)
-        if self.leave_broker is not None and self._silence.is_to_leave():
+        if self.leave_broker is not None and self._silence.is_leave_due():
+            self._silence.broker_left()
             self.leave_broker(f"no coordinator of federation '{self.config.federation}' answers here")
 
     def _ask_rules(self, refused_topics: RefusedTopics) -> None:

@@ -49,4 +49,4 @@ class AgentRuntime:
     """Asks the broker which messages it does not let this agent publish, for when no coordinator answers."""
 
     leave_broker: Callable[[str], None] | None = None
-    """Goes to the next broker of a list, with the reason; None where there is only one."""
+    """Leaves the connected broker for the next one of the list, with the reason; None where there is only one."""

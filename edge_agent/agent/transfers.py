@@ -40,17 +40,22 @@ class Link:
         self._membership = membership
         self._seq = 0
 
-    def send(self, message: fields.Control) -> None:
-        """Publish a control message, stamped with the start of this agent and the federation that it follows."""
-        self._publish(self.topics.up(self._agent), message)
+    def send(self, message: fields.Control, partition: str = "") -> None:
+        """Publish a control message, stamped with the start of this agent and the federation that it follows.
+
+        Args:
+            message: The message.
+            partition: Whose aggregator gets it; empty: the coordinator does.
+        """
+        self._publish(self.topics.up(self._agent, partition), message)
 
     def beat(self, message: up.Heartbeat) -> None:
         """Publish a heartbeat; it may be lost."""
         self._publish(self.topics.heartbeat(self._agent), message, qos=0)
 
-    def send_chunk(self, frame: bytes) -> None:
-        """Publish one frame of chunks of the update."""
-        self._transport.publish(self.topics.up_chunks(self._agent), frame)
+    def send_chunk(self, frame: bytes, partition: str) -> None:
+        """Publish one frame of chunks of the update, for the aggregator of a partition or for the coordinator."""
+        self._transport.publish(self.topics.up_chunks(self._agent, partition), frame)
 
     def listen(self, digest: str) -> None:
         """Begin to receive the broadcast of a blob."""
@@ -226,6 +231,9 @@ class Uploads:
         self._link = link
         self._clock = clock
         self._manifest = outbox.get()
+        self._partition = ""
+        """Whose aggregator takes the update, as its job says; empty: the coordinator does."""
+
         self._sending: flow.Sending | None = None
         self._pace = flow.Pace(flow.WINDOW_BYTES)
         self._budget = Budget()
@@ -237,17 +245,22 @@ class Uploads:
         """Return whether the update of that job waits here."""
         return self._manifest is not None and job_key(self._manifest) == job
 
-    def offer(self, manifest: up.UpdateManifest) -> None:
-        """Announce a new update, which is in the outbox."""
+    def offer(self, manifest: up.UpdateManifest, partition: str = "") -> None:
+        """Announce a new update, which is in the outbox, to the aggregator of a partition or to the coordinator."""
         self._stop_sending()
         self._manifest = manifest
+        self.offer_to(partition)
+
+    def offer_to(self, partition: str) -> None:
+        """Announce what waits, if anything does, to whom its job names now."""
+        self._partition = partition
         self.offer_again()
 
     def offer_again(self) -> None:
         """Announce what waits, if anything does."""
         if self._manifest is not None:
             self._wait(OFFER_AGAIN_S, "the coordinator's answer to the announcement of its update")
-            self._link.send(self._manifest)
+            self._link.send(self._manifest, self._partition)
 
     def cut(self) -> None:
         """Begin with a new connection: what was under way is lost, and the link may be another one."""
@@ -368,7 +381,7 @@ class Uploads:
         self._wait(OFFER_AGAIN_S, "")
         sending.lacks(missing, now)
         for frame in sending.due(now):
-            self._link.send_chunk(frame)
+            self._link.send_chunk(frame, self._partition)
 
 
 @dataclass

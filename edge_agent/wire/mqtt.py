@@ -20,6 +20,8 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Mapping
+from enum import Enum
+from functools import partial
 from pathlib import Path
 
 import paho.mqtt.client as paho
@@ -37,6 +39,7 @@ from ..core.errors import (
     cause,
     is_of_another_time,
 )
+from .broker_traits import AnswerTo5, BrokerTraits
 from .failover import QUEUED_SEGMENTS, Failover, LinkState, Strictness, Vigil, order_for
 from .inbox import ORDINARY, Inbox, RankOf
 from .login import FEDERATION_ADVICE, LoginAdvice
@@ -604,6 +607,113 @@ def refused_topics(
     # 3. A message without an answer in time counts as let through.
     failures = {mid: code for mid, code in answers.items() if code.is_failure}
     return {topics[mid]: str(code) for mid, code in failures.items() if mid in topics}
+
+
+_NOT_GRANTED = 128
+"""The code of a subscription that is not granted."""
+
+_VERSION_TOPIC = "$SYS/broker/version"
+"""The topic on which some brokers retain what they call themselves."""
+
+_VERSION_BYTES = 100
+"""The longest version of a broker that is shown."""
+
+_VERSION_WAIT_S = 0.5
+"""Seconds in which a broker that calls itself something has said so."""
+
+
+class _Question(Enum):
+    """What a subscription of `observe_broker` is to show."""
+
+    QOS = "the highest quality of service"
+    SPACE = "whether a topic may have a space in it"
+    VERSION = "what the broker calls itself"
+
+
+def observe_broker(config: BrokerConfig, client_id: str, root: str, timeout_s: float) -> BrokerTraits:
+    """Return what can be seen of a broker that lets this client in.
+
+    Args:
+        config: The broker, and how to log in.
+        client_id: The first part of the ids of the sessions, of which there is one at a time.
+        root: A topic below which this client may subscribe.
+        timeout_s: Seconds that each of the two connections may take.
+
+    Raises:
+        ConfigError: A certificate or key cannot be loaded.
+    """
+    grants, version = _observe_grants(config, client_id, root, timeout_s)
+    qos = grants.get(_Question.QOS, _NOT_GRANTED)
+    space = grants.get(_Question.SPACE)
+    return BrokerTraits(
+        version=version,
+        answer_to_5=_observe_answer_to_5(config, client_id, timeout_s),
+        highest_qos=None if qos == _NOT_GRANTED else qos,
+        takes_spaces=None if space is None else space != _NOT_GRANTED,
+    )
+
+
+def _observe_grants(
+    config: BrokerConfig, client_id: str, root: str, timeout_s: float
+) -> tuple[dict[_Question, int], str]:
+    """Return the code with which the broker answers each question, as far as it does, and what it calls itself.
+
+    The question that a topic rule may forbid comes last: RabbitMQ closes the connection then.
+    """
+    filters = {
+        _Question.QOS: (f"{root}/doctor", 2),
+        _Question.SPACE: (f"{root}/doctor doctor", 0),
+        _Question.VERSION: (_VERSION_TOPIC, 0),
+    }
+    client = _client(config, client_id, session_of(client_id), paho.MQTTv311)
+    connected: list[bool] = []
+    codes: dict[int | None, int] = {}
+    versions: list[str] = []
+    grants: dict[_Question, int] = {}
+
+    def note_message(_client: paho.Client, _data: object, message: paho.MQTTMessage) -> None:
+        if message.topic == _VERSION_TOPIC:
+            versions.append(message.payload[:_VERSION_BYTES].decode(errors="replace"))
+
+    client.on_connect = lambda _client, _data, _flags, code, _props: connected.append(not code.is_failure)
+    client.on_subscribe = lambda _client, _data, mid, answers, _props: codes.update({mid: answers[0].value})
+    client.on_message = note_message
+    until = time.monotonic() + timeout_s
+    try:
+        client.connect(config.host, config.port)
+        stands = _loop_until(client, lambda: bool(connected), until) and any(connected)
+        for question, (topic_filter, qos) in filters.items():
+            if not stands:
+                break
+            _, mid = client.subscribe(topic_filter, qos)
+            stands = _loop_until(client, partial(codes.__contains__, mid), until)
+            if mid in codes:
+                grants[question] = codes[mid]
+        # What is retained comes right after the answer to the subscription, from those that have it.
+        if stands:
+            _loop_until(client, lambda: bool(versions), min(until, time.monotonic() + _VERSION_WAIT_S))
+    except (OSError, ValueError):
+        return grants, ""
+    finally:
+        client.disconnect()
+    return grants, versions[0] if versions else ""
+
+
+def _observe_answer_to_5(config: BrokerConfig, client_id: str, timeout_s: float) -> AnswerTo5:
+    """Return what the broker does with a client that wants to speak MQTT 5."""
+    client = _client(config, client_id, session_of(client_id), paho.MQTTv5)
+    lets_in: list[bool] = []
+    client.on_connect = lambda _client, _data, _flags, code, _props: lets_in.append(not code.is_failure)
+    try:
+        client.connect(config.host, config.port)
+        stands = _loop_until(client, lambda: bool(lets_in), time.monotonic() + timeout_s)
+    except (OSError, ValueError):
+        stands = False
+    finally:
+        client.disconnect()
+    if lets_in:
+        return AnswerTo5.SPOKEN if lets_in[0] else AnswerTo5.REFUSED
+    return AnswerTo5.NONE if stands else AnswerTo5.CLOSED
 
 
 def _loop_until(client: paho.Client, is_over: Callable[[], bool], until: float) -> bool:

@@ -26,6 +26,7 @@ from edge_agent.wire.messages.fields import (
     Epoch,
     JobKey,
     Name,
+    Partition,
     Purpose,
     Ranges,
     RoundNumber,
@@ -132,6 +133,11 @@ class Job(Command):
     evaluate: bool = True
     privacy: Noise | None = Field(None, description="clipping and noise of the update; None: as the device's file says")
     session: Session = Field("", description="attempt at a secure sum that the job is part of; empty: none")
+    partition: Partition = Field(
+        "",
+        description="whose aggregator takes the update, on topics of its own; empty: the coordinator",
+        json_schema_extra={"since": 4},
+    )
 
     @property
     def refs(self) -> tuple[BlobRef, ...]:

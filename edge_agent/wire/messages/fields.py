@@ -79,7 +79,7 @@ def metrics_of(log: Mapping[str, float]) -> dict[str, float | None]:
     return {name: value if math.isfinite(value) else None for name, value in log.items()}
 
 
-PROTOCOL = 3
+PROTOCOL = 4
 """The newest version of the protocol that this side speaks."""
 
 OLDEST_PROTOCOL = 3
@@ -171,11 +171,19 @@ EXCHANGES: tuple[Purpose, ...] = ("secure_keys", "secure_shares", "secure_unmask
 Session = Annotated[str, Field(pattern=r"^([0-9a-f]{32})?$")]
 """The id of one attempt at a secure sum; empty where there is none."""
 
+Partition = Annotated[str, Field(pattern=r"^([0-9]{1,4}-of-[0-9]{1,4})?$")]
+"""The part of a federation's agents that one aggregator serves, such as ``2-of-4``; empty: no aggregator does."""
+
 RoundNumber = Annotated[int, Field(ge=0, le=MAX_ROUND)]
 """The number of a round."""
 
 Ranges = Annotated[tuple[tuple[int, int], ...], Field(max_length=MAX_RANGES)]
 """Half-open ranges of chunk numbers."""
+
+
+def start_of_partition(boot: str, partition: str) -> str:
+    """Return the start under which an aggregator sends commands for a coordinator whose start is ``boot``."""
+    return f"{boot}-{partition}"
 
 
 class Control(Frozen):
