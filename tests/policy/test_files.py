@@ -201,6 +201,11 @@ REMOVALS = {
         "_put_back_on_error",
         ".unlink",
     ): "the configuration that this call has made, where the rest failed",
+    (
+        "coordinator.hosted.spread",
+        "other_processes",
+        ".unlink",
+    ): "the file at which processes meet, named by this one's id",
     ("coordinator.hosted.run_hooks", "OwnDataHooks.after_round", ".unlink"): STATE_FILE,
     ("coordinator.hosted.run_hooks", "OwnDataHooks._warm", ".unlink"): STATE_FILE,
     ("coordinator.hosted.run_hooks", "_remove", ".unlink"): "states that wait for an evaluation, by whole names",
