@@ -86,7 +86,7 @@ REMOVALS = {
     ): "only the folder that this call has made; rmdir takes empty ones",
     (
         "coordinator.state.journal_location",
-        "_carry_over",
+        "_begin",
         ".replace",
     ): "the folder's own journal, after all of its entries are in the database",
     ("coordinator.state.store", "BlobStore.sweep", ".rmdir"): "empty folders of uploads in the state folder",
