@@ -200,9 +200,10 @@ class Coordinator:
     def _make_aggregators(self, keys: CommandKeys | None) -> Aggregators:
         """Return the side of the aggregators, or that of none where the configuration has none."""
         of = self.config.aggregators.partitions
-        # Buffered rounds take an update of several rounds, and of a secure sum nobody reads one alone.
-        has_partitions = of > 0 and self.config.round.mode == "synchronous" and not self.config.privacy.secure_sum
-        if not has_partitions or keys is None:
+        # Buffered rounds take updates of several rounds, and of a secure sum nobody reads one alone. A broker of
+        # [identity] lets the coordinator's certificate have one session.
+        has_such_rounds = self.config.round.mode == "synchronous" and not self.config.privacy.secure_sum
+        if of == 0 or not has_such_rounds or keys is None or self.identity is not None:
             return Aggregators()
         transport = self.transport
         link = AggregatorLink(
