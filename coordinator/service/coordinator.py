@@ -216,7 +216,9 @@ class Coordinator:
             unread_s=lambda: transport.unread_s,
         )
         folder = self.state.path / AGGREGATORS
-        return AggregatorPosts(of, link, self.collector, folder, self._run_ids, self._take_stored, self.clock)
+        return AggregatorPosts(
+            of, link, self.collector, folder, self._run_ids, self._take_stored, self._ask_again, self.clock
+        )
 
     # --- start and stop ----------------------------------------------------------------------------------------------
 
@@ -785,6 +787,11 @@ class Coordinator:
             if trouble is not None:
                 self.storage.note(trouble, "what an aggregator has stored")
             self._ignore("aggregator", error)
+
+    def _ask_again(self, agent: str) -> None:
+        """Send an agent of the open round its job again."""
+        if self.loop is not None:
+            self.loop.invite(agent)
 
     def _take_stored(self, agent: str, message: up.UpdateManifest, stored: Stored) -> bool:
         """Take what an aggregator says of an agent's update; return False where the update is not in the store."""

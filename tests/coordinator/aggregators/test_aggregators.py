@@ -330,3 +330,17 @@ def test_the_coordinators_own_broker_needs_a_fixed_port(tmp_path):
     CommandKeys.of(config.state, config.federation)
     with pytest.raises(UsageError, match=r"another port at each start"), app.aggregator(config, Partition(1, 2)):
         pass
+
+
+def test_a_partition_whose_aggregator_dies_is_served_again_within_four_seconds(tmp_path):
+    """Three seconds of silence, then its agents are asked at once; by themselves they would wait for five more."""
+    with PartitionedFederation(tmp_path, 2, agents=6) as fed:
+        fed.wait(2)
+        partition = Partition(1, 2).name
+        fed.kill_aggregator("sum1")
+        fed.request(rounds=1)
+        begin = fed.clock()
+        waiting = [agent for agent in fed.agents if partition_of(agent, 2).name == partition]
+        assert waiting
+        fed.until(lambda: len(fed.entries("update_accepted")) == 6)
+        assert fed.clock() - begin < 4
