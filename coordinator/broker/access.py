@@ -67,7 +67,8 @@ class Rules:
 def mosquitto_acl(federation: str) -> str:
     """Return the same rules as a mosquitto ACL file, where ``%u`` stands for the user name."""
     topics = Topics(federation)
-    lines = [f"user {COORDINATOR_USER}", f"topic readwrite {topics.root}/#", ""]
+    # The version is for 'headwater doctor', which says what is known of a broker.
+    lines = [f"user {COORDINATOR_USER}", f"topic readwrite {topics.root}/#", "topic read $SYS/broker/version", ""]
     lines += [f"pattern write {topic}" for topic in _writable(topics, "%u")]
     lines += [f"pattern read {topic}" for topic in _readable(topics, "%u")]
     return "\n".join([*lines, ""])

@@ -100,7 +100,10 @@ MIGRATIONS = (
     ),
     LEASES,
 )
-"""The statements that lead from each version of the tables to the next; the first one makes them."""
+"""The statements that lead from each version of the tables to the next; the first one makes them.
+
+Each only adds: the coordinator of the version before may be serving while a standby of the next one begins.
+"""
 
 SCHEMA = len(MIGRATIONS)
 _MIGRATION_LOCK = 0x4865616477617465
@@ -144,7 +147,7 @@ class PostgresJournal(SharedJournal):
 
     Args:
         url: The URL of the database, as libpq reads it, without a password.
-        expected_id: The id that the database must have; empty: any.
+        expected_id: The id that the journal has, or gets where there is none yet; empty: any.
         now: The wall clock.
         clock: Returns seconds that only grow, for limits.
         away_s: Seconds for which a database that is away is waited for.
@@ -853,16 +856,13 @@ class PostgresJournal(SharedJournal):
             if not version:
                 connection.execute(
                     "INSERT INTO headwater_journal (id, schema, last_hash) VALUES (%s, %s, %s)",
-                    [secrets.token_hex(16), SCHEMA, GENESIS],
+                    [self._expected_id or secrets.token_hex(16), SCHEMA, GENESIS],
                 )
             if version < SCHEMA:
                 connection.execute("UPDATE headwater_journal SET schema = %s", [SCHEMA])
             journal_id = _read_id(connection)
             self._check_id(journal_id)
             self._id = journal_id
-        # 4. A server may be told to lose what it has committed, for speed.
-        if _setting(connection, "synchronous_commit") == "off":
-            connection.execute("SET synchronous_commit = on")
 
     def _check_id(self, journal_id: str) -> None:
         """Require that the database is the one that is expected, or was opened before.
@@ -873,8 +873,9 @@ class PostgresJournal(SharedJournal):
         expected_id = self._id or self._expected_id
         if expected_id and journal_id != expected_id:
             raise StateError(
-                f"{self.location}: this database has the journal {journal_id[:12]} of another federation, expected "
-                f"{expected_id[:12]}; correct 'journal', or the state folder"
+                f"{self.location}: this database has the journal {journal_id[:12]} of another state folder, expected "
+                f"{expected_id[:12]}; correct 'journal', or give the folder that belongs to it, which coordinators "
+                "with one database share"
             )
 
 

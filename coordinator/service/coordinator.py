@@ -140,7 +140,12 @@ class Coordinator:
         self.roster = Roster(clock, config.round.lease_s)
         self.duplicate_ids = DuplicateIds(self.roster, self.send, clock)
         self.distributor = Distributor(
-            self.topics, self._publish, self.send, clock, unread_s=lambda: self.transport.unread_s
+            self.topics,
+            self._publish,
+            self.send,
+            clock,
+            unread_s=lambda: self.transport.unread_s,
+            urls=access.blob_urls,
         )
         self.storage = Storage(clock)
         self._settings = config.digests()
@@ -729,6 +734,7 @@ class Coordinator:
         self.commands.speaks(agent, message.v)
         self.collector.greet(agent)
         self.roster.hello(agent, message)
+        self.distributor.note_way(agent, by_http=message.facts.get(fields.HTTP_BLOBS) is True)
         self.refusals.accepted(agent)
         if has_new_connection:
             self.distributor.forget(agent)
@@ -842,8 +848,10 @@ class Coordinator:
                 "bytes_received": self.transport.traffic.bytes_down,
                 "bytes_published": self.transport.traffic.bytes_up,
                 "blob_bytes_published": self.distributor.published_bytes,
+                "blob_bytes_fetched": self.distributor.fetched_bytes,
                 "dropped": self.transport.traffic.dropped,
             },
+            "blobs": self.distributor.describe_urls(),
             "process": {"resident_bytes": resident_bytes()},
             "storage": self.storage.trouble or None,
             "broker_away": self._broker_wait is not None,

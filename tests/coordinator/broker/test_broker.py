@@ -408,6 +408,7 @@ def test_mosquitto_rules_say_the_same():
     assert mosquitto_acl("home").splitlines() == [
         "user coordinator",
         "topic readwrite fl/1/home/#",
+        "topic read $SYS/broker/version",
         "",
         "pattern write fl/1/home/a/%u/up",
         "pattern write fl/1/home/a/%u/ub",

@@ -7,10 +7,11 @@ import os
 import pytest
 from broker_authority import Authority
 from configured_brokers import NEEDS_NATS, NEEDS_RABBITMQ, FromMosquitto, FromNats, FromRabbitMq
-from mqtt_harness import NEEDS_MOSQUITTO, wait_for
+from mqtt_harness import NEEDS_MOSQUITTO, PATIENCE_S, wait_for
 
 from coordinator.broker.access import add_rules, set_password
-from edge_agent.wire.mqtt import MqttTransport
+from coordinator.broker.kinds import describe_broker
+from edge_agent.wire.mqtt import MqttTransport, observe_broker
 from edge_agent.wire.topics import Topics
 from edge_agent.wire.transport import Connected, Disconnected, Message, Subscribed, Will
 
@@ -51,8 +52,9 @@ def brokers():
 def broker(request, brokers, tmp_path_factory):
     kind = request.param
     if kind not in brokers:
-        brokers[kind] = made(kind, tmp_path_factory.mktemp(kind))
-        brokers[kind].start()
+        started = made(kind, tmp_path_factory.mktemp(kind))
+        started.start()
+        brokers[kind] = started
     return brokers[kind]
 
 
@@ -157,6 +159,13 @@ def test_a_message_that_is_larger_than_any_of_ours_does_not_arrive(connect):
     honest.publish(TOPICS.heartbeat("porch"), b"end")
     while (message := wait_for(coordinator, Message)).payload != b"end":
         assert message == Message(TOPICS.up("porch"), b"after it")
+
+
+def test_doctor_names_the_broker_to_the_coordinator_past_all_topic_rules(broker):
+    config = broker.config("coordinator", PASSWORDS["coordinator"])
+    traits = observe_broker(config, "home-coordinator", TOPICS.root, PATIENCE_S)
+    begin = {"mosquitto": "mosquitto version 2", "nats": "NATS: ", "rabbitmq": "RabbitMQ before 3.13: "}[broker.kind]
+    assert describe_broker(traits).startswith(begin)
 
 
 def made_cluster(kind, folder):
