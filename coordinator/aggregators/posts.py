@@ -188,9 +188,13 @@ class AggregatorPosts(Aggregators):
             self._digest = write_round(self._folder, content)
         self._tell_all()
 
+    def would_read(self, updates: int) -> bool:
+        """Return whether an aggregator is online, and the round is not so small that the coordinator reads it."""
+        return updates >= LEAST_UPDATES and bool(self._members)
+
     def make(self, one_pass: Pass[Answer], updates: UpdatesOfRound) -> Generator[str, None, Answer | None]:
-        """Return the answer of a pass that the aggregators make; None where the coordinator has to make it."""
-        if len(updates.accepted) < LEAST_UPDATES or not self._members:
+        """Yield what is waited for, and return the answer of a pass; None where the coordinator has to make it."""
+        if not self.would_read(len(updates.accepted)):
             return None
         agents_of: dict[int, list[str]] = {}
         for agent in sorted(updates.accepted):
@@ -226,7 +230,7 @@ class AggregatorPosts(Aggregators):
         """Handle a message of an aggregator.
 
         Raises:
-            MessageError: It is none of ours.
+            MessageError: It is not a message of an aggregator of this coordinator.
         """
         message = self._link.sealed.from_aggregator(payload)
         if isinstance(message, Serving):

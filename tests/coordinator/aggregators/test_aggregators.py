@@ -18,6 +18,7 @@ from coordinator.aggregators.messages import Dismissed, Sealed
 from coordinator.config import AggregatorsConfig, CoordinatorConfig
 from coordinator.fleet.partitions import Partition, partition_of
 from coordinator.fleet.uploads import Collector
+from coordinator.rounds import server_step
 from coordinator.state.command_keys import CommandKeys
 from edge_agent.core.errors import StateError, UsageError
 
@@ -48,6 +49,17 @@ def test_any_number_of_aggregators_gives_the_bits_of_none(tmp_path, alone, metho
     busy = [aggregator for aggregator in aggregators if aggregator.stored]
     least = {"afl": 2 * 2}.get(method, 4 * 2)
     assert all(aggregator.passes_made >= least for aggregator in busy)
+
+
+def test_a_coordinator_without_aggregators_prepares_no_passes(tmp_path, monkeypatch):
+    """It had the compute process make each round's broadcast once more, and then read all updates itself."""
+
+    def refuse(*_):
+        raise AssertionError("a pass was prepared, and nobody is there to make it")
+
+    monkeypatch.setattr(server_step, "combine", refuse)
+    digest, _ = run_of(tmp_path, 0, agents=3)
+    assert digest
 
 
 def test_an_update_that_an_agent_of_the_version_before_sends_goes_to_the_coordinator(tmp_path, alone):
