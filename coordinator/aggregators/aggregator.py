@@ -298,6 +298,10 @@ class Aggregator:
             log.info("partitions_served numbers=%s", ", ".join(sorted(terms)) or "none")
         if message.collection != before.collection or not is_same_start:
             self._open(message.collection)
+        # The coordinator waits for the answer before it asks agents to send here. A round that could not be opened is
+        # answered in the usual time, or the two would ask each other without a pause.
+        if self._work.collection == message.collection:
+            self._said_at = float("-inf")
 
     def _open(self, digest: str) -> None:
         """Take updates of this round from now on; empty: take none.

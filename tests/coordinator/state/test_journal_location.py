@@ -215,7 +215,9 @@ def test_doctor_looks_at_the_database_without_making_tables(tmp_path, call, url,
     assert postgres.query("SELECT count(*) FROM pg_tables WHERE tablename LIKE 'headwater%%'", url=url) == [(0,)]
     use_database(tmp_path / "state", url)
     request_run(tmp_path / "state")
-    assert checked(0)["journal"]["detail"].endswith("with 1 entries")
+    assert checked(0)["journal"]["detail"].endswith("with 1 entries; nobody serves")
+    with StateFolder(tmp_path / "state").open("headwater serve"):
+        assert "; headwater serve (host " in checked(0)["journal"]["detail"]
     config.write_text(f"journal = {json.dumps(postgres.url('nowhere'))}\n{CONFIG}")
     refused = checked(75)["journal"]
     assert not refused["ok"]
