@@ -410,6 +410,15 @@ class OwnDataConfig(Frozen):
     folder: Path = Field(Path(), description="base of relative paths in data; default: this file's folder")
     device: str = Field("auto", max_length=64, description="auto (cuda where there is one), cpu, cuda, cuda:1, mps")
 
+    @property
+    def device_names(self) -> tuple[str, ...]:
+        """The devices that compute."""
+        return (self.device,)
+
+
+LEAST_IN_A_PART = 2
+"""The least samples of a part of a batch: batch norm cannot learn from one."""
+
 
 class WarmStartConfig(OwnDataConfig):
     """What the encoder learns before the first round, from data that the coordinator has."""
@@ -422,6 +431,51 @@ class WarmStartConfig(OwnDataConfig):
     test_fraction: float = Field(0.1, gt=0, lt=1, description="share of the samples that is held out for evaluation")
     seed: Seed = Field(0, description="seed of that split")
     threads: int = Field(1, ge=0, le=256, description="torch threads; 0 = torch's default. 1 keeps results repeatable")
+    devices: tuple[Annotated[str, Field(max_length=64)], ...] = Field(
+        (),
+        max_length=64,
+        description="devices of this machine that train together, with a process for each, such as cuda:0 and cuda:1; "
+        "default: device alone",
+    )
+    parts: int = Field(
+        0,
+        ge=0,
+        le=1024,
+        description="parts into which each batch is cut; their gradients are added up in their order, so that any "
+        "number of devices of one kind ends in the same bits; 0 = as many as devices",
+    )
+
+    @model_validator(mode="after")
+    def _devices_share_the_parts(self) -> WarmStartConfig:
+        """Require that each device has a part of each batch, and each part enough samples."""
+        mistakes = []
+        if self.devices and self.device != "auto":
+            mistakes.append("device and devices exclude each other; keep the one that is meant")
+        if "auto" in self.devices:
+            mistakes.append("devices has 'auto'; name devices, such as cuda:0 or cpu")
+        if 0 < self.parts < len(self.devices):
+            mistakes.append(
+                f"parts = {self.parts} leaves some of {len(self.devices)} devices without work; raise parts"
+            )
+        least = LEAST_IN_A_PART * self.parts_of_batches
+        if self.parts_of_batches > 1 and self.batch_size < least:
+            mistakes.append(
+                f"batch_size = {self.batch_size} is too small for {self.parts_of_batches} parts; expected {least} or "
+                "more"
+            )
+        if mistakes:
+            raise ValueError("; ".join(mistakes))
+        return self
+
+    @property
+    def device_names(self) -> tuple[str, ...]:
+        """The devices that train: ``devices``, or ``device`` alone."""
+        return self.devices or (self.device,)
+
+    @property
+    def parts_of_batches(self) -> int:
+        """The number of parts of each batch: ``parts``, or one for each device."""
+        return self.parts or len(self.device_names)
 
 
 class ProxyConfig(OwnDataConfig):
@@ -666,6 +720,12 @@ class CoordinatorConfig(Frozen):
     hosted_processes: int | None = Field(
         None, ge=1, le=1024, description="processes of the hosted clients; default: as many as cores, or one with a GPU"
     )
+    hosted_devices: tuple[Annotated[str, Field(max_length=64)], ...] = Field(
+        (),
+        max_length=1024,
+        description="devices of the hosted clients, with a process for each: clients that name no device are spread "
+        "over all; a device may be there several times. Default: each client as its device says",
+    )
 
     warm_start: WarmStartConfig | None = Field(
         None, description="training of the encoder on this machine before round 1"
@@ -708,6 +768,26 @@ class CoordinatorConfig(Frozen):
         ids = [client.id for client in self.hosted]
         if twice := sorted({name for name in ids if ids.count(name) > 1}):
             raise ValueError(f"hosted clients {', '.join(twice)} occur twice; give each its own id")
+        return self
+
+    @model_validator(mode="after")
+    def _hosted_devices_are_those_of_clients(self) -> CoordinatorConfig:
+        """Require that each hosted client has a process on the device that it names."""
+        if not self.hosted_devices:
+            return self
+        mistakes = []
+        if self.hosted_processes is not None:
+            mistakes.append("hosted_processes and hosted_devices exclude each other; keep the one that is meant")
+        if "auto" in self.hosted_devices:
+            mistakes.append("hosted_devices has 'auto'; name devices, such as cpu or cuda:1")
+        homeless = [client for client in self.hosted if client.device not in {"auto", *self.hosted_devices}]
+        mistakes.extend(
+            f"hosted client '{client.id}' has device = '{client.device}', which is not in hosted_devices; add it "
+            "there, or leave the client's device out"
+            for client in homeless
+        )
+        if mistakes:
+            raise ValueError("; ".join(mistakes))
         return self
 
     @model_validator(mode="after")

@@ -200,9 +200,10 @@ class Coordinator:
     def _make_aggregators(self, keys: CommandKeys | None) -> Aggregators:
         """Return the side of the aggregators, or that of none where the configuration has none."""
         of = self.config.aggregators.partitions
-        # Buffered rounds take an update of several rounds, and of a secure sum nobody reads one alone.
-        has_partitions = of > 0 and self.config.round.mode == "synchronous" and not self.config.privacy.secure_sum
-        if not has_partitions or keys is None:
+        # Buffered rounds take updates of several rounds, and of a secure sum nobody reads one alone. A broker of
+        # [identity] lets the coordinator's certificate have one session.
+        has_such_rounds = self.config.round.mode == "synchronous" and not self.config.privacy.secure_sum
+        if of == 0 or not has_such_rounds or keys is None or self.identity is not None:
             return Aggregators()
         transport = self.transport
         link = AggregatorLink(
@@ -215,7 +216,9 @@ class Coordinator:
             unread_s=lambda: transport.unread_s,
         )
         folder = self.state.path / AGGREGATORS
-        return AggregatorPosts(of, link, self.collector, folder, self._run_ids, self._take_stored, self.clock)
+        return AggregatorPosts(
+            of, link, self.collector, folder, self._run_ids, self._take_stored, self._ask_again, self.clock
+        )
 
     # --- start and stop ----------------------------------------------------------------------------------------------
 
@@ -784,6 +787,11 @@ class Coordinator:
             if trouble is not None:
                 self.storage.note(trouble, "what an aggregator has stored")
             self._ignore("aggregator", error)
+
+    def _ask_again(self, agent: str) -> None:
+        """Send an agent of the open round its job again."""
+        if self.loop is not None:
+            self.loop.invite(agent)
 
     def _take_stored(self, agent: str, message: up.UpdateManifest, stored: Stored) -> bool:
         """Take what an aggregator says of an agent's update; return False where the update is not in the store."""

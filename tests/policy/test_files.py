@@ -86,7 +86,7 @@ REMOVALS = {
     ): "only the folder that this call has made; rmdir takes empty ones",
     (
         "coordinator.state.journal_location",
-        "_carry_over",
+        "_begin",
         ".replace",
     ): "the folder's own journal, after all of its entries are in the database",
     ("coordinator.state.store", "BlobStore.sweep", ".rmdir"): "empty folders of uploads in the state folder",
@@ -201,6 +201,11 @@ REMOVALS = {
         "_put_back_on_error",
         ".unlink",
     ): "the configuration that this call has made, where the rest failed",
+    (
+        "coordinator.hosted.spread",
+        "other_processes",
+        ".unlink",
+    ): "the file at which processes meet, named by this one's id",
     ("coordinator.hosted.run_hooks", "OwnDataHooks.after_round", ".unlink"): STATE_FILE,
     ("coordinator.hosted.run_hooks", "OwnDataHooks._warm", ".unlink"): STATE_FILE,
     ("coordinator.hosted.run_hooks", "_remove", ".unlink"): "states that wait for an evaluation, by whole names",
