@@ -618,7 +618,7 @@ class BlobsConfig(Frozen):
         None,
         max_length=400,
         description="where blobs are put for others to serve: s3://BUCKET/PREFIX (extra 's3'), of which agents get "
-        "presigned URLs, or a folder that a web server serves at url",
+        "presigned URLs, or the absolute path of a folder that a web server serves at url",
     )
     endpoint: str | None = Field(
         None,
@@ -657,6 +657,8 @@ class BlobsConfig(Frozen):
             raise ValueError(f"serve = '{self.serve}': ports end at 65535")
         if self.store is not None and not self.is_object_store and self.url is None:
             raise ValueError(f"store = '{self.store}' is a folder; give url, at which a web server serves it")
+        if self.store is not None and not self.is_object_store and not Path(self.store).is_absolute():
+            raise ValueError(f"store = '{self.store}' is neither s3://BUCKET/PREFIX nor an absolute path")
         if self.key is not None and self.cert is None:
             raise ValueError("key needs cert, the certificate that it belongs to")
         return self

@@ -305,10 +305,9 @@ class BlobEndpoint:
             return True
         if not isinstance(sock, ssl.SSLSocket):
             return False
+        # The subject of a certificate that the authority has made has one part: its name.
         certificate = sock.getpeercert() or {}
-        subject = certificate.get("subject", ())
-        names = [value for part in subject for key, value in part if key == "commonName"]
-        return names == [grant.agent]
+        return certificate.get("subject") == ((("commonName", grant.agent),),)
 
     def _note_refusal(self, connection: _Connection, reason: str) -> None:
         """Count a refused request, and log it now and then: anybody can send those."""

@@ -41,7 +41,7 @@ def open_blob_urls(config: CoordinatorConfig, wake: Callable[[], None]) -> BlobU
         _address_of(config, blobs),
         signer,
         blobs.above_bytes,
-        _tls_of(config, blobs),
+        tls_of(config, blobs),
         names_clients=config.identity is not None and blobs.cert is None,
     )
     endpoint.start()
@@ -73,7 +73,7 @@ def check_blobs(config: CoordinatorConfig) -> str:
         return "all blobs go over MQTT; there is no [blobs]"
     if blobs.serve is None:
         return try_store(store_of(blobs))
-    context_of = _tls_of(config, blobs)
+    context_of = tls_of(config, blobs)
     if context_of is not None and _certificate_of(config, blobs).exists():
         context_of()
     return f"served at {_address_of(config, blobs).url or blobs.serve}, those of more than {blobs.above_bytes} bytes"
@@ -95,7 +95,7 @@ def _certificate_of(config: CoordinatorConfig, blobs: BlobsConfig) -> Path:
     return blobs.cert or config.state / IDENTITY / "broker.pem"
 
 
-def _tls_of(config: CoordinatorConfig, blobs: BlobsConfig) -> Callable[[], ssl.SSLContext] | None:
+def tls_of(config: CoordinatorConfig, blobs: BlobsConfig) -> Callable[[], ssl.SSLContext] | None:
     """Return the function that makes the settings of TLS; None: HTTP without TLS.
 
     Certificates are read again for each connection: they are renewed while the coordinator runs. With ``[identity]``,
@@ -115,6 +115,9 @@ def _tls_of(config: CoordinatorConfig, blobs: BlobsConfig) -> Callable[[], ssl.S
             if blobs.cert is None:
                 context.verify_mode = ssl.CERT_REQUIRED
                 context.load_verify_locations(config.state / IDENTITY / "ca.pem")
+                # Who is revoked is refused from the next connection on.
+                context.load_verify_locations(config.state / IDENTITY / "crl.pem")
+                context.verify_flags |= ssl.VERIFY_CRL_CHECK_LEAF
         except OSError as error:
             raise UsageError(
                 f"the certificate {certificate} cannot be used for blobs ({cause(error)}); see [blobs] cert"

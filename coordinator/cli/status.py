@@ -456,6 +456,8 @@ def _trouble_lines(written: Status) -> Iterator[str]:
     """Yield the coordinator's broker, and what disturbs it: its storage, and other coordinators."""
     if written.broker_connection is not None:
         yield f"broker: {written.broker_connection}"
+    if written.blobs_by_http:
+        yield f"blobs by HTTP: {written.blobs_by_http}"
     if written.storage:
         yield f"storage: {written.storage}"
     if written.other_coordinator:

@@ -349,6 +349,17 @@ class Status:
         return _joined(self.content.get("standby"))
 
     @property
+    def blobs_by_http(self) -> str:
+        """Where agents fetch large blobs by HTTP, how many bytes they have, and what is wrong there; empty: nowhere."""
+        blobs = _object(self.content.get("blobs"))
+        if not blobs:
+            return ""
+        fetched_bytes = _whole(_object(self.content.get("traffic")).get("blob_bytes_fetched"))
+        text = f"{as_text(blobs.get('where') or '')}, {formats.size(fetched_bytes)} fetched"
+        problem = as_text(blobs.get("problem") or "")
+        return f"{text}; blobs go over MQTT: {problem}" if problem else text
+
+    @property
     def traffic(self) -> BrokerTraffic:
         """What has gone through the broker since the coordinator's start."""
         counts = _object(self.content.get("traffic"))

@@ -620,7 +620,7 @@ class Agent:
                 "replayed": self.guard.replayed,
             },
             "job": None if job is None else {"run": run_name(job.run), "round": job.round, "rounds": job.rounds},
-            "downloads": vars(self.downloads.ways),
+            "downloads": self.downloads.ways.to_json(),
             "working": self.jobs.is_working,
             "bundle_id": self.tasks.bundles.bundle_id,
             "candidate": self.jobs.candidate(),

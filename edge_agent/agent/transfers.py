@@ -433,6 +433,12 @@ class DownloadWays:
     http_problem: str = ""
     """Why the last fetch by HTTP brought nothing; empty: it did, or there was none."""
 
+    def to_json(self) -> dict[str, int | str] | None:
+        """Return this as JSON; None before the first download."""
+        if not self.http_bytes and not self.mqtt_bytes:
+            return None
+        return {"http_bytes": self.http_bytes, "mqtt_bytes": self.mqtt_bytes, "http_problem": self.http_problem}
+
 
 class Downloads:
     """All downloads under way into ``cache``.

@@ -45,6 +45,19 @@ def broker(status: Mapping[str, Any]) -> str:
     return text
 
 
+def downloads(status: Mapping[str, Any]) -> str:
+    """Return, for people, by which ways blobs have come since the start, and why HTTP was of no use last.
+
+    Args:
+        status: The object in an agent's status file.
+    """
+    text = f"{size(status.get('http_bytes'))} by HTTP, {size(status.get('mqtt_bytes'))} over MQTT"
+    problem = status.get("http_problem")
+    if problem:
+        text = f"{text}; not by HTTP: {problem}"
+    return text
+
+
 def size(number: int | None) -> str:
     """Return bytes as MiB or GiB; a dash for None."""
     if number is None:
