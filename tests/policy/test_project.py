@@ -351,6 +351,7 @@ def test_readme_says_where_the_programs_are_and_leads_to_the_guides_before_anyth
     guides = {f"examples/guides/{path.name}" for path in (root / "examples/guides").glob("*.md")}
     left_to_the_index = {
         "aggregators",
+        "capacity",
         "certificates",
         "device-faults",
         "home-assistant",
