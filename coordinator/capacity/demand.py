@@ -85,8 +85,14 @@ def divide_round(work: Work, partitions: int) -> tuple[Work, Work]:
     """Return what of the work of rounds is the coordinator's, and what is that of all aggregators together."""
     if partitions == 0:
         return work, Work()
-    # What is open is looked at by the coordinator.
-    return work.model_copy(update={"update_mb": 0.0}), Work(updates=work.updates, update_mb=work.update_mb)
+    # Each aggregator looks at what is open, too, with its part of the agents.
+    summing = Work(
+        open_seconds=partitions * work.open_seconds,
+        open_member_seconds=work.open_member_seconds,
+        updates=work.updates,
+        update_mb=work.update_mb,
+    )
+    return work.model_copy(update={"update_mb": 0.0}), summing
 
 
 def round_seconds(settings: PlanSettings, costs: Costs, work: Work) -> tuple[float, float]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from .costs import Check, Costs, of_work
-from .demand import Demand, Load, demand_of
+from .demand import Demand, Load, demand_of, divide_round
 from .limits import RESOURCES, ROLES, Limit, fits, limits_of
 from .settings import PlanSettings
 from .work import Size, Work
@@ -107,7 +107,8 @@ class Plan:
         sums_mb = demand.cohort * self.settings.model_mb
         yield Term("CPU seconds of the sum alone, a round", "update_mb", sums_mb, self.costs.sum_s_per_mb, measured)
         if self.settings.partitions > 0:
-            alone_s = of_work(self.costs.coordinator_cpu_s, Work(updates=demand.cohort, update_mb=sums_mb))
+            _, summing = divide_round(demand.round, self.settings.partitions)
+            alone_s = of_work(self.costs.coordinator_cpu_s, summing)
             merged_mb = self.settings.partitions * self.settings.model_mb
             parts = (
                 ("CPU seconds beside aggregators, a round", "updates", demand.cohort, self.costs.kept_update_s),

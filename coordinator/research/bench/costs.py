@@ -2,7 +2,7 @@
 
 All fleets but two are fitted, by least squares of the relative errors with coefficients that cannot be negative. One
 of the others is predicted and compared with what it used: that says how far a plan may be off on this machine. The last
-one has aggregators: what an update costs there is the rest beside what the other coefficients say.
+one has aggregators, and shows what an update costs there.
 """
 
 from __future__ import annotations
@@ -193,13 +193,12 @@ def fit(measured: Sequence[PhaseUse], held_out: int, origin: Origin, sums: tuple
         sizes = [(use.point.size, use.used[resource]) for use in fitted if resource in use.used]
         resources[resource] = fit_resource(Size, tuple(Size.model_fields), sizes)
     checks = [check for use in measured if use.point.agents == held_out for check in checks_of(use, resources)]
-    kept_update_s, aggregator_factor = _fit_division(measured, resources["coordinator_cpu_s"])
     sum_s, merge_s = sums
     return Costs(
         origin=origin,
         **resources,
-        kept_update_s=kept_update_s,
-        aggregator_factor=aggregator_factor,
+        kept_update_s=_fit_kept_update(measured, resources["coordinator_cpu_s"]),
+        aggregator_factor=_fit_aggregators(measured, resources["coordinator_cpu_s"]),
         sum_s_per_mb=sum_s,
         merge_s_per_mb=merge_s,
         checks=tuple(checks),
@@ -216,8 +215,11 @@ def checks_of(use: PhaseUse, resources: Mapping[str, Any]) -> Iterator[Check]:
             yield Check(point=use.point, phase=use.phase, resource=resource, predicted=predicted, measured=amount)
 
 
-def _fit_division(measured: Sequence[PhaseUse], costs: Work) -> tuple[float, float]:
-    """Return what an update costs the coordinator beside aggregators, and these as a multiple of a coordinator alone.
+def _fit_kept_update(measured: Sequence[PhaseUse], costs: Work) -> float:
+    """Return the CPU seconds of the coordinator for an update that an aggregator takes.
+
+    Looks at the open round cannot be told apart from it, as all of these fleets are open for as long as they have
+    updates. They are counted here, and once more where a fleet is planned: rather too much than too little.
 
     Args:
         measured: What all fleets have used; at least one had aggregators.
@@ -225,17 +227,30 @@ def _fit_division(measured: Sequence[PhaseUse], costs: Work) -> tuple[float, flo
     """
     rest_s = 0.0
     updates = 0.0
-    aggregators_s = 0.0
+    for use in measured:
+        if AGGREGATORS in use.used:
+            own, _ = divide_round(use.work, use.point.aggregators)
+            others = own.model_copy(update={"updates": 0.0, "open_seconds": 0.0, "open_member_seconds": 0.0})
+            rest_s += use.used["coordinator_cpu_s"] - of_work(costs, others)
+            updates += own.updates
+    return float(f"{max(0.0, rest_s / updates):.4g}")
+
+
+def _fit_aggregators(measured: Sequence[PhaseUse], costs: Work) -> float:
+    """Return the CPU of aggregators as a multiple of what the same work costs a coordinator alone.
+
+    Args:
+        measured: What all fleets have used; at least one had aggregators.
+        costs: The CPU of a coordinator alone.
+    """
+    used_s = 0.0
     alone_s = 0.0
     for use in measured:
         if AGGREGATORS in use.used:
-            own, summing = divide_round(use.work, use.point.aggregators)
-            other_s = of_work(costs, own.model_copy(update={"updates": 0.0}))
-            rest_s += use.used["coordinator_cpu_s"] - other_s
-            updates += own.updates
-            aggregators_s += use.used[AGGREGATORS]
+            _, summing = divide_round(use.work, use.point.aggregators)
+            used_s += use.used[AGGREGATORS]
             alone_s += of_work(costs, summing)
-    return float(f"{max(0.0, rest_s / updates):.4g}"), float(f"{aggregators_s / alone_s:.4g}")
+    return float(f"{used_s / alone_s:.4g}")
 
 
 def time_sums(clock: Callable[[], float] = time.process_time, repeats: int = 20) -> tuple[float, float]:

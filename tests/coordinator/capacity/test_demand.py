@@ -75,6 +75,9 @@ def test_looks_at_an_open_round_take_a_share_of_the_time_up_to_all_of_it():
     assert demand_of(SETTINGS, costs, 1000).round_cpu_s == pytest.approx(2.2 + 300 * 0.06)
     many = demand_of(changed(cohort=20_000), costs, 20_000)
     assert many.round_cpu_s == pytest.approx(20_000 * 0.022 + 300)
+    # Two aggregators look as long, each at its 50 agents, and need 1.5 times as much for everything.
+    divided = demand_of(changed(partitions=2), costs, 1000)
+    assert divided.aggregators.cores == pytest.approx(1.5 * (2.2 + 2 * 300 * 0.05 + 300 * 100 * 0.0001) / 1000)
     short = demand_of(changed(open_s=5000.0), costs, 1000)  # no longer than until the next round
     assert short.round_cpu_s == pytest.approx(2.2 + 1000 * 0.06)
 
