@@ -29,11 +29,13 @@ ITERATIONS = 10_000
 
 _HASH_BYTES = 64
 _ANY_BLOB = "+"
+_ANY_PARTITION = "+"
 
 
 def _writable(topics: Topics, user: str) -> tuple[str, ...]:
     """Return the topics that an agent may publish on."""
-    return (topics.up(user), topics.up_chunks(user), topics.presence(user), topics.heartbeat(user))
+    to_coordinator = (topics.up(user), topics.up_chunks(user), topics.presence(user), topics.heartbeat(user))
+    return (*to_coordinator, topics.up(user, _ANY_PARTITION), topics.up_chunks(user, _ANY_PARTITION))
 
 
 def _readable(topics: Topics, user: str) -> tuple[str, ...]:
@@ -65,7 +67,8 @@ class Rules:
 def mosquitto_acl(federation: str) -> str:
     """Return the same rules as a mosquitto ACL file, where ``%u`` stands for the user name."""
     topics = Topics(federation)
-    lines = [f"user {COORDINATOR_USER}", f"topic readwrite {topics.root}/#", ""]
+    # The version is for 'headwater doctor', which says what is known of a broker.
+    lines = [f"user {COORDINATOR_USER}", f"topic readwrite {topics.root}/#", "topic read $SYS/broker/version", ""]
     lines += [f"pattern write {topic}" for topic in _writable(topics, "%u")]
     lines += [f"pattern read {topic}" for topic in _readable(topics, "%u")]
     return "\n".join([*lines, ""])

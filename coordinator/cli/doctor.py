@@ -21,11 +21,12 @@ from edge_agent.core.errors import UsageError
 from edge_agent.core.formats import other_version
 from edge_agent.core.locks import lock_holder
 from edge_agent.wire.broker_steps import walk_to_broker
-from edge_agent.wire.mqtt import MqttTransport, user_of
+from edge_agent.wire.mqtt import MqttTransport, observe_broker, user_of
 from edge_agent.wire.topics import Topics
 from edge_agent.wire.transport import Message, Subscribed
 
 from ..broker import find_mosquitto
+from ..broker.kinds import describe_broker
 from ..config import CoordinatorConfig, load_config
 from ..journal.schemes import shared_journal_at
 from ..service.preflight import check_defaults, without_lost_weights
@@ -45,7 +46,7 @@ def doctor(config: Config = None, as_json: Json = False) -> None:
     """Show what this machine can do as a coordinator, and whether 'headwater serve' would start with a configuration.
 
     It looks at method, task and data of runs as 'serve' does, at the database of the journal where one is named, and at
-    the broker: login and topic rules.
+    the broker: login, topic rules, and which one it is, with its known limits.
 
     Example: headwater doctor --config coordinator.toml
     """
@@ -71,6 +72,7 @@ def doctor(config: Config = None, as_json: Json = False) -> None:
     # 2. Whether 'serve' would start with the configuration, if one is named.
     runs = None
     journal: Step | None = None
+    blobs: Step | None = None
     broker_steps: list[Step] = []
     steps: list[tuple[str, Step]] = []
     if settings is not None:
@@ -85,6 +87,9 @@ def doctor(config: Config = None, as_json: Json = False) -> None:
             journal = try_step("journal", lambda: _check_journal(settings.state, url, advice))
             steps.append(("journal", journal))
         steps += ((f"broker {step.name}", step) for step in broker_steps)
+        if settings.blobs is not None:
+            blobs = try_step("blobs", lambda: _check_blobs(settings))
+            steps.append(("blobs", blobs))
     # 3. All of it; the exit code is that of the first step that fails.
     parts: list[Table | str] = [table("this machine", ("what", "found"), list(facts.items()), left=2)]
     parts += [f"- {line}" for line in advice]
@@ -93,11 +98,13 @@ def doctor(config: Config = None, as_json: Json = False) -> None:
         parts.append(f"{name}: {outcome}: {step.detail}")
     shown_runs = None if runs is None else _shown(runs)
     shown_journal = None if journal is None else _shown(journal)
+    shown_blobs = None if blobs is None else _shown(blobs)
     result = {
         **facts,
         "advice": advice,
         "runs": shown_runs,
         "journal": shown_journal,
+        "blobs": shown_blobs,
         "broker": [_shown(step) for step in broker_steps],
     }
     present(result, parts, as_json=as_json)
@@ -143,6 +150,17 @@ def _check_journal(state: Path, url: str, advice: list[str]) -> str:
     return report.description
 
 
+def _check_blobs(settings: CoordinatorConfig) -> str:
+    """Return how agents fetch large blobs by HTTP, where that can work.
+
+    Raises:
+        HeadwaterError: The store refuses, or the certificate cannot be used.
+    """
+    from ..blobs.opening import check_blobs
+
+    return check_blobs(settings)
+
+
 def _steps(config: CoordinatorConfig) -> Iterator[Step]:
     """Yield the steps to the broker and its topics, or to each broker of a list."""
     if config.identity is not None:
@@ -172,10 +190,15 @@ def _steps_to(broker: BrokerConfig, federation: str) -> Iterator[Step]:
     try:
         step = try_step("login", lambda: _login(transport, topics, broker))
         yield step
-        if step.is_ok:
-            yield try_step("topics", lambda: _receive_own_message(transport, topics, federation))
+        if not step.is_ok:
+            return
+        step = try_step("topics", lambda: _receive_own_message(transport, topics, federation))
+        yield step
     finally:
         transport.close()
+    # With a certificate all connections have one id, and the second one ends the first: so this comes after it.
+    if step.is_ok:
+        yield try_step("kind", lambda: _kind(broker, topics, f"{federation}-coordinator"))
 
 
 def _login(transport: MqttTransport, topics: Topics, broker: BrokerConfig) -> str:
@@ -183,6 +206,11 @@ def _login(transport: MqttTransport, topics: Topics, broker: BrokerConfig) -> st
     transport.start()
     user = user_of(broker, transport.client_id)
     return "without a user" if user is None else f"as user '{user}'"
+
+
+def _kind(broker: BrokerConfig, topics: Topics, client_id: str) -> str:
+    """Return which broker it is, as far as it can be told, and its limits."""
+    return describe_broker(observe_broker(broker, client_id, topics.root, TIMEOUT_S))
 
 
 def _receive_own_message(transport: MqttTransport, topics: Topics, federation: str) -> str:

@@ -4,6 +4,6 @@ Here everything comes together: this room imports runs, fleet, state and identit
 rounds, releases and transfers do not belong here; the loop only hands each event to the part that it is for.
 
 Read in this order: `app` (start, signals, stop), `coordinator` (the loop), `preflight` (checks before anything starts),
-`status` (what is written for people), `peers`, `inquiry`, `first_start` and `standby` (several coordinators of one
-federation).
+`status` (what is written for people), and for several coordinators of one federation `peers`, `listening`, `inquiry`,
+`first_start` and `standby`.
 """

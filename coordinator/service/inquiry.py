@@ -14,11 +14,13 @@ import threading
 import time
 from collections.abc import Callable
 
-from edge_agent.core.errors import HeadwaterError, UsageError
+from edge_agent.core.errors import HeadwaterError
 from edge_agent.wire.messages import codec
 from edge_agent.wire.messages.down import Present
 from edge_agent.wire.topics import Topics
 from edge_agent.wire.transport import Connected, Disconnected, Event, Message, Subscribed, Transport
+
+from .listening import Listening
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +47,7 @@ class Inquiry:
         self._clock = clock
         self._boot = boot or secrets.token_hex(8)
         self._topics = Topics(federation)
+        self._listening = Listening(self._topics.coordinators)
         self._seq = 0
         self._subscribed_at: float | None = None
         """Since when answers can arrive; None: the broker is not reached."""
@@ -57,7 +60,7 @@ class Inquiry:
         """Ask until somebody answers, for `INQUIRY_S`; a broker that is away is waited for, until ``stop`` is set.
 
         Raises:
-            UsageError: the broker does not let this process hear coordinators.
+            UsageError: the broker does not let this process hear coordinators, for longer than an election takes.
             BrokerAway: the broker does not answer, and is not to be waited for.
         """
         self._transport.subscribe(self._topics.coordinators)
@@ -71,11 +74,12 @@ class Inquiry:
         """Handle at most one event; return True once the question is answered, or nobody has answered it in time.
 
         Raises:
-            UsageError: the broker does not let this process hear coordinators.
+            UsageError: the broker does not let this process hear coordinators, for longer than an election takes.
         """
         event = self._transport.receive(timeout_s)
         now = self._clock()
         self._handle(event, now)
+        self._listening.check(now)
         if self.answer is not None:
             return True
         if self._subscribed_at is None:
@@ -86,23 +90,16 @@ class Inquiry:
         return now - self._subscribed_at >= INQUIRY_S
 
     def _handle(self, event: Event | None, now: float) -> None:
-        """Handle an event of the transport.
-
-        Raises:
-            UsageError: the broker does not let this process hear coordinators.
-        """
+        """Handle an event of the transport."""
         if isinstance(event, Connected):
             log.info("asks_who_serves start=%s", self._boot)
         elif isinstance(event, Subscribed):
-            if self._topics.coordinators not in event.filters:
-                raise UsageError(
-                    f"the broker does not let this process subscribe to {self._topics.coordinators}, so it cannot hear "
-                    "whether a coordinator serves; give it the rights of the coordinator ('headwater password --acl')"
-                )
-            self._subscribed_at = now
+            if self._listening.is_granted(event, now):
+                self._subscribed_at = now
         elif isinstance(event, Disconnected):
             log.warning("broker_away reason=%s: until it is back, nothing is started", event.reason)
             self._subscribed_at = None
+            self._listening.disconnected()
         elif isinstance(event, Message) and event.topic == self._topics.coordinators and not event.retained:
             self._take(event.payload)
 

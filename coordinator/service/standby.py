@@ -38,6 +38,7 @@ from ..journal.store import LEASE_S, LeaseState, SharedJournal
 from ..state.backup import MARKER
 from ..state.starts import Takeover, federation_of
 from ..state.store import StateFolder
+from .listening import Listening
 
 log = logging.getLogger(__name__)
 
@@ -116,9 +117,12 @@ def wait_for_lease(
     seen: LeaseState | None = None
     seen_since = 0.0
     verified_at = float("-inf")
-    said = ""
+    logged_holder = ""
+    is_away = False
     with contextlib.closing(journal):
         while not stop.is_set():
+            # 1. The lease as it is now. Without the database its holder cannot renew it, so what was seen before does
+            #    not count.
             try:
                 if not journal.is_open:
                     journal.open()
@@ -128,19 +132,23 @@ def wait_for_lease(
                     verified_at = clock()
                 lease = journal.read_lease()
             except JournalAway as error:
-                if said != "away":
+                if not is_away:
                     log.warning("journal_away reason=%s: until it is back, nothing is taken over", error)
-                said = "away"
+                is_away = True
+                logged_holder = ""
                 seen = None
                 wait(LOOK_S)
                 continue
+            is_away = False
             now = clock()
+            # 2. One that was given back is taken at once.
             if lease.is_free:
                 log.info("takes_over lease=%d from=%s: it was given back", lease.fence, lease.holder or "nobody")
                 return True
-            if lease.holder != said:
+            if lease.holder != logged_holder:
                 log.info("standing_by holder=%s lease=%d", lease.holder, lease.fence)
-                said = lease.holder
+                logged_holder = lease.holder
+            # 3. One that has expired is taken when it was seen long enough without a renewal.
             if seen is None or lease.renewed_at != seen.renewed_at:
                 seen = lease
                 seen_since = now
@@ -184,6 +192,7 @@ class Standby:
         self._takeover_s = takeover_s
         self._boot = boot or secrets.token_hex(8)
         self._topics = Topics(federation)
+        self._listening = Listening(self._topics.coordinators)
         self._host = socket.gethostname()[:255]
         self._process = os.getpid()
         self._seq = 0
@@ -227,25 +236,24 @@ class Standby:
         """Handle at most one event; return True once this process is to take over.
 
         Raises:
-            UsageError: the broker does not let it hear the coordinators of the federation.
+            UsageError: the broker does not let it hear coordinators, for longer than an election takes.
         """
         event = self._transport.receive(timeout_s)
         now = self._clock()
         if isinstance(event, Connected):
             log.info("connected federation=%s standby=%s", self._name, self._boot)
         elif isinstance(event, Subscribed):
-            if self._topics.coordinators not in event.filters:
-                raise UsageError(
-                    f"the broker does not let this process subscribe to {self._topics.coordinators}, so it cannot hear "
-                    "whether a coordinator serves; give it the rights of the coordinator ('headwater password --acl')"
-                )
-            self._returned_at = None
-            self._asked_at = float("-inf")
+            # Without the topic nothing comes back, and silence does not count: it is asked for again.
+            if self._listening.is_granted(event, now):
+                self._returned_at = None
+                self._asked_at = float("-inf")
         elif isinstance(event, Disconnected):
             log.warning("broker_away reason=%s: until it is back, nothing is taken over", event.reason)
             self._returned_at = None
+            self._listening.disconnected()
         elif isinstance(event, Message) and event.topic == self._topics.coordinators and not event.retained:
             self._on_coordinator(event.payload)
+        self._listening.check(now)
         if now - self._asked_at >= QUERY_S:
             self._asked_at = now
             self._ask()

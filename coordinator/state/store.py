@@ -6,6 +6,7 @@ Layout of a state folder::
     journal.db      see `coordinator.journal`; everything else can be checked against it
     journal.json    in its place, where the journal is in a database (`coordinator.state.journal_location`)
     blobs/<sha256>  checkpoints, downlinks, updates, bundles
+    aggregators/    what coordinator and aggregators exchange in files; not needed to resume
     backup/         what 'headwater backup' holds while it copies
     compute.log     output of the process that builds models and exports
     runs/<run>/     metrics.jsonl, summary.json, report.html: for people and plots, not needed to resume
@@ -38,6 +39,9 @@ log = logging.getLogger(__name__)
 
 _BEGAN_S = time.time()
 """Start of this process, in seconds since 1970: temporary files from before it are abandoned."""
+
+AGGREGATORS = "aggregators"
+"""The folder by which coordinator and aggregators exchange what is too large for a message."""
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")

@@ -30,10 +30,16 @@ def number(value: float | None) -> str:
 
 
 def broker(status: Mapping[str, Any]) -> str:
-    """Return the broker of a status file, since when it is connected, and which others of a list are left and why."""
+    """Return, for people, the broker in a status file, since when it is connected, and why others were left.
+
+    Args:
+        status: The connection as `BrokerConnection.to_json` writes it; what other programs have put there is ignored.
+    """
     text = f"{status.get('url')} since {show_time(status.get('since'))}"
     left = status.get("left")
-    for other in left if isinstance(left, list) else ():
+    if not isinstance(left, list):
+        return text
+    for other in left:
         if isinstance(other, Mapping):
             text = f"{text}; not {other.get('url')}: {other.get('reason')}"
     return text

@@ -20,6 +20,8 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Mapping
+from enum import Enum
+from functools import partial
 from pathlib import Path
 
 import paho.mqtt.client as paho
@@ -37,6 +39,7 @@ from ..core.errors import (
     cause,
     is_of_another_time,
 )
+from .broker_traits import AnswerTo5, BrokerTraits
 from .failover import QUEUED_SEGMENTS, Failover, LinkState, Strictness, Vigil, order_for
 from .inbox import ORDINARY, Inbox, RankOf
 from .login import FEDERATION_ADVICE, LoginAdvice
@@ -137,6 +140,12 @@ class MqttTransport:
         self._subscribe_at = float("inf")
         self._subscribed_by = 0.0
         """The time until which the answer to the last subscription is waited for without a sign of life."""
+
+        self._has_answered = False
+        """Whether the broker of this session has answered a subscription."""
+
+        self._is_thrown_off = False
+        """Whether the broker has ended this session instead of answering the first subscription."""
 
         self._subscribing = threading.RLock()
         self._client: paho.Client | None = None
@@ -318,7 +327,8 @@ class MqttTransport:
             reason = cause(error)
             self._clocks_differ = is_of_another_time(error)
             self._remedy = SET_CLOCK if self._clocks_differ else ""
-        was_up = self._up.is_set()
+        # Somebody who is thrown off for what he asks for would be back at once, for ever, if that counted as a session.
+        was_up = self._up.is_set() and not self._is_thrown_off
         self._up.clear()
         self._client = None  # its sockets close with it
         self._last_sent = None
@@ -353,6 +363,10 @@ class MqttTransport:
         has_certificate = self.config.tls is not None and self.config.tls.cert is not None
         if has_certificate and not self._up.is_set():
             reason = f"{reason.rstrip('.')}; the broker may refuse this certificate"
+        # RabbitMQ answers a filter that its rules forbid by ending the connection.
+        if self._up.is_set() and self._pending_filters and not self._has_answered:
+            self._is_thrown_off = True
+            reason = f"{reason.rstrip('.')} before the broker answered the subscription; its topic rules may forbid it"
         return reason
 
     def _reason_to_end(self, client: _Client, login_until: float) -> str:
@@ -428,6 +442,8 @@ class MqttTransport:
         self._remedy = ""
         self._clocks_differ = False
         self._pending_filters.clear()
+        self._has_answered = False
+        self._is_thrown_off = False
         self._refused_filters.clear()
         self._subscribe_pause_s = SUBSCRIBE_AGAIN_S
         self._subscribe_at = float("inf")
@@ -495,6 +511,7 @@ class MqttTransport:
         """Tell the program which filters the broker grants, by the number of the request."""
         with self._subscribing:
             filters = self._pending_filters.pop(mid, ())
+        self._has_answered = True
         answers = zip(filters, codes, strict=False)
         rejected = [topic_filter for topic_filter, code in answers if code.is_failure]
         if rejected:
@@ -606,6 +623,113 @@ def refused_topics(
     return {topics[mid]: str(code) for mid, code in failures.items() if mid in topics}
 
 
+_NOT_GRANTED = 128
+"""The code of a subscription that is not granted."""
+
+_VERSION_TOPIC = "$SYS/broker/version"
+"""The topic on which some brokers retain what they call themselves."""
+
+_VERSION_BYTES = 100
+"""The longest version of a broker that is shown."""
+
+_VERSION_WAIT_S = 0.5
+"""Seconds in which a broker that calls itself something has said so."""
+
+
+class _Question(Enum):
+    """What a subscription of `observe_broker` is to show."""
+
+    QOS = "the highest quality of service"
+    SPACE = "whether a topic may have a space in it"
+    VERSION = "what the broker calls itself"
+
+
+def observe_broker(config: BrokerConfig, client_id: str, root: str, timeout_s: float) -> BrokerTraits:
+    """Return what can be seen of a broker that lets this client in.
+
+    Args:
+        config: The broker, and how to log in.
+        client_id: The first part of the ids of the sessions, of which there is one at a time.
+        root: A topic below which this client may subscribe.
+        timeout_s: Seconds that each of the two connections may take.
+
+    Raises:
+        ConfigError: A certificate or key cannot be loaded.
+    """
+    grants, version = _observe_grants(config, client_id, root, timeout_s)
+    qos = grants.get(_Question.QOS, _NOT_GRANTED)
+    space = grants.get(_Question.SPACE)
+    return BrokerTraits(
+        version=version,
+        answer_to_5=_observe_answer_to_5(config, client_id, timeout_s),
+        highest_qos=None if qos == _NOT_GRANTED else qos,
+        takes_spaces=None if space is None else space != _NOT_GRANTED,
+    )
+
+
+def _observe_grants(
+    config: BrokerConfig, client_id: str, root: str, timeout_s: float
+) -> tuple[dict[_Question, int], str]:
+    """Return the code with which the broker answers each question, as far as it does, and what it calls itself.
+
+    The question that a topic rule may forbid comes last: RabbitMQ closes the connection then.
+    """
+    filters = {
+        _Question.QOS: (f"{root}/doctor", 2),
+        _Question.SPACE: (f"{root}/doctor doctor", 0),
+        _Question.VERSION: (_VERSION_TOPIC, 0),
+    }
+    client = _client(config, client_id, session_of(client_id), paho.MQTTv311)
+    connected: list[bool] = []
+    codes: dict[int | None, int] = {}
+    versions: list[str] = []
+    grants: dict[_Question, int] = {}
+
+    def note_message(_client: paho.Client, _data: object, message: paho.MQTTMessage) -> None:
+        if message.topic == _VERSION_TOPIC:
+            versions.append(message.payload[:_VERSION_BYTES].decode(errors="replace"))
+
+    client.on_connect = lambda _client, _data, _flags, code, _props: connected.append(not code.is_failure)
+    client.on_subscribe = lambda _client, _data, mid, answers, _props: codes.update({mid: answers[0].value})
+    client.on_message = note_message
+    until = time.monotonic() + timeout_s
+    try:
+        client.connect(config.host, config.port)
+        stands = _loop_until(client, lambda: bool(connected), until) and any(connected)
+        for question, (topic_filter, qos) in filters.items():
+            if not stands:
+                break
+            _, mid = client.subscribe(topic_filter, qos)
+            stands = _loop_until(client, partial(codes.__contains__, mid), until)
+            if mid in codes:
+                grants[question] = codes[mid]
+        # What is retained comes right after the answer to the subscription, from those that have it.
+        if stands:
+            _loop_until(client, lambda: bool(versions), min(until, time.monotonic() + _VERSION_WAIT_S))
+    except (OSError, ValueError):
+        return grants, ""
+    finally:
+        client.disconnect()
+    return grants, versions[0] if versions else ""
+
+
+def _observe_answer_to_5(config: BrokerConfig, client_id: str, timeout_s: float) -> AnswerTo5:
+    """Return what the broker does with a client that wants to speak MQTT 5."""
+    client = _client(config, client_id, session_of(client_id), paho.MQTTv5)
+    lets_in: list[bool] = []
+    client.on_connect = lambda _client, _data, _flags, code, _props: lets_in.append(not code.is_failure)
+    try:
+        client.connect(config.host, config.port)
+        stands = _loop_until(client, lambda: bool(lets_in), time.monotonic() + timeout_s)
+    except (OSError, ValueError):
+        stands = False
+    finally:
+        client.disconnect()
+    if lets_in:
+        return AnswerTo5.SPOKEN if lets_in[0] else AnswerTo5.REFUSED
+    return AnswerTo5.NONE if stands else AnswerTo5.CLOSED
+
+
 def _loop_until(client: paho.Client, is_over: Callable[[], bool], until: float) -> bool:
     """Serve a connection until ``is_over`` or that time (as `time.monotonic`), and return whether it still stands."""
     while not is_over() and time.monotonic() < until:
@@ -659,6 +783,22 @@ def tls_context(config: BrokerConfig, ca: Path | None) -> ssl.SSLContext:
     if config.tls is not None and config.tls.cert is not None:
         key = None if config.tls.key is None else credential(config.tls.key)
         context.load_cert_chain(credential(config.tls.cert), key)
+    return context
+
+
+def blob_tls_context(config: BrokerConfig) -> ssl.SSLContext:
+    """Return the TLS settings for fetching blobs by HTTPS: this agent's certificate, and whom it trusts.
+
+    The coordinator's endpoint is certified by the authority of the broker, an object store by one of the system.
+
+    Raises:
+        OSError: A file cannot be read.
+        ssl.SSLError: A file holds no certificate or key.
+    """
+    context = tls_context(config, None)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    if config.tls is not None and config.tls.ca is not None:
+        context.load_verify_locations(config.tls.ca)
     return context
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import windows_of_formulas as formulas
+import yardstick_brokers as brokers
 import yardstick_loop as loop
 import yardstick_memory as memory
 import yardstick_new_clients as new_clients
@@ -22,6 +23,7 @@ import yardstick_simulate as simulate
 import yardstick_stacked as stacked
 import yardstick_starter as starter
 import yardstick_starter_windows as starter_windows
+import yardstick_steps as steps
 import yardstick_tcp as tcp
 import yardstick_transport as transport
 
@@ -370,6 +372,19 @@ def test_heads_on_a_window_encoder_are_measured_beside_local_models(tmp_path):
     assert result["10"]["auto"] > 0.9
 
 
+def test_the_table_of_steps_has_means_over_seeds_and_gains_over_the_step_before():
+    """Two seeds by hand: 50 and 70 % alone, 80 and 90 % on the starter encoder, gains of 30 and 20 points."""
+    traffic = {"linear_probe MB": 4.0, "afl MB": 10.0, "fedavg_ft MB": 90.0}
+    rows = [
+        {"alone": alone, "linear_probe": probe, "afl": 0.8, "fedavg_ft": 0.9, **traffic}
+        for alone, probe in ((0.5, 0.8), (0.7, 0.9))
+    ]
+    lines = steps.table({10: rows})
+    assert lines[0] == "| step | MB for each device | 5 photos of each, gain |"
+    assert lines[2] == f"| {steps.NAMES['alone']} | 0.0 | 60.0 ± 14.1 |"
+    assert lines[3] == f"| {steps.NAMES['linear_probe']} | 4.0 | 85.0 ± 7.1; +25.0 (-38.5 to +88.5) |"
+
+
 def test_gains_over_local_models_are_those_of_the_same_seed():
     runs = [{"local": 0.5, "head": 0.4, "auto": 0.6}, {"local": 0.7, "head": 0.8, "auto": 0.8}]
     row = starter_windows.table_row("watch", runs)
@@ -377,3 +392,28 @@ def test_gains_over_local_models_are_those_of_the_same_seed():
         "| watch | 60.0 ± 14.1 | 60.0 ± 28.3 | +0.0 (-127.1 to +127.1) | 70.0 ± 14.1 | **+10.0 (+10.0 to +10.0)** |"
     )
     assert starter.spread(np.array([0.5, 0.7])) == "60.0 ± 14.1"
+
+
+def test_the_table_of_brokers_by_hand():
+    """Two runs undisturbed, and one with a node killed, which has other bits and sent 2.5 MB more than their median."""
+    common = {"broker": "NATS", "nodes": 3, "messages": 600, "memory_bytes": 40_000_000}
+    calm = {**common, "disturbance": "undisturbed", "sha256": "aa"}
+    runs = [
+        brokers.Run(**calm, seconds=2.0, sent_bytes=10_000_000),
+        brokers.Run(**calm, seconds=4.0, sent_bytes=11_000_000),
+        brokers.Run(**{**calm, "disturbance": "node killed", "sha256": "bb"}, seconds=6.0, sent_bytes=13_000_000),
+    ]
+    assert brokers.table(runs).splitlines()[2:] == [
+        "| NATS | 3 | undisturbed | A | 3.0 (2.0 to 4.0) | – | 40 MB | 225 |",
+        "| NATS | 3 | node killed | B | 6.0 (6.0 to 6.0) | 2.5 MB | 40 MB | 100 |",
+    ]
+
+
+@pytest.mark.broker
+def test_a_broker_that_is_killed_is_measured_with_the_bits_of_one_that_is_not():
+    killed = brokers.measure(brokers.Amqtt, "node killed", agents=2, feature_dim=8)
+    undisturbed = brokers.measure(brokers.Amqtt, "undisturbed", agents=2, feature_dim=8)
+    assert killed.sha256 == undisturbed.sha256
+    # Three updates of each agent, and three models of the coordinator.
+    assert undisturbed.sent_bytes > 9 * 4096 * 8 * 4
+    assert undisturbed.memory_bytes > 1_000_000

@@ -1,30 +1,19 @@
-"""Brokers that share their messages, each a process that nobody restarts: two Mosquittos, or a NATS cluster."""
+"""Two Mosquittos that share their messages, each a process that nobody restarts."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-import shutil
 import signal
 import socket
 import subprocess
 import threading
 import time
 
-import pytest
+from configured_brokers import free_ports
 
 from coordinator.broker import find_mosquitto, settings_text
 
 START_LIMIT_S = 60.0
-NATS = shutil.which("nats-server", path=os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin"]))
-NEEDS_NATS = pytest.mark.skipif(NATS is None, reason="nats-server is not installed")
-
-
-def free_ports(count):
-    """So many ports that are free now."""
-    with contextlib.ExitStack() as stack:
-        servers = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [server.getsockname()[1] for server in servers]
 
 
 class Cluster:
@@ -97,25 +86,3 @@ class BridgedMosquittos(Cluster):
         settings.write_text("\n".join([settings_text("127.0.0.1", port), *lines, ""]))
         self.add(port, find_mosquitto(), "-c", settings)
         wait_for_port(port)
-
-
-class NatsCluster(Cluster):
-    """Three nodes of NATS with JetStream, which MQTT in NATS builds on."""
-
-    def start(self):
-        mqtt_ports = free_ports(9)
-        clients = mqtt_ports[3:6]
-        routes = mqtt_ports[6:]
-        addresses = ", ".join(f'"nats://127.0.0.1:{route}"' for route in routes)
-        for number in range(3):
-            settings = self.folder / f"nats-{number}.conf"
-            settings.write_text(
-                f"server_name: n{number}\n"
-                f"listen: 127.0.0.1:{clients[number]}\n"
-                f'jetstream {{ store_dir: "{self.folder / f"nats-{number}"}" }}\n'
-                f"mqtt {{ listen: 127.0.0.1:{mqtt_ports[number]} }}\n"
-                f"cluster {{ name: c, listen: 127.0.0.1:{routes[number]}, routes: [{addresses}] }}\n"
-            )
-            self.add(mqtt_ports[number], NATS, "-c", settings)
-        for port in mqtt_ports[:3]:
-            wait_for_port(port)

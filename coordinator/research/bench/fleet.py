@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,7 +31,7 @@ from ...state.status_file import BrokerTraffic, read_status
 from ...state.store import StateFolder
 from ...views.runs import replay
 from .fleet_agents import AgentLink, FleetAgent, Models, Timers
-from .measuring import FleetPlan, Row, Usage, module, usage, wait_for
+from .measuring import FleetPlan, Measured, Row, Usage, module, usage, wait_for
 from .rounds import FEDERATION, PROGRAMS, RUN_LIMIT_S, START_LIMIT_S, broker, round_seconds
 from .workloads import NOOP, register
 
@@ -87,6 +87,12 @@ class FleetFigures:
 
     updates: int = 0
     usage: Usage | None = None
+    aggregators: list[Usage] = field(default_factory=list)
+    """What each aggregator has used, with the CPU of the rounds alone."""
+
+    dropped: int | None = None
+    """Messages that the coordinator's transport has dropped; None in memory, where there is none."""
+
     welcome_s: list[float] = field(default_factory=list)
     """Seconds from hello to welcome of one agent during a flood."""
 
@@ -105,11 +111,14 @@ class FleetFigures:
         rows += [
             Row("updates aggregated", self.updates, ""),
             Row("CPU for each update", self._update_ms, "ms"),
+            *self._of_aggregators(),
             Row("models published / needed", models_mb / (rounds + 1) / payload_mb, ""),
             Row("other messages for each agent and round", 1e3 * (published_mb - models_mb) / downloads, "kB"),
             Row("received by agents / needed", received_mb / downloads / payload_mb, ""),
         ]
         # 3. What only some measurements have.
+        if self.dropped is not None:
+            rows.append(Row("messages dropped by the coordinator", self.dropped, ""))
         if self.welcome_s:
             rows += [
                 Row("hello to welcome in a flood, median", median(self.welcome_s), "s"),
@@ -118,6 +127,17 @@ class FleetFigures:
         if self.usage is not None:
             rows += [Row("coordinator now", self.usage.rss_mb, "MB"), Row("coordinator peak", self.usage.peak_mb, "MB")]
         return rows
+
+    def _of_aggregators(self) -> list[Row]:
+        """Return the rows of the aggregators; none where there are none."""
+        if not self.aggregators:
+            return []
+        each_ms = 1e3 * sum(used.cpu_s for used in self.aggregators) / max(1, self.updates)
+        peak_mb = max(used.peak_mb for used in self.aggregators)
+        return [
+            Row(f"CPU of {len(self.aggregators)} aggregators for each update", each_ms, "ms"),
+            Row("largest aggregator peak", peak_mb, "MB"),
+        ]
 
     @property
     def _update_ms(self) -> float:
@@ -145,6 +165,7 @@ def settings(plan: FleetPlan) -> dict[str, Any]:
         "cohort": {"min_agents": plan.cohort_size, "max_agents": plan.cohort_size},
         "round": {"quorum": 1.0},
         "export": {"after_run": False},
+        "aggregators": {"partitions": plan.aggregators},
     }
 
 
@@ -384,6 +405,44 @@ def measure_in_memory(plan: FleetPlan, folder: Path) -> FleetFigures:
     return FleetFigures("memory", plan, seconds, phases.figures | kinds, moved, updates, usage(os.getpid()))
 
 
+class AggregatorProcesses:
+    """The aggregators of a measurement, as processes, and what they use."""
+
+    def __init__(self, count: int, config: Path, folder: Path, stack: contextlib.ExitStack) -> None:
+        """Start so many aggregators for a coordinator of this configuration; they end with ``stack``."""
+        self.running: list[Measured] = []
+        for number in range(1, count + 1):
+            command = ["aggregate", "--partition", f"{number}/{count}", "--config", str(config)]
+            process = module(f"aggregator-{number}", command, folder, module="coordinator")
+            self.running.append(stack.enter_context(process))
+        self._before: list[Usage] = []
+
+    def wait_until_they_serve(self, state: Path) -> None:
+        """Return once each partition has an aggregator of its own, by the coordinator's status.
+
+        Raises:
+            MeasuringFailed: An aggregator ended, or nothing happened for a long time.
+        """
+
+        def do_serve() -> bool:
+            holders = {row.aggregator for row in read_status(state).partitions} - {""}
+            return len(holders) == len(self.running)
+
+        wait_for(do_serve, self.running, what="all partitions to be served", limit_s=START_LIMIT_S)
+
+    def begin(self) -> None:
+        """Count CPU from now on."""
+        self._before = [usage(process.pid) for process in self.running]
+
+    def used(self) -> list[Usage]:
+        """Return what each has used since `begin`, and its memory."""
+        result = []
+        for process, before in zip(self.running, self._before, strict=True):
+            after = usage(process.pid)
+            result.append(replace(after, cpu_s=after.cpu_s - before.cpu_s))
+        return result
+
+
 def measure(plan: FleetPlan, folder: Path) -> FleetFigures:
     """Measure a fleet in memory, or over a broker with the coordinator and the fleet as processes.
 
@@ -401,6 +460,7 @@ def measure(plan: FleetPlan, folder: Path) -> FleetFigures:
         arguments = ["coordinator", "--config", config]
         coordinator = stack.enter_context(module("coordinator", arguments, folder, module=PROGRAMS))
         coordinator.answer()
+        aggregators = AggregatorProcesses(plan.aggregators, config, folder, stack)
         to_agents = [address.host, address.port, plan.agents, FEDERATION]
         fleet = stack.enter_context(module("fleet", to_agents, folder, module=f"{__package__}.fleet_mqtt"))
 
@@ -417,11 +477,12 @@ def measure(plan: FleetPlan, folder: Path) -> FleetFigures:
             return Moved(counts.bytes_published, counts.blob_bytes_published, received)
 
         def until(condition: Callable[[], bool], what: str, limit_s: float) -> None:
-            wait_for(condition, [coordinator, fleet], what=what, limit_s=limit_s, every_s=1.0)
+            wait_for(condition, [coordinator, fleet, *aggregators.running], what=what, limit_s=limit_s, every_s=1.0)
             pause(STATUS_S)
 
         # 1. All agents join, then send heartbeats for a while. The CPU of the start itself is in no figure.
         phases = Phases(lambda: (traffic().messages_received, usage(coordinator.pid).cpu_s))
+        aggregators.wait_until_they_serve(state_path)
         phases.end(JOINING)
         until(lambda: ask_fleet()["welcomed"] == plan.agents, f"{plan.agents} welcomes", START_LIMIT_S)
         phases.end(JOINING)
@@ -429,6 +490,7 @@ def measure(plan: FleetPlan, folder: Path) -> FleetFigures:
         phases.end(IDLE)
         # 2. A run from its request to its end.
         before = moved()
+        aggregators.begin()
         with StateFolder(state_path).look() as state:
             run = state.journal.request_run(request_for(plan).to_fact())
             ends = ("run_finished", "run_failed", "run_cancelled")
@@ -438,8 +500,21 @@ def measure(plan: FleetPlan, folder: Path) -> FleetFigures:
             seconds = round_seconds(state.journal, run)
             updates = len(state.journal.entries(run, ("update_accepted",)))
         used = usage(coordinator.pid)
+        of_aggregators = aggregators.used()
+        dropped = traffic().dropped
         # 3. A flood, whose CPU is in no figure.
         welcome_s = []
         if plan.flood != "none":
             welcome_s = ask_fleet(plan.flood)["welcome_s"]
-    return FleetFigures(plan.transport, plan, seconds, phases.figures, moved_in_rounds, updates, used, welcome_s)
+    return FleetFigures(
+        plan.transport,
+        plan,
+        seconds,
+        phases.figures,
+        moved_in_rounds,
+        updates,
+        used,
+        aggregators=of_aggregators,
+        dropped=dropped,
+        welcome_s=welcome_s,
+    )

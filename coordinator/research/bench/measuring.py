@@ -84,6 +84,9 @@ class FleetPlan(Frozen):
     transport: Literal["memory", "mosquitto", "amqtt"] = Field(
         "memory", description="memory (CPU by kind of message), mosquitto or amqtt"
     )
+    aggregators: int = Field(
+        0, ge=0, le=64, description="over a broker: so many aggregators take and sum the updates; 0 = the coordinator"
+    )
     flood: Literal["none", "junk", "hello", "update"] = Field(
         "none", description="over a broker, at the end: 5,000 such messages a second from one agent, for 10 s"
     )

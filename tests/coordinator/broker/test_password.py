@@ -424,7 +424,7 @@ class TestDoctorOfTheCoordinator:
     @pytest.mark.parametrize(
         "changes, code, step, words",
         [
-            ({}, 0, "topics", "federation 'home'"),
+            ({}, 0, "kind", "mosquitto version 2"),
             ({"federation": "two"}, 2, "topics", "--acl FILE --federation two"),
             ({"password": "porch.password"}, 2, "login", "headwater password coordinator"),
         ],

@@ -273,8 +273,10 @@ def test_doctor_tries_each_broker_of_a_list_and_names_those_that_fail(call, tmp_
     assert steps == {
         "name of mqtt://127.0.0.1:1": True,
         "tcp of mqtt://127.0.0.1:1": False,
-        **{f"{step} of {broker.url}": True for step in ("name", "tcp", "login", "topics")},
+        **{f"{step} of {broker.url}": True for step in ("name", "tcp", "login", "topics", "kind")},
     }
+    # amqtt tells nobody what it is unless its $SYS topics are switched on.
+    assert json.loads(said)["broker"][-1]["detail"] == "not known, which is no fault"
 
 
 def test_status_and_doctor_name_the_version_that_serves_where_it_is_another(call, tmp_path):

@@ -6,7 +6,8 @@ import time
 from collections import Counter
 
 import pytest
-from broker_clusters import NEEDS_NATS, BridgedMosquittos, NatsCluster
+from broker_clusters import BridgedMosquittos
+from configured_brokers import NEEDS_NATS, FromNats
 from mqtt_harness import NEEDS_MOSQUITTO
 from process_site import AGENTS, LARGE, Site
 
@@ -82,7 +83,7 @@ def test_a_stopped_and_a_killed_broker_cost_seconds_and_no_bits(tmp_path):
 @pytest.mark.parametrize("qos", [0, 1])
 def test_a_nats_cluster_that_loses_a_node_ends_the_run_with_the_same_bits(tmp_path, qos):
     """The nodes answer no login until they have elected leaders; with QoS 1 they refuse subscriptions meanwhile."""
-    cluster = NatsCluster(tmp_path)
+    cluster = FromNats(tmp_path, 3)
     with Site(tmp_path, MEDIUM, broker=cluster, qos=qos) as site:
         undisturbed = site.finish(site.request(ROUNDS))
         run, took_s = disturbed_run(site, cluster.kill)

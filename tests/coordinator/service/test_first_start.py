@@ -11,10 +11,12 @@ from coordinator.config import CoordinatorConfig
 from coordinator.service.app import coordinator
 from coordinator.service.first_start import Decisions
 from coordinator.service.inquiry import INQUIRY_S, Inquiry
+from coordinator.service.listening import REFUSAL_S
 from coordinator.state.backup import MARKER, back_up
 from coordinator.state.store import StateFolder
 from edge_agent.core.errors import StartStopped, UsageError
 from edge_agent.wire.messages import codec, down
+from edge_agent.wire.transport import Disconnected, Subscribed
 
 
 def asked(fed, inquiry):
@@ -86,14 +88,48 @@ def test_answers_to_others_and_announcements_prove_nothing(fed):
     assert asked(fed, inquiry)[0] is None
 
 
-def test_a_broker_that_does_not_let_it_listen_is_named_with_the_right_that_is_missing(fed):
+def refused(fed):
+    """A question whose broker refuses the topic of coordinators."""
     transport = fed.broker.transport()
     transport.subscribe("something/else")
     transport.start()
     inquiry = Inquiry("home", transport, clock=fed.clock)
-    with pytest.raises(UsageError, match="does not let this process subscribe to fl/1/home/co"):
-        for _ in range(5):
-            inquiry.step(0)
+    inquiry.step(0)
+    inquiry.step(0)
+    return inquiry
+
+
+def test_a_broker_that_does_not_let_it_listen_is_named_with_the_right_that_is_missing(fed):
+    inquiry = refused(fed)
+    fed.wait(REFUSAL_S - 1)
+    assert not inquiry.step(0)
+    fed.wait(2)
+    with pytest.raises(UsageError, match="has not let this process subscribe to fl/1/home/co for 120 s"):
+        inquiry.step(0)
+
+
+def test_a_refusal_that_passes_is_no_sign_that_nobody_serves(fed):
+    """A cluster that elects leaders refuses subscriptions; only after it has granted them can anybody be heard."""
+    inquiry = refused(fed)
+    for _ in range(3):
+        fed.wait(2 * INQUIRY_S)
+        assert not inquiry.step(0)
+    inquiry._transport.subscribe(fed.topics.coordinators)
+    answer, took_s = asked(fed, inquiry)
+    assert answer is not None
+    assert took_s <= 2
+
+
+def test_another_connection_is_given_as_long_as_the_first_one(fed):
+    inquiry = refused(fed)
+    fed.wait(REFUSAL_S - 1)
+    vanish(inquiry._transport)
+    inquiry._transport._events.put(Disconnected("its node has died", 0.1))
+    inquiry.step(0)
+    inquiry._transport._events.put(Subscribed(()))
+    inquiry.step(0)
+    fed.wait(REFUSAL_S - 1)
+    assert not inquiry.step(0)
 
 
 def test_a_question_ends_when_the_program_is_asked_to_stop(fed):

@@ -13,6 +13,7 @@ from federation_harness import Federation, undisturbed_hash, vanish
 from coordinator.journal.entries import fact_of
 from coordinator.journal.sqlite import SqliteJournal
 from coordinator.service.coordinator import Coordinator
+from coordinator.service.listening import REFUSAL_S
 from coordinator.service.standby import QUIET_S, TAKEOVER_S, Standby, wait_for_folder
 from coordinator.service.surroundings import Runtime, StartOptions
 from coordinator.state import backup as backups
@@ -247,15 +248,42 @@ def test_folders_that_are_not_those_of_the_coordinator_are_refused(tmp_path):
             fed.step = standby_process._federation_step
 
 
+class Refused(Beside):
+    """A standby whose broker refuses its subscription at first; it is asked again by hand, as the transport does."""
+
+    def __init__(self, fed, folder):
+        super().__init__(fed, folder)
+        self.transport.unsubscribe(fed.topics.coordinators)
+        # The confirmation of the subscription that was made is followed by a refusal.
+        self.transport.subscribe("something/else")
+
+
 def test_a_standby_that_may_not_listen_says_which_right_is_missing(tmp_path):
     with fleet(tmp_path) as fed:
-        transport = fed.broker.transport()
-        standby = Standby("home", fed.config.state, transport, clock=fed.clock)
-        transport.subscribe("something/else")
-        transport.start()
-        with pytest.raises(UsageError, match="does not let this process subscribe to fl/1/home/co"):
-            for _ in range(5):
-                standby.step(0)
+        started(fed)
+        standby_process = Refused(fed, fed.config.state)
+        fed.wait(REFUSAL_S - 1)
+        assert standby_process.took_over_at is None
+        with pytest.raises(UsageError, match="has not let this process subscribe to fl/1/home/co for 120 s"):
+            fed.wait(2)
+        fed.step = standby_process._federation_step
+
+
+def test_a_standby_waits_while_a_broker_elects_leaders_and_then_does_its_duty(tmp_path, undisturbed):
+    """While the subscription is refused, the coordinator dies: that is not noticed, and nothing is taken over."""
+    with fleet(tmp_path) as fed:
+        started(fed)
+        standby_process = Refused(fed, fed.config.state)
+        in_round(fed, 2)
+        fed.kill_coordinator()
+        fed.wait(REFUSAL_S / 2)
+        assert standby_process.took_over_at is None
+        standby_process.transport.subscribe(fed.topics.coordinators)
+        granted_at = fed.clock.now
+        fed.until(lambda: standby_process.took_over_at)
+        assert QUIET_S - 2.5 <= standby_process.took_over_at - granted_at <= QUIET_S + 2.5
+        fed.finish()
+        assert fed.encoder_sha256 == undisturbed
 
 
 def test_a_standby_stops_when_it_is_asked_to(tmp_path):
