@@ -33,6 +33,8 @@ from edge_agent.core.config import (
 )
 from edge_agent.core.task import MAX_LABEL, Frozen, Task
 
+from .journal.schemes import mistakes_in
+
 Count = Annotated[int, Field(ge=0, le=1_000_000)]
 PositiveCount = Annotated[int, Field(ge=1, le=1_000_000)]
 Seed = Annotated[int, Field(ge=0, lt=1 << 63)]
@@ -303,6 +305,22 @@ def _one_or_more(value: object) -> object:
     return (value,) if isinstance(value, str) else value
 
 
+class AggregatorsConfig(Frozen):
+    """Processes that take, check and sum the updates of rounds beside the coordinator: 'headwater aggregate'.
+
+    They need the coordinator's state folder, on the same machine or as a shared folder. Buffered rounds and secure sums
+    do without them.
+    """
+
+    partitions: int = Field(
+        0,
+        ge=0,
+        le=1024,
+        description="into how many partitions the agents are divided, each for one 'headwater aggregate --partition "
+        "K/N'; the coordinator takes the updates of those that nobody serves; 0: none",
+    )
+
+
 class ExportConfig(Frozen):
     """What happens to the encoder of a run."""
 
@@ -392,6 +410,15 @@ class OwnDataConfig(Frozen):
     folder: Path = Field(Path(), description="base of relative paths in data; default: this file's folder")
     device: str = Field("auto", max_length=64, description="auto (cuda where there is one), cpu, cuda, cuda:1, mps")
 
+    @property
+    def device_names(self) -> tuple[str, ...]:
+        """The devices that compute."""
+        return (self.device,)
+
+
+LEAST_IN_A_PART = 2
+"""The least samples of a part of a batch: batch norm cannot learn from one."""
+
 
 class WarmStartConfig(OwnDataConfig):
     """What the encoder learns before the first round, from data that the coordinator has."""
@@ -404,6 +431,51 @@ class WarmStartConfig(OwnDataConfig):
     test_fraction: float = Field(0.1, gt=0, lt=1, description="share of the samples that is held out for evaluation")
     seed: Seed = Field(0, description="seed of that split")
     threads: int = Field(1, ge=0, le=256, description="torch threads; 0 = torch's default. 1 keeps results repeatable")
+    devices: tuple[Annotated[str, Field(max_length=64)], ...] = Field(
+        (),
+        max_length=64,
+        description="devices of this machine that train together, with a process for each, such as cuda:0 and cuda:1; "
+        "default: device alone",
+    )
+    parts: int = Field(
+        0,
+        ge=0,
+        le=1024,
+        description="parts into which each batch is cut; their gradients are added up in their order, so that any "
+        "number of devices of one kind ends in the same bits; 0 = as many as devices",
+    )
+
+    @model_validator(mode="after")
+    def _devices_share_the_parts(self) -> WarmStartConfig:
+        """Require that each device has a part of each batch, and each part enough samples."""
+        mistakes = []
+        if self.devices and self.device != "auto":
+            mistakes.append("device and devices exclude each other; keep the one that is meant")
+        if "auto" in self.devices:
+            mistakes.append("devices has 'auto'; name devices, such as cuda:0 or cpu")
+        if 0 < self.parts < len(self.devices):
+            mistakes.append(
+                f"parts = {self.parts} leaves some of {len(self.devices)} devices without work; raise parts"
+            )
+        least = LEAST_IN_A_PART * self.parts_of_batches
+        if self.parts_of_batches > 1 and self.batch_size < least:
+            mistakes.append(
+                f"batch_size = {self.batch_size} is too small for {self.parts_of_batches} parts; expected {least} or "
+                "more"
+            )
+        if mistakes:
+            raise ValueError("; ".join(mistakes))
+        return self
+
+    @property
+    def device_names(self) -> tuple[str, ...]:
+        """The devices that train: ``devices``, or ``device`` alone."""
+        return self.devices or (self.device,)
+
+    @property
+    def parts_of_batches(self) -> int:
+        """The number of parts of each batch: ``parts``, or one for each device."""
+        return self.parts or len(self.device_names)
 
 
 class ProxyConfig(OwnDataConfig):
@@ -522,6 +594,76 @@ class WebConfig(Frozen):
         return self
 
 
+class BlobsConfig(Frozen):
+    """Large blobs by HTTP, for agents that fetch them so; without this section all blobs go in chunks over MQTT.
+
+    Either the coordinator serves them itself (``serve``), or it puts them where others serve them (``store``). Agents
+    that do not reach the URLs get chunks.
+    """
+
+    serve: str | None = Field(
+        None,
+        pattern=r"^([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}$",
+        max_length=260,
+        description="address and TCP port at which the coordinator serves blobs; port 0 = any free one",
+    )
+    url: str | None = Field(
+        None,
+        pattern=r"^https?://[A-Za-z0-9._:\[\]-]+(/[A-Za-z0-9._~/-]*)?$",
+        max_length=400,
+        description="beginning of the URLs at which agents reach that address, or the folder of store; default: with "
+        "[identity] its host and the port of serve, otherwise the address of serve",
+    )
+    store: str | None = Field(
+        None,
+        max_length=400,
+        description="where blobs are put for others to serve: s3://BUCKET/PREFIX (extra 's3'), of which agents get "
+        "presigned URLs, or the absolute path of a folder that a web server serves at url",
+    )
+    endpoint: str | None = Field(
+        None,
+        pattern=r"^https?://[!-~]+$",
+        max_length=400,
+        description="address of an S3-compatible store that is not Amazon's; keys come from the environment",
+    )
+    above_bytes: int = Field(1_000_000, ge=0, le=1 << 40, description="only blobs of more bytes go by HTTP")
+    valid_s: float = Field(
+        600.0, ge=10, le=86_400, description="how long a URL holds; a download that has begun goes on after that"
+    )
+    cert: Path | None = Field(
+        None, description="certificate (PEM) for TLS of serve; default: with [identity], the broker's"
+    )
+    key: Path | None = Field(None, description="private key (PEM) of that certificate; default: in the same file")
+    insecure: bool = Field(
+        default=False, description="allow an address that other machines reach without TLS: models pass in clear"
+    )
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host, without brackets, and port of ``serve``."""
+        host, _, port = (self.serve or "").rpartition(":")
+        return host.strip("[]"), int(port)
+
+    @property
+    def is_object_store(self) -> bool:
+        """Whether ``store`` is reached by a protocol, and is no folder of this machine."""
+        return self.store is not None and "://" in self.store
+
+    @model_validator(mode="after")
+    def _one_way(self) -> BlobsConfig:
+        if (self.serve is None) == (self.store is None):
+            raise ValueError("[blobs] needs either serve, an address of this machine, or store, where blobs are put")
+        if self.serve is not None and self.address[1] > 65535:
+            raise ValueError(f"serve = '{self.serve}': ports end at 65535")
+        if self.store is not None and not self.is_object_store and self.url is None:
+            raise ValueError(f"store = '{self.store}' is a folder; give url, at which a web server serves it")
+        if self.store is not None and not self.is_object_store and not Path(self.store).is_absolute():
+            raise ValueError(f"store = '{self.store}' is neither s3://BUCKET/PREFIX nor an absolute path")
+        if self.key is not None and self.cert is None:
+            raise ValueError("key needs cert, the certificate that it belongs to")
+        return self
+
+
 class CoordinatorConfig(Frozen):
     """One coordinator. Without ``[broker]`` it runs its own, see ``[embedded]``."""
 
@@ -537,6 +679,13 @@ class CoordinatorConfig(Frozen):
 
     federation: str = Field("home", pattern=NAME_PATTERN, description="name of the federation; agents use the same")
     state: Path = Field(Path("state"), description="folder for journal, blobs and runs")
+    journal: str | None = Field(
+        None,
+        max_length=2000,
+        description="URL of a database for the journal, postgresql://user@host/database?passfile=/path, that "
+        "coordinators with one state folder share; a password is read from passfile, PGPASSFILE or PGPASSWORD; "
+        "default: SQLite in the state folder",
+    )
     broker: BrokerConfig | None = Field(None, description="an existing broker")
     embedded: EmbeddedConfig = Field(
         default_factory=EmbeddedConfig, description="the broker that the coordinator starts without [broker]"
@@ -551,6 +700,9 @@ class CoordinatorConfig(Frozen):
     aggregation: AggregationConfig = Field(
         default_factory=AggregationConfig, description="how updates are combined, and what a single one can do"
     )
+    aggregators: AggregatorsConfig = Field(
+        default_factory=AggregatorsConfig, description="processes that take and sum updates beside the coordinator"
+    )
     export: ExportConfig = Field(default_factory=ExportConfig, description="what happens to the encoder of a run")
     privacy: DifferentialPrivacyConfig = Field(
         default_factory=DifferentialPrivacyConfig,
@@ -558,12 +710,21 @@ class CoordinatorConfig(Frozen):
     )
     retention: RetentionConfig = Field(default_factory=RetentionConfig, description="what stays in the state folder")
     web: WebConfig | None = Field(None, description="the web view of fleet, runs and releases; default: none")
+    blobs: BlobsConfig | None = Field(
+        None, description="large blobs by HTTP; default: all blobs go in chunks over MQTT"
+    )
     evaluate_every: Count = Field(1, description="agents evaluate every n-th round; 0 = only after the last")
     hosted: tuple[HostedConfig, ...] = Field(
         (), max_length=10_000, description="clients with data on this machine; they take part like agents"
     )
     hosted_processes: int | None = Field(
         None, ge=1, le=1024, description="processes of the hosted clients; default: as many as cores, or one with a GPU"
+    )
+    hosted_devices: tuple[Annotated[str, Field(max_length=64)], ...] = Field(
+        (),
+        max_length=1024,
+        description="devices of the hosted clients, with a process for each: clients that name no device are spread "
+        "over all; a device may be there several times. Default: each client as its device says",
     )
 
     warm_start: WarmStartConfig | None = Field(
@@ -583,9 +744,18 @@ class CoordinatorConfig(Frozen):
 
         Neither secrets nor paths can be read from them.
         """
-        sections = self.model_dump(mode="json", exclude={"state", "task", "run", "warm_start", "web"})
+        left_out = {"state", "journal", "task", "run", "warm_start", "web", "blobs"}
+        sections = self.model_dump(mode="json", exclude=left_out)
         texts = {name: json.dumps(section, sort_keys=True) for name, section in sections.items()}
         return {name: hashlib.sha256(text.encode()).hexdigest()[:8] for name, text in texts.items()}
+
+    @field_validator("journal")
+    @classmethod
+    def _journal_is_at_a_url(cls, journal: str | None) -> str | None:
+        mistakes = [] if journal is None else mistakes_in(journal)
+        if mistakes:
+            raise ValueError("; ".join(mistakes))
+        return journal
 
     @model_validator(mode="after")
     def _peft_is_of_a_run(self) -> CoordinatorConfig:
@@ -601,12 +771,49 @@ class CoordinatorConfig(Frozen):
         return self
 
     @model_validator(mode="after")
+    def _hosted_devices_are_those_of_clients(self) -> CoordinatorConfig:
+        """Require that each hosted client has a process on the device that it names."""
+        if not self.hosted_devices:
+            return self
+        mistakes = []
+        if self.hosted_processes is not None:
+            mistakes.append("hosted_processes and hosted_devices exclude each other; keep the one that is meant")
+        if "auto" in self.hosted_devices:
+            mistakes.append("hosted_devices has 'auto'; name devices, such as cpu or cuda:1")
+        homeless = [client for client in self.hosted if client.device not in {"auto", *self.hosted_devices}]
+        mistakes.extend(
+            f"hosted client '{client.id}' has device = '{client.device}', which is not in hosted_devices; add it "
+            "there, or leave the client's device out"
+            for client in homeless
+        )
+        if mistakes:
+            raise ValueError("; ".join(mistakes))
+        return self
+
+    @model_validator(mode="after")
     def _web_has_tls_on_a_network(self) -> CoordinatorConfig:
         web = self.web
         if web is not None and not web.is_local and web.cert is None and self.identity is None and not web.insecure:
             raise ValueError(
                 f"web.listen = '{web.listen}' is reached from other machines and has no TLS; give web.cert, or make "
                 "certificates with 'headwater init', or set web.insecure = true"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _blobs_have_tls_on_a_network(self) -> CoordinatorConfig:
+        blobs = self.blobs
+        if blobs is None or blobs.serve is None or is_loopback(blobs.address[0]):
+            return self
+        has_tls = blobs.cert is not None or self.identity is not None
+        if not has_tls and not blobs.insecure:
+            raise ValueError(
+                f"blobs.serve = '{blobs.serve}' is reached from other machines and has no TLS; give blobs.cert, or "
+                "make certificates with 'headwater init', or set blobs.insecure = true"
+            )
+        if blobs.url is None and self.identity is None:
+            raise ValueError(
+                f"blobs.serve = '{blobs.serve}' does not say by which name agents reach it; give blobs.url"
             )
         return self
 

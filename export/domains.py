@@ -32,7 +32,7 @@ _ANSWERS = 1600
 """The most answers that are compared, over all domains."""
 
 LEAST_SAMPLES = 20
-"""The least samples of a domain on which a fitted head tells anything."""
+"""The least samples of a domain on which the accuracy of a fitted head says something."""
 
 
 def domains_of(

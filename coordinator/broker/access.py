@@ -29,11 +29,13 @@ ITERATIONS = 10_000
 
 _HASH_BYTES = 64
 _ANY_BLOB = "+"
+_ANY_PARTITION = "+"
 
 
 def _writable(topics: Topics, user: str) -> tuple[str, ...]:
     """Return the topics that an agent may publish on."""
-    return (topics.up(user), topics.up_chunks(user), topics.presence(user), topics.heartbeat(user))
+    to_coordinator = (topics.up(user), topics.up_chunks(user), topics.presence(user), topics.heartbeat(user))
+    return (*to_coordinator, topics.up(user, _ANY_PARTITION), topics.up_chunks(user, _ANY_PARTITION))
 
 
 def _readable(topics: Topics, user: str) -> tuple[str, ...]:

@@ -40,14 +40,15 @@ GROUPS: dict[str, dict[str, str]] = {
     "Run a federation": {
         "init": "Make a federation whose devices have certificates.",
         "serve": "Serve a federation until stopped.",
+        "aggregate": "Take and sum updates of a part of the agents.",
         "enroll": "Make a token by which a device gets a certificate.",
         "run": "Start a run and follow it to its end.",
         "status": "Show runs, agents, and what the coordinator waits for.",
         "logs": "Show what happened in a run, and for whom it waited.",
         "cancel": "End a run for good, queued or under way.",
-        "web": "Show fleet, runs and releases in a browser.",
     },
     "Fleet and releases": {
+        "web": "Show fleet, runs and releases in a browser.",
         "agents": "Show all agents or one; revoke or rename certificates.",
         "export": "Export a run's encoder as a bundle file.",
         "bundle": "Make a bundle of any network, without a run.",
@@ -69,6 +70,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "prune": "Remove checkpoints and bundles of old runs.",
         "audit": "Check a run's journal, receipts and checkpoints.",
         "traces": "Send runs as traces to OpenTelemetry.",
+        "plan": "Compute machines and limits of a fleet.",
         "bench": "Measure this machine: devices, rounds, simulations.",
     },
 }
@@ -105,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         failure = expected
     else:
         return
-    # Messages quote files of others, whose texts must not move the cursor of a terminal.
+    # Messages quote files of other people, whose characters must not control the terminal.
     lines = [printable(line) for line in str(failure).split("\n")]
     print("headwater: " + "\n".join(lines), file=sys.stderr)
     if "--json" in given:

@@ -44,16 +44,19 @@ def bundle(
 
     from ..runs.release import sign
 
+    # 1. All options are checked before the work, which takes minutes for a large network.
     set_up_logging(quiet=True)
     settings = config_module.parse(ForeignSettings, given, where="options")
     state_folder = _state_folder(config, state)
     if Path(model).is_file() and out.is_file() and out.samefile(model):
-        raise UsageError(f"--out {out}: is the network itself; name another file")
+        raise UsageError(f"--out {out}: is the file of the network itself; name another file")
     ready_for(out)
+    # 2. The bundle, and its signature where a federation's release key signs here.
     busy = console.status("reading and checking") if is_live(console) else contextlib.nullcontext()
     with busy:
         made = bundle_network(model, out, settings)
     version = None if state_folder is None else sign(out, state_folder)
+    # 3. The result, with a note where a federation was named and nothing signed.
     result = _result(made, version)
     is_named = config is not None or state is not None
     if is_named and version is None:
@@ -72,12 +75,10 @@ def bundle(
 
 
 def _state_folder(config: Path | None, state: Path | None) -> Path | None:
-    """Return the state folder of the federation whose release key signs: the one named, or that of the configuration.
-
-    It is found before the work, so that a mistake in its name costs no bundle that nobody has signed.
+    """Return the state folder of the federation whose release key signs, by --state or the configuration; None: none.
 
     Raises:
-        UsageError: The folder that was named does not exist.
+        UsageError: The folder that --state names does not exist.
         ConfigError: The configuration cannot be read.
     """
     if config is None and state is None and not DEFAULT_CONFIG.exists():
@@ -118,7 +119,7 @@ def _result(made: ForeignReport, version: int | None) -> dict[str, Any]:
 
 
 def _cell(value: object) -> str:
-    """Return a value for a table; names of tensors are the network's, and must not move the cursor of a terminal."""
+    """Return a value for a table, without characters that control a terminal: names of tensors are the network's."""
     if isinstance(value, dict):
         return ", ".join(f"{name} {_cell(part)}" for name, part in value.items())
     if isinstance(value, list):

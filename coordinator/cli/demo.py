@@ -163,8 +163,8 @@ def demo(
         if not web:
             stack.close()  # ends coordinator and agents
         console.print("fitting heads on the starter encoder as it comes, to compare", soft_wrap=True)
-        starter = accuracies_on_starter(_new_devices(options["seed"]), HELD_OUT, folder / "starter")
-        _present(results, folder, starter, time.monotonic() - begin, as_json=as_json)
+        on_starter = accuracies_on_starter(_new_devices(options["seed"]), HELD_OUT, folder / "starter")
+        _present(results, folder, on_starter, time.monotonic() - begin, as_json=as_json)
         if serve:
             page = stack.enter_context(_served_device(folder, config.task, options["seed"]))
             console.print(f"device head-{HEAD_STYLES[-1]} answers; open {page}", soft_wrap=True)
@@ -224,14 +224,16 @@ def _web_settings(config: CoordinatorConfig) -> Settings:
     return Settings.of(config, web, None)
 
 
-def _present(results: RunFolder, folder: Path, starter: Mapping[str, float], seconds: float, *, as_json: bool) -> None:
-    """Print what the run has brought.
+def _present(
+    results: RunFolder, folder: Path, on_starter: Mapping[str, float], seconds: float, *, as_json: bool
+) -> None:
+    """Print the results of the demonstration.
 
     Args:
-        results: The run's folder.
-        folder: The demonstration's.
-        starter: New device -> the accuracy, 0..1, of a head on the encoder before anybody trained it.
-        seconds: What all of it took.
+        results: The folder of the run.
+        folder: The folder of the demonstration.
+        on_starter: New device -> the accuracy, 0..1, of a head on the starter encoder before anybody trained it.
+        seconds: Duration of the whole demonstration.
         as_json: Whether to print JSON.
 
     Raises:
@@ -246,14 +248,15 @@ def _present(results: RunFolder, folder: Path, starter: Mapping[str, float], sec
     names = ("run_id", "method", "rounds", "seed", "encoder_sha256", "agents", "faults", "warnings", "next_steps")
     result = {
         **{name: summary[name] for name in (*names, "bundle")},
-        "starter": {device: round(accuracy, 4) for device, accuracy in starter.items()},
+        "starter": {device: round(accuracy, 4) for device, accuracy in on_starter.items()},
         "seconds": round(seconds, 1),
         "report": str(results.report_path),
         "folder": str(folder),
     }
-    took = f"All of it took {seconds:.0f} s. Plots: {results.report_path}"
+    last_line = f"All of it took {seconds:.0f} s. Plots: {results.report_path}"
     shown = RunSummary.from_json(summary)
-    present(result, [gains_table(shown), *footnotes(shown), *_reading(shown, starter, took)], as_json=as_json)
+    lines = _describe_results(shown, on_starter, last_line)
+    present(result, [gains_table(shown), *footnotes(shown), *lines], as_json=as_json)
 
 
 def gains_table(summary: RunSummary) -> Table:
@@ -301,13 +304,19 @@ def _gain_points(agent: AgentLine) -> float | None:
     return None if personal is None or local is None else 100 * (personal - local)
 
 
-def _reading(summary: RunSummary, starter: Mapping[str, float], took: str) -> Iterator[str]:
-    """Yield what the table means, and what to try next."""
+def _describe_results(summary: RunSummary, on_starter: Mapping[str, float], last_line: str) -> Iterator[str]:
+    """Yield what the table means, what to try next, and the commands that use the bundle.
+
+    Args:
+        summary: The summary of the run.
+        on_starter: New device -> the accuracy, 0..1, of a head on the starter encoder before anybody trained it.
+        last_line: A line on the demonstration itself, which comes before the commands.
+    """
     from edge_agent.core.installation import program_command
 
     from ..runs.result_notes import describe_warnings
 
-    yield from _reading_of_new_devices(summary, starter)
+    yield from _describe_new_devices(summary, on_starter)
     unchanged = [agent for agent in summary.agents if _classify_gain(agent) is Gain.WITHIN]
     if unchanged:
         yield (
@@ -319,7 +328,7 @@ def _reading(summary: RunSummary, starter: Mapping[str, float], took: str) -> It
     if settings := SETTINGS.get(summary.method or ""):
         options = " ".join(f"--set {name}={json.dumps(value)}" for name, value in settings.items())
         yield f"Parameters that differ from the defaults of {summary.method}: {options}"
-    yield took
+    yield last_line
     if summary.bundle is not None:
         yield "Next, on this machine or any other, without torch and without a network:"
         source = f"digits:{HEAD_STYLES[0]}?client={len(TRAIN_STYLES)}&clients={len(STYLES)}"
@@ -330,13 +339,13 @@ def _reading(summary: RunSummary, starter: Mapping[str, float], took: str) -> It
         yield f"  {program} serve --bundle {path} --head my-head"
 
 
-def _reading_of_new_devices(summary: RunSummary, starter: Mapping[str, float]) -> Iterator[str]:
-    """Yield what the new devices have reached in the mean, on the trained encoder, on the starter, and alone."""
-    # 1. Those that have all three figures.
-    agents = [agent for agent in summary.agents if agent.id in starter and _gain_points(agent) is not None]
+def _describe_new_devices(summary: RunSummary, on_starter: Mapping[str, float]) -> Iterator[str]:
+    """Yield the mean accuracies of the new devices: on the trained encoder, on the starter encoder, and alone."""
+    # 1. The means over the new devices that have all three figures.
+    agents = [agent for agent in summary.agents if agent.id in on_starter and _gain_points(agent) is not None]
     if not agents:
         return
-    before = fmean(starter[agent.id] for agent in agents)
+    before = fmean(on_starter[agent.id] for agent in agents)
     personal = fmean(agent.acc["personal"] or 0.0 for agent in agents)
     local = fmean(agent.acc["local"] or 0.0 for agent in agents)
     who = "new device, without torch, gets" if len(agents) == 1 else f"{len(agents)} new devices, without torch, get"
@@ -345,15 +354,15 @@ def _reading_of_new_devices(summary: RunSummary, starter: Mapping[str, float]) -
         f"{before:.3f} with one on the starter encoder before anybody trained it, {local:.3f} with the best model that "
         "each can fit alone."
     )
-    # 2. How much of the gain is due to training together.
-    compared = [Compared(starter[agent.id], agent.acc["personal"] or 0.0, agent.support or 0) for agent in agents]
+    # 2. How much of the gain is due to training together: the trained encoder against the starter encoder.
+    compared = [Compared(on_starter[agent.id], agent.acc["personal"] or 0.0, agent.support or 0) for agent in agents]
     verdict = classify_mean_gain(compared)
     if verdict is Gain.ABOVE:
         yield "Training together helps them by more than noise."
     elif verdict is Gain.BELOW:
         yield "Training together harms them by more than noise: here the starter encoder as it comes is the better one."
     else:
-        yield "Of the first two the difference is within noise: a pretrained encoder alone brings most of this gain."
+        yield "The first two differ within noise: a pretrained encoder alone brings most of this gain."
 
 
 def _make_demo_folder(folder: Path) -> None:
@@ -380,7 +389,7 @@ def _make_demo_folder(folder: Path) -> None:
 
 
 def _coordinator_config(folder: Path, method: str) -> CoordinatorConfig:
-    """Return the coordinator's configuration, which begins with the starter encoder where the method shares it."""
+    """Return the coordinator's configuration; its runs begin with the starter encoder where the method shares one."""
     from edge_agent import methods
 
     from .start_from import bundle_start
@@ -404,9 +413,12 @@ def _coordinator_config(folder: Path, method: str) -> CoordinatorConfig:
             "calibration": [f"digits:{style}?n=128" for style in TRAIN_STYLES],
         },
     }
-    config = bundle_start(NAME).configured(parse(CoordinatorConfig, raw, where="the demo's configuration"))
-    # Weights would reach no device by a method that shares no encoder. One's own method is taken to share it.
-    if is_reference(method) or "encoder" in methods.create(method).shared:
+    config = parse(CoordinatorConfig, raw, where="the demo's configuration")
+    config = bundle_start(NAME).configure(config)
+    # The weights would reach no device by a method that shares no encoder. A method from a user's file, which is not
+    # loaded here, is assumed to share it.
+    shares_encoder = is_reference(method) or "encoder" in methods.create(method).shared
+    if shares_encoder:
         return config
     return config.model_copy(update={"run": config.run.model_copy(update={"weights": None})})
 

@@ -1,4 +1,4 @@
-"""What the new devices of ``headwater demo`` reach on the starter encoder before anybody trains it further."""
+"""The accuracy of the new devices of ``headwater demo`` on the starter encoder before anybody trains it further."""
 
 from __future__ import annotations
 
@@ -15,20 +15,23 @@ from edge_agent.personal.precision import open_encoder
 
 
 def accuracies_on_starter(sources: Mapping[str, str], test_fraction: float, cache: Path) -> dict[str, float]:
-    """Return the accuracy, 0..1, of a head on the starter encoder for each device, on its own held-out samples.
+    """Return device -> the accuracy, 0..1, of a head on the starter encoder, on the device's own held-out samples.
+
+    A device without held-out samples has no accuracy and is left out.
 
     Args:
         sources: Device -> its data source, which is split as the device itself splits it.
         test_fraction: Share of the samples that is held out.
-        cache: A folder for the unpacked bundle.
+        cache: The folder into which the starter bundle is unpacked.
     """
     bundle = load_bundle(NAME, cache)
     task = bundle.manifest.task
-    reached = {}
+    accuracies = {}
     for device, source in sources.items():
         data = local_data(source, test_fraction=test_fraction)
         samples = own_samples(data, device, task.input, task.class_names)
-        result = personalize(bundle, samples, open_encoder(bundle, "auto", samples[0]), FitOptions(AUTO))
+        encoder = open_encoder(bundle, "auto", samples[0])
+        result = personalize(bundle, samples, encoder, FitOptions(AUTO))
         if result.scores.personal is not None:
-            reached[device] = result.scores.personal
-    return reached
+            accuracies[device] = result.scores.personal
+    return accuracies

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -28,7 +28,9 @@ from edge_agent.wire.transport import Message, Subscribed
 from ..broker import find_mosquitto
 from ..broker.kinds import describe_broker
 from ..config import CoordinatorConfig, load_config
+from ..journal.schemes import shared_journal_at
 from ..service.preflight import check_defaults, without_lost_weights
+from ..state.journal_location import read_location
 from ..state.status_file import read_status
 from .options import Json
 from .output import present, table
@@ -43,14 +45,12 @@ TIMEOUT_S = 5.0
 def doctor(config: Config = None, as_json: Json = False) -> None:
     """Show what this machine can do as a coordinator, and whether 'headwater serve' would start with a configuration.
 
-    It looks at method, task and data of runs as 'serve' does, and at the broker: login, topic rules, and which one it
-    is, with its known limits.
+    It looks at method, task and data of runs as 'serve' does, at the database of the journal where one is named, and at
+    the broker: login, topic rules, and which one it is, with its known limits.
 
     Example: headwater doctor --config coordinator.toml
     """
-    settings = None
-    if config is not None:
-        settings = load_config(config)
+    settings = None if config is None else load_config(config)
     # 1. What this machine is, and what would help.
     device = capabilities.find()
     mosquitto = find_mosquitto()
@@ -68,28 +68,66 @@ def doctor(config: Config = None, as_json: Json = False) -> None:
     if mosquitto is None:
         advice.append("no mosquitto: the embedded broker serves trials and small fleets")
     # 2. Whether 'serve' would start with the configuration, if one is named.
-    runs = None
-    broker_steps: list[Step] = []
-    steps: list[tuple[str, Step]] = []
+    checks = _Checks()
     if settings is not None:
         serving = _serving_version(settings.state)
         if serving:
             advice.append(serving)
-        runs = try_step("runs", lambda: _check_runs(settings, config))
-        broker_steps = list(_steps(settings))
-        steps = [("runs", runs), *((f"broker {step.name}", step) for step in broker_steps)]
+        checks = _check(settings, config, advice)
     # 3. All of it; the exit code is that of the first step that fails.
     parts: list[Table | str] = [table("this machine", ("what", "found"), list(facts.items()), left=2)]
     parts += [f"- {line}" for line in advice]
-    for name, step in steps:
+    for name, step in checks.in_order():
         outcome = "ok" if step.is_ok else "FAILED"
         parts.append(f"{name}: {outcome}: {step.detail}")
-    shown_runs = None if runs is None else _shown(runs)
-    result = {**facts, "advice": advice, "runs": shown_runs, "broker": [_shown(step) for step in broker_steps]}
-    present(result, parts, as_json=as_json)
-    for _, step in steps:
+    present({**facts, "advice": advice, **checks.to_json()}, parts, as_json=as_json)
+    for _, step in checks.in_order():
         if not step.is_ok:
             raise typer.Exit(step.exit_code)
+
+
+@dataclass(frozen=True)
+class _Checks:
+    """The steps that were tried with a configuration; None for a part that it does not name."""
+
+    runs: Step | None = None
+    journal: Step | None = None
+    broker: tuple[Step, ...] = ()
+    blobs: Step | None = None
+
+    def in_order(self) -> Iterator[tuple[str, Step]]:
+        """Yield the steps with their titles, in the order in which 'headwater serve' would meet them."""
+        if self.runs is not None:
+            yield "runs", self.runs
+        if self.journal is not None:
+            yield "journal", self.journal
+        for step in self.broker:
+            yield f"broker {step.name}", step
+        if self.blobs is not None:
+            yield "blobs", self.blobs
+
+    def to_json(self) -> dict[str, object]:
+        """Return the steps as ``--json`` prints them."""
+        return {
+            "runs": _shown(self.runs),
+            "journal": _shown(self.journal),
+            "blobs": _shown(self.blobs),
+            "broker": [_shown(step) for step in self.broker],
+        }
+
+
+def _check(settings: CoordinatorConfig, path: Path | None, advice: list[str]) -> _Checks:
+    """Try what a configuration names, and add to the advice what should be changed."""
+    runs = try_step("runs", lambda: _check_runs(settings, path))
+    broker = tuple(_steps(settings))
+    journal = None
+    if settings.journal is not None:
+        url = settings.journal
+        journal = try_step("journal", lambda: _check_journal(settings.state, url, advice))
+    blobs = None
+    if settings.blobs is not None:
+        blobs = try_step("blobs", lambda: _check_blobs(settings))
+    return _Checks(runs, journal, broker, blobs)
 
 
 def _serving_version(state: Path) -> str:
@@ -102,7 +140,10 @@ def _serving_version(state: Path) -> str:
     return other_version(serving, __version__, "'headwater serve'")
 
 
-def _shown(step: Step) -> dict[str, object]:
+def _shown(step: Step | None) -> dict[str, object] | None:
+    """Return a step as ``--json`` prints it; None where it was not tried."""
+    if step is None:
+        return None
     return {"step": step.name, "ok": step.is_ok, "detail": step.detail}
 
 
@@ -114,6 +155,30 @@ def _check_runs(settings: CoordinatorConfig, path: Path | None) -> str:
     """
     in_child(lambda: check_defaults(without_lost_weights(settings), path))  # models need torch, 190 MB
     return f"method {settings.run.method}, encoder {settings.task.encoder}"
+
+
+def _check_journal(state: Path, url: str, advice: list[str]) -> str:
+    """Return what is in the database of the journal, and add to the advice what its server should do.
+
+    Raises:
+        StateError: The database cannot be reached, or is not that of the state folder.
+    """
+    location = read_location(state)
+    expected_id = "" if location is None else location.id
+    report = shared_journal_at(url, expected_id).examine()
+    advice += report.advice
+    return report.description
+
+
+def _check_blobs(settings: CoordinatorConfig) -> str:
+    """Return how agents fetch large blobs by HTTP, where that can work.
+
+    Raises:
+        HeadwaterError: The store refuses, or the certificate cannot be used.
+    """
+    from ..blobs.opening import check_blobs
+
+    return check_blobs(settings)
 
 
 def _steps(config: CoordinatorConfig) -> Iterator[Step]:

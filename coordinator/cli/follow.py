@@ -24,7 +24,7 @@ from ..state.status_file import Awaited, RunUnderWay, Status, read_status
 from ..state.store import StateFolder
 from ..text import SaidBefore, about_time, counted, listed
 from ..views.candidate import SCOPES
-from ..views.runs import RunRecord, replay
+from ..views.runs import OpenRound, RunRecord, replay
 from .output import console, fitted, is_live, table
 
 LOOK_EVERY_S = 0.2
@@ -126,23 +126,34 @@ class _Lines:
         self._said = SaidBefore()
 
     def __call__(self, record: RunRecord, waiting: str) -> None:
-        rounds = record.request.rounds
+        """Show what is new in the run, and what it waits for where that lasts."""
         if record.round != self._closed:
             self._closed = record.round
-            self._show(self._closed_line(record.round, rounds))
-        # Who takes part is said once: a run of one round may begin while a device is still on its way.
-        if record.open_round is not None and not self._has_said_who:
-            self._has_said_who = True
-            cohort = record.open_round.cohort
-            who = f"{counted(len(cohort), 'agent')}: {listed(cohort)}"
-            self._show(f"round {record.open_round.round} begins with {who}")
-        if record.open_round is not None:  # agents that are left out, unless they were in the previous round
-            before = self._without
-            self._without = dict(record.open_round.fact.left_out)
-            for agent, reason in self._without.items():
-                if agent not in before:
-                    why = self._said.reason(agent, reason)
-                    self._show(f"round {record.open_round.round} continues without {agent}: {why}")
+            self._show(self._closed_line(record.round, record.request.rounds))
+        if record.open_round is not None:
+            self._show_first_cohort(record.open_round)
+            self._show_left_out(record.open_round)
+        self._show_long_wait(record, waiting)
+
+    def _show_first_cohort(self, opened: OpenRound) -> None:
+        """Show once who takes part: a run of one round may have begun while a device was still on its way."""
+        if self._has_said_who:
+            return
+        self._has_said_who = True
+        who = f"{counted(len(opened.cohort), 'agent')}: {listed(opened.cohort)}"
+        self._show(f"round {opened.round} begins with {who}")
+
+    def _show_left_out(self, opened: OpenRound) -> None:
+        """Show the agents that are left out of a round, but for those that were left out of the one before, too."""
+        before = self._without
+        self._without = dict(opened.fact.left_out)
+        for agent, reason in self._without.items():
+            if agent not in before:
+                why = self._said.reason(agent, reason)
+                self._show(f"round {opened.round} continues without {agent}: {why}")
+
+    def _show_long_wait(self, record: RunRecord, waiting: str) -> None:
+        """Show once what the run waits for, where nothing has changed for `WAIT_IS_LONG_S`."""
         if record is not self._last[0] or waiting != self._last[1]:
             self._last = (record, waiting)
             self._since = time.monotonic()

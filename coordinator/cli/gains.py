@@ -9,10 +9,11 @@ import typer
 
 from edge_agent.core.errors import UsageError
 
-from ..runs.gains import NamedRun, Way, compare_runs, describe_way
+from ..runs.gains import Comparison, NamedRun, Step, compare_runs, describe_comparison
 from ..runs.run_summary import RunSummary
 from ..state.noise import Gain
 from ..state.store import StateFolder
+from ..text import counted
 from .options import Config, Json, State, state_path
 from .output import present, table
 
@@ -45,24 +46,27 @@ def gains(
 
     Example: headwater gains analytic-simulation full-simulation
     """
-    runs = [_run_of(step, config, state) for step in steps] if steps else _finished(state_path(config, state))
-    way = compare_runs(runs)
-    present(way.to_json(), [_steps_table(way), *describe_way(way)], as_json=as_json)
+    runs = [_find_run(step, config, state) for step in steps or ()]
+    if not steps:
+        runs = _finished_runs(state_path(config, state))
+    comparison = compare_runs(runs)
+    lines = describe_comparison(comparison)
+    present(comparison.to_json(), [_steps_table(comparison), *lines], as_json=as_json)
 
 
-def _run_of(step: str, config: Path | None, state: Path | None) -> NamedRun:
-    """Return the run that an argument names.
+def _find_run(step: str, config: Path | None, state: Path | None) -> NamedRun:
+    """Return the finished run that an argument names: that of a simulation's folder, or one of the state folder.
 
     Raises:
-        UsageError: It names no run that has finished.
+        UsageError: The argument names no run that has finished.
     """
     # 1. The folder of a simulation has one run.
     if Path(step).is_dir():
-        finished = _finished(Path(step))
+        finished = _finished_runs(Path(step))
         return NamedRun(step, finished[-1].summary, is_simulated=True)
     # 2. Anything else is a run of the state folder.
     path = state_path(config, state)
-    finished = _finished(path)
+    finished = _finished_runs(path)
     for run in finished:
         if run.name == step:
             return run
@@ -70,11 +74,11 @@ def _run_of(step: str, config: Path | None, state: Path | None) -> NamedRun:
     raise UsageError(f"{step}: neither a folder nor a finished run of {path}; finished runs there: {names}")
 
 
-def _finished(path: Path) -> list[NamedRun]:
-    """Return the runs of a state folder that have a summary, in order.
+def _finished_runs(path: Path) -> list[NamedRun]:
+    """Return the runs of a state folder that have a summary, in the order in which they were requested.
 
     Raises:
-        UsageError: There is none.
+        UsageError: No run of the folder has finished.
     """
     folder = StateFolder(path)
     runs = []
@@ -88,33 +92,32 @@ def _finished(path: Path) -> list[NamedRun]:
     return runs
 
 
-def _steps_table(way: Way) -> Table:
-    """Return one row for each step; a gain within noise is grey."""
-    rows = []
-    for step in way.steps:
-        gain = step.gain
-        rows.append(
-            (
-                step.name,
-                step.method,
-                step.rounds or "",
-                step.accuracy,
-                "" if gain is None else f"{100 * gain.mean:+.1f}",
-                *(("", "", "") if gain is None else (gain.better, gain.as_good, gain.worse)),
-                f"{step.bytes_each / 1e6:.1f}" if step.method else "",
-                f"{step.seconds:.0f}" if step.method else "",
-            )
-        )
+def _steps_table(comparison: Comparison) -> Table:
+    """Return a table with one row for each step; the row of a gain within noise is grey."""
     columns = ("step", "method", "rounds", "accuracy,\nmean", "gain,\npoints")
-    devices = ("devices\nbetter", "as\ngood", "\nworse")
-    title = f"What each step has brought {len(way.devices)} devices"
-    result = table(title, (*columns, *devices, "MB for\neach", "s"), rows, left=2)
-    _grey_within_noise(result, way)
+    counts = ("devices\nbetter", "as\ngood", "\nworse", "MB for\neach", "s")
+    title = f"What each step has brought {counted(len(comparison.devices), 'device')}"
+    result = table(title, (*columns, *counts), [_row(step) for step in comparison.steps], left=2)
+    for row, step in zip(result.rows, comparison.steps, strict=True):
+        if step.gain is not None and step.gain.verdict is Gain.WITHIN:
+            row.style = "bright_black"
     return result
 
 
-def _grey_within_noise(shown: Table, way: Way) -> None:
-    """Let the rows of steps whose gain is within noise be grey."""
-    for row, step in zip(shown.rows, way.steps, strict=True):
-        if step.gain is not None and step.gain.verdict is Gain.WITHIN:
-            row.style = "bright_black"
+def _row(step: Step) -> tuple[object, ...]:
+    """Return the cells of a step; the devices alone have neither a gain nor traffic."""
+    gain = step.gain
+    if gain is None:
+        return (step.name, "", "", step.accuracy, "", "", "", "", "", "")
+    return (
+        step.name,
+        step.method,
+        step.rounds,
+        step.accuracy,
+        f"{100 * gain.mean:+.1f}",
+        gain.better,
+        gain.as_good,
+        gain.worse,
+        f"{step.bytes_each / 1e6:.1f}",
+        f"{step.seconds:.0f}",
+    )

@@ -58,7 +58,7 @@ Classes = Annotated[
 ]
 
 DIGITS = tuple("0123456789")
-"""The classes of a new configuration for which nobody has named others: those of the demonstration."""
+"""The classes of a new configuration unless --classes names others: those of the demonstration."""
 
 NEW = """\
 # The coordinator's configuration: headwater serve --config coordinator.toml

@@ -76,7 +76,7 @@ def ready_for(path: Path) -> None:
     if path.is_dir():
         raise UsageError(f"{path} is a folder; name a file in it")
     if path.exists() and not path.is_file():
-        # The new file would take its place: root would do without /dev/null from then on.
+        # The new file would replace it: root could replace /dev/null for all programs.
         raise UsageError(f"{path} is a device, socket or pipe; name a file")
     check_writable(path.parent)
     if not path.parent.exists():

@@ -280,14 +280,14 @@ def _follow(settings: CoordinatorConfig, run: Request | str, invocation: Invocat
 
 
 def _begin_from(source: str, settings: CoordinatorConfig) -> CoordinatorConfig:
-    """Return the configuration with the encoder that ``--from`` names, and say what gave way to it."""
+    """Return the configuration with the encoder that ``--from`` names, and print in what it replaces the settings."""
     from .start_from import find_start
 
     start = find_start(source, settings.state)
     changes = start.differences(settings.task)
     if changes:
         console.print(f"note: as in {source}, this run has {changes}", soft_wrap=True)
-    return start.configured(settings)
+    return start.configure(settings)
 
 
 def request_for(
@@ -311,7 +311,7 @@ def request_for(
     """
     from ..rounds.request import Request, Weights
     from ..service.preflight import checked_method, fresh_on_devices, overlaps
-    from .start_from import notes_before, notes_on_weights
+    from .start_from import notes_on_frozen_encoder, notes_on_weights
 
     defaults = settings.run
     name = method or defaults.method
@@ -331,7 +331,7 @@ def request_for(
             console.print(f"note: {note}", soft_wrap=True)
     has_weights = defaults.weights is not None or settings.warm_start is not None
     asked_rounds = rounds if rounds is not None else defaults.rounds
-    for note in notes_before(made.name, asked_rounds, began_trained=has_weights):
+    for note in notes_on_frozen_encoder(made.name, asked_rounds, began_trained=has_weights):
         console.print(f"note: {note}", soft_wrap=True)
     return Request(
         method=made.name,

@@ -73,6 +73,9 @@ def serve(
     backup DIR --every 60' keeps up to date, and resumes the runs when the first is offline. One that was only suspended
     ends with exit code 2 when it is back; nothing that it does then counts.
 
+    With 'journal' in the configuration, the coordinators of several machines share a database and the state folder, all
+    of them with --standby: one serves, by a lease in the database, and another takes over 3 s after its last renewal.
+
     A backup is not started beside a coordinator that answers (exit code 2), unless --take-over says so. Where agents
     have certificates, its first start names those that it would let in, and wants --accept-identities.
 

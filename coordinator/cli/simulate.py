@@ -24,7 +24,7 @@ from ..text import about_time, counted, encoder_named
 from ..views.runs import replay
 from .options import INTERRUPTED, Given, Json, Verbose, from_model
 from .output import console, is_live, present, set_up_logging, sigterm_as_ctrl_c, table
-from .start_from import bundle_start, notes_before
+from .start_from import bundle_start, notes_on_frozen_encoder
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -47,8 +47,8 @@ From = Annotated[
         "package; the simulation has its network and inputs.",
     ),
 ]
-_OPTIONS_ALONE = frozenset({"out", "resume", "config", "json", "verbose"})
-"""Options that are no settings: they do not count in a file."""
+_NO_SETTINGS = frozenset({"out", "resume", "config", "json", "verbose"})
+"""Options that are not settings of a simulation: they are given on the command line, never in a file."""
 
 Resume = Annotated[bool, typer.Option("--resume", help="Resume the run in --out with the settings saved there.")]
 Config = Annotated[
@@ -89,7 +89,7 @@ def simulate(
     if is_saved_partition(given.get("partition")):
         given["partition"] = str(Path(given["partition"]).expanduser().absolute())
     plan, folder = _resumed(given, config, out) if resume else _planned(given, config, out)
-    for note in notes_before(plan.method_name, plan.rounds, began_trained=plan.weights is not None):
+    for note in notes_on_frozen_encoder(plan.method_name, plan.rounds, began_trained=plan.weights is not None):
         console.print(f"note: {note}", soft_wrap=True)
     try:
         with sigterm_as_ctrl_c():
@@ -130,19 +130,21 @@ def _planned(given: dict[str, Any], config: Path | None, out: Path | None) -> tu
     """Return the plan and the folder of a new simulation; options override the values of the file."""
     from ..simulation.setup import read_plan
 
+    # 1. The values of the file, whose paths are relative to its folder.
     raw: dict[str, Any] = {"folder": str(Path.cwd())}
     if config is not None:
         folder = config.absolute().parent
         settings = read_toml(config)
-        _check_no_options(settings, config)
+        _refuse_options(settings, config)
         source = settings.pop("from", None)
         raw = {"folder": str(folder), **settings}
         raw |= _from_folder(raw, folder)
-        # --from on the command line has replaced what the file says of the encoder's beginning.
+        # An encoder from the command line (--from, --weights) replaces the one that the file names.
         if source is not None and "weights" not in given:
             raw |= bundle_start(_source_in(source, folder)).options({**raw, **given})
         if "data" in given:
             raw["folder"] = str(Path.cwd())
+    # 2. The options override them; tables, such as parameters, are merged.
     for name, value in given.items():
         if isinstance(value, dict) and name in raw:  # a value in the file that is no table stays, to be reported
             raw[name] = {**raw[name], **value} if isinstance(raw[name], dict) else raw[name]
@@ -150,6 +152,7 @@ def _planned(given: dict[str, Any], config: Path | None, out: Path | None) -> tu
             raw[name] = value
     raw["data"] = sources(raw.get("data"))
     plan = parse(Plan, raw, where=str(config or "the simulation"))
+    # 3. The folder, which no other simulation has.
     folder = out or Path(f"simulation-{plan.method_name}-{Path(plan.partition).stem}-seed{plan.seed}")
     if read_plan(folder) is not None:
         raise UsageError(f"{folder} holds a simulation; resume it with --resume, or choose another folder with --out")
@@ -157,13 +160,13 @@ def _planned(given: dict[str, Any], config: Path | None, out: Path | None) -> tu
     return plan, folder
 
 
-def _check_no_options(settings: Mapping[str, Any], config: Path) -> None:
-    """Require that a file has settings of a simulation alone, and none of the options that say where and how.
+def _refuse_options(settings: Mapping[str, Any], config: Path) -> None:
+    """Require that a file holds settings of a simulation alone, and no options that say where it goes and how it runs.
 
     Raises:
-        UsageError: It has one of these.
+        UsageError: The file holds such an option; all of them are named.
     """
-    options = sorted(_OPTIONS_ALONE & settings.keys())
+    options = sorted(_NO_SETTINGS & settings.keys())
     if options:
         flags = ", ".join(f"--{name}" for name in options)
         raise UsageError(f"{config}: {', '.join(options)}: no setting of a file; give it on the command line ({flags})")
@@ -172,11 +175,14 @@ def _check_no_options(settings: Mapping[str, Any], config: Path) -> None:
 def _source_in(source: object, folder: Path) -> str:
     """Return the encoder that ``from`` in a file names: that of the package by its name, or a path from ``folder``."""
     name = str(source)
-    return name if bundle_path(name) != Path(name) else str(folder / Path(name).expanduser())
+    is_name = bundle_path(name) != Path(name)
+    if is_name:
+        return name
+    return str(folder / Path(name).expanduser())
 
 
 def _from_folder(raw: Mapping[str, Any], folder: Path) -> dict[str, str]:
-    """Return the paths among the values of a file, which count from the file's folder."""
+    """Return the paths among the values of a file, which are relative to the file's folder."""
     texts = {name: value for name, value in raw.items() if isinstance(value, str) and value}
     paths = dict[str, str]()
     # 1. A method and an encoder are names, or files of Python code.

@@ -1,4 +1,4 @@
-"""What ``headwater run --from`` names: a bundle or an earlier run, whose encoder a new run begins with."""
+"""The encoder that a run begins with: option ``--from``, which names a bundle or an earlier run, and notes on it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from edge_agent.training.bundle_weights import is_bundle
 from ..config import CoordinatorConfig
 from ..state.store import StateFolder
 
-_FILE = "encoder.safetensors"
-"""The encoder of an earlier run, in the folder of that run."""
+_WEIGHTS_OF_RUN = "encoder.safetensors"
+"""Name of the file with the encoder of an earlier run, in the folder of that run."""
 
-_SHAPE = frozenset({"kind", "channels", "height", "width", "length"})
+_SHAPE_FIELDS = frozenset({"kind", "channels", "height", "width", "length"})
 """The fields of a task's input that its shape is made of."""
 
-_WEIGHTS = frozenset({".safetensors", ".pth", ".pt", ".bin"})
-"""Ends of the names of files that hold weights alone."""
+_WEIGHTS_SUFFIXES = frozenset({".safetensors", ".pth", ".pt", ".bin"})
+"""Suffixes of files that hold weights alone."""
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,19 @@ class Start:
     """An encoder to begin with: its weights, and the network and inputs that they belong to."""
 
     source: str
+    """The bundle or run, as the user has named it."""
+
     weights: Path
+    """The file of the weights: a bundle or a safetensors file."""
+
     task: EncoderTask | Task
+    """The task that the encoder was trained on."""
 
     def options(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the options of a simulation that begins with this encoder.
 
         Raises:
-            UsageError: The network is none of this project, or an option that was given contradicts it.
+            UsageError: The network is not one of this project, or an option contradicts it.
         """
         self._check_network()
         options = {
@@ -56,11 +61,11 @@ class Start:
             )
         return options
 
-    def configured(self, settings: CoordinatorConfig) -> CoordinatorConfig:
-        """Return a configuration whose runs begin with this encoder: its network and inputs, and the own classes.
+    def configure(self, settings: CoordinatorConfig) -> CoordinatorConfig:
+        """Return a configuration whose runs begin with this encoder: with its network and inputs, and with own classes.
 
         Raises:
-            UsageError: The network is none of this project, or its inputs are of another kind than the task's.
+            UsageError: The network is not one of this project, or its inputs are of another kind than the task's.
         """
         own = settings.task
         if self.task.input.kind != own.input.kind:
@@ -69,8 +74,8 @@ class Start:
                 f"configuration is '{own.input.kind}'; choose an encoder for {own.input.kind}s"
             )
         self._check_network()
-        taken = ("input", "encoder", "encoder_params")
-        task = own.model_copy(update={name: getattr(self.task, name) for name in taken})
+        fields = ("input", "encoder", "encoder_params")
+        task = own.model_copy(update={name: getattr(self.task, name) for name in fields})
         run = settings.run.model_copy(update={"weights": self.weights})
         return settings.model_copy(update={"task": task, "run": run})
 
@@ -78,7 +83,7 @@ class Start:
         """Require that the network is one of this project, which can be built and trained.
 
         Raises:
-            UsageError: It is that of somebody else.
+            UsageError: The network is not one of this project.
         """
         if self.task.encoder not in models.names():
             raise UsageError(
@@ -88,25 +93,30 @@ class Start:
             )
 
     def differences(self, own: Task) -> str:
-        """Return what of the configuration's task gives way to that of the encoder, for people; empty: nothing."""
+        """Return, for people, in what this encoder's task replaces the configuration's; empty: in nothing.
+
+        Args:
+            own: The task of the configuration.
+        """
+        # 1. The network, and the shape of its inputs.
         pairs: list[tuple[str, object, object]] = [
             ("encoder", self.task.encoder, own.encoder),
             ("inputs", self.task.input_shape, own.input_shape),
         ]
-        # Parameters of two networks have nothing to do with each other.
+        # 2. The parameters of the network. Those of two different networks cannot be compared.
         if self.task.encoder == own.encoder:
             pairs.append(("encoder parameters", self.task.encoder_params, own.encoder_params))
-        # What is done to inputs of the same shape, such as their mean and std.
+        # 3. How inputs of that shape are prepared, such as their mean and std.
         own_input = own.input.model_dump()
         for name, value in self.task.input.model_dump().items():
-            if name in own_input and name not in _SHAPE:
+            if name in own_input and name not in _SHAPE_FIELDS:
                 pairs.append((name, value, own_input[name]))
-        changes = [f"{name} {theirs} (not {mine})" for name, theirs, mine in pairs if theirs != mine]
+        changes = [f"{name} {new} (not {replaced})" for name, new, replaced in pairs if new != replaced]
         return ", ".join(changes)
 
 
-def notes_before(method: str, rounds: int, *, began_trained: bool) -> Iterator[str]:
-    """Yield what a run with these settings will lack or waste, while it can still be changed.
+def notes_on_frozen_encoder(method: str, rounds: int, *, began_trained: bool) -> Iterator[str]:
+    """Yield, before a run begins, what a method that leaves the encoder as it is lacks or wastes with these settings.
 
     Args:
         method: The name of its method.
@@ -128,12 +138,12 @@ def notes_before(method: str, rounds: int, *, began_trained: bool) -> Iterator[s
 
 
 def notes_on_weights(path: Path, own: Task) -> Iterator[str]:
-    """Yield in what the inputs of a task differ from those that a bundle's encoder was trained on.
+    """Yield a note where the inputs of a task differ from those that a bundle's encoder was trained on.
 
-    Its weights may fit a network whose inputs are prepared in another way, and then start it worse than they could.
+    The weights fit a network whose inputs are prepared in another way, too, but are a worse start for it.
 
     Args:
-        path: The weights that a run begins with; only a bundle says what its inputs are.
+        path: The weights that a run begins with. Of other files than bundles nothing is known, and nothing is said.
         own: The task of the run.
     """
     if not is_bundle(path):
@@ -141,9 +151,9 @@ def notes_on_weights(path: Path, own: Task) -> Iterator[str]:
     trained_on = open_bundle(path).manifest.task.input.model_dump()
     own_input = own.input.model_dump()
     differing = [
-        f"{name} {_shown(theirs)} (here {_shown(own_input[name])})"
-        for name, theirs in trained_on.items()
-        if name in own_input and own_input[name] != theirs
+        f"{name} {_field_text(value)} (here {_field_text(own_input[name])})"
+        for name, value in trained_on.items()
+        if name in own_input and own_input[name] != value
     ]
     if differing:
         source = NAME if path == bundle_path(NAME) else path
@@ -151,9 +161,11 @@ def notes_on_weights(path: Path, own: Task) -> Iterator[str]:
         yield f"the weights of {source} were trained on other inputs: {fields}; --from {source} takes both"
 
 
-def _shown(value: object) -> str:
+def _field_text(value: object) -> str:
     """Return a field of an input spec for people: the values of a tuple without its brackets."""
-    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value))
+    return str(value)
 
 
 def bundle_start(source: str) -> Start:
@@ -161,13 +173,13 @@ def bundle_start(source: str) -> Start:
 
     Raises:
         UsageError: There is no such file, or it holds weights alone.
-        BundleDamaged: The file is no whole bundle.
+        BundleDamaged: The file is not a whole bundle.
     """
     path = bundle_path(source).absolute()
     if not path.is_file():
         advice = f"expected FILE.hwb or {NAME}; 'headwater export' makes such a file of a run"
         raise UsageError(f"--from {source}: there is no such file; {advice}")
-    if path.suffix in _WEIGHTS:
+    if path.suffix in _WEIGHTS_SUFFIXES:
         raise UsageError(
             f"--from {source}: weights do not say what network they belong to; name the encoder, and the file by "
             f"--weights {source}"
@@ -178,11 +190,11 @@ def bundle_start(source: str) -> Start:
 def find_start(source: str, state: Path) -> Start:
     """Return the encoder of a bundle file, of the starter bundle, or of an earlier run of this state folder.
 
-    The weights of a run are written into its folder as they are after its last round.
+    The weights of a run after its last round are written to a file in its folder.
 
     Raises:
         UsageError: There is no such file or run, or the run has no closed round.
-        BundleDamaged: The file is no whole bundle.
+        BundleDamaged: The file is not a whole bundle.
     """
     if bundle_path(source).is_file():
         return bundle_start(source)
@@ -196,6 +208,6 @@ def find_start(source: str, state: Path) -> Start:
     from ..api import TrainedModel
 
     trained = TrainedModel.of(state, source)
-    file = state.absolute() / "runs" / source / _FILE
+    file = state.absolute() / "runs" / source / _WEIGHTS_OF_RUN
     trained.write_weights(file)
     return Start(source, file, trained.request.task)

@@ -26,7 +26,16 @@ from ..state.fleet_rows import HeardAgent, Presence
 from ..state.privacy_spent import PrivacySpent
 from ..state.release_rows import OpenRelease, open_releases
 from ..state.retention import DiskUsage, usage
-from ..state.status_file import Awaited, FleetCounts, ListedAgent, RefusedDevice, Status, read_agents, read_status
+from ..state.status_file import (
+    Awaited,
+    FleetCounts,
+    ListedAgent,
+    PartitionStatus,
+    RefusedDevice,
+    Status,
+    read_agents,
+    read_status,
+)
 from ..state.store import RunFolder, StateFolder
 from ..text import counted, listed
 from ..views.releases import book_of
@@ -394,7 +403,21 @@ def _lines(status: GatheredStatus) -> Iterator[Table | str]:
     yield ""
     yield from _run_lines(status)
     yield ""
+    if status.is_serving and status.written.partitions:
+        yield _aggregator_table(status.written.partitions)
+        yield ""
     yield from _fleet_lines(status)
+
+
+def _aggregator_table(partitions: Sequence[PartitionStatus]) -> Table:
+    """Return the table of who takes the updates of which agents."""
+    rows = []
+    for partition in partitions:
+        holder = "the coordinator: no aggregator is online"
+        if partition.aggregator:
+            holder = f"{partition.aggregator} ({partition.host}, process {partition.process})"
+        rows.append((partition.partition, holder, listed(partition.stands_by), partition.updates))
+    return table("partitions", ("partition", "served by", "stands by", "updates stored"), rows, left=3)
 
 
 def _coordinator_lines(status: GatheredStatus) -> Iterator[str]:
@@ -433,6 +456,8 @@ def _trouble_lines(written: Status) -> Iterator[str]:
     """Yield the coordinator's broker, and what disturbs it: its storage, and other coordinators."""
     if written.broker_connection is not None:
         yield f"broker: {written.broker_connection}"
+    if written.blobs_by_http:
+        yield f"blobs by HTTP: {written.blobs_by_http}"
     if written.storage:
         yield f"storage: {written.storage}"
     if written.other_coordinator:

@@ -31,23 +31,31 @@ def rank_by(topics: Topics) -> RankOf:
 
     def rank_of(message: Message) -> Rank:
         """Return the rank of a message, by its topic and, for control messages, its type."""
-        if message.retained:  # it is refused, and must not take the place of a live one
-            return ORDINARY
-        try:
-            agent, kind = topics.sender(message.topic)
-        except MessageError:
-            return ORDINARY
-        if kind == "h":
-            return Rank(is_urgent=True, replaces=f"h {agent} {_boot_of(message.payload)}")
-        if kind == "s":
-            return Rank(is_urgent=message.payload.startswith(b"offline"), replaces=f"s {agent} {message.payload!r}")
-        if kind == "up":
-            message_type = type_of(message.payload)
-            if message_type in NEWEST_COUNTS:
-                return Rank(replaces=f"{message_type} {agent} {_boot_of(message.payload)}")
-        return ORDINARY
+        # One message of an aggregator is about many updates, and says that it lives.
+        if message.topic in {topics.aggregators_up, topics.aggregators_down}:
+            return Rank(is_urgent=True)
+        return _rank_of_agents_message(topics, message)
 
     return rank_of
+
+
+def _rank_of_agents_message(topics: Topics, message: Message) -> Rank:
+    """Return the rank of a message that an agent has sent."""
+    if message.retained:  # it is refused, and must not take the place of a live one
+        return ORDINARY
+    try:
+        agent, kind = topics.sender(message.topic)
+    except MessageError:
+        return ORDINARY
+    if kind == "h":
+        return Rank(is_urgent=True, replaces=f"h {agent} {_boot_of(message.payload)}")
+    if kind == "s":
+        return Rank(is_urgent=message.payload.startswith(b"offline"), replaces=f"s {agent} {message.payload!r}")
+    if kind == "up":
+        message_type = type_of(message.payload)
+        if message_type in NEWEST_COUNTS:
+            return Rank(replaces=f"{message_type} {agent} {_boot_of(message.payload)}")
+    return ORDINARY
 
 
 def _boot_of(payload: bytes) -> str:

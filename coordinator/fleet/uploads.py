@@ -39,7 +39,7 @@ from .rejections import Rejections
 
 log = logging.getLogger(__name__)
 
-_UPLOAD_FILE = re.compile(r"[0-9a-f]{64}\.(part|chunks)")
+UPLOAD_FILE = re.compile(r"[0-9a-f]{64}\.(part|chunks)")
 """Names of the files of updates that are arriving: no other file below their folders is ours to remove."""
 
 GRANT_APART_S = 1.0
@@ -134,6 +134,7 @@ class Collector:
         clock: Callable[[], float],
         is_stalled: Callable[[], bool] = lambda: False,
         unread_s: Callable[[], float] = lambda: 0.0,
+        partial: Path | None = None,
     ) -> None:
         """Begin without uploads.
 
@@ -145,8 +146,11 @@ class Collector:
             is_stalled: Returns whether the run under way cannot open its round for now.
             unread_s: Returns how long the oldest message that has arrived has waited to be handled, in seconds
                 (`Transport.unread_s`).
+            partial: Folder of updates that are arriving, which no other process may use, on the disk of the blobs;
+                None: one in the folder of the blobs.
         """
         self._blobs = blobs
+        self._partial = blobs.folder / "partial" if partial is None else partial
         self._journal = journal
         self._send = send
         self._clock = clock
@@ -193,9 +197,7 @@ class Collector:
         for upload in self._uploads.values():
             upload.receiving.incoming.discard()
         self.pause()
-        for path in (self._blobs.folder / "partial").glob("*/*"):
-            if _UPLOAD_FILE.fullmatch(path.name):
-                path.unlink(missing_ok=True)
+        remove_partial(self._partial)
 
     def pause(self) -> None:
         """End all uploads, because the coordinator stops or the run is stalled: they stay on disk, to be resumed."""
@@ -228,6 +230,43 @@ class Collector:
             self._send(agent, Receipt(run=message.run, digest=message.blob.digest, accepted=True))
         else:
             self._admit(agent, message)
+
+    def stored(self, agent: str, message: UpdateManifest) -> bool:
+        """Take an update that an aggregator has checked and stored; return whether it is in the store.
+
+        It counts, and gets its receipt, as one that has arrived here: once, and only in its round.
+        """
+        try:
+            is_accepted = self._is_accepted(agent, message)
+            if not is_accepted:
+                self._check_manifest(agent, message)
+        except UpdateRejected as rejection:
+            self._reject(agent, message, str(rejection))
+            return True
+        if is_accepted:
+            self._send(agent, Receipt(run=message.run, digest=message.blob.digest, accepted=True))
+            return True
+        collection = self.open_round
+        if collection is None or message.blob.digest not in self._blobs:
+            return False
+        self.bytes_from[agent] = self.bytes_from.get(agent, 0) + message.blob.size_bytes
+        self.give_up(agent)
+        self._note_accepted(agent, message, collection)
+        return True
+
+    def refused(self, agent: str, message: UpdateManifest, reason: str) -> None:
+        """Reject an update that an aggregator has refused, with its reason."""
+        self._reject(agent, message, reason)
+
+    def give_up(self, agent: str) -> None:
+        """Forget an upload of this agent that is under way here; what is on disk stays, for whoever resumes it."""
+        upload = self._uploads.pop(agent, None)
+        if upload is not None:
+            upload.receiving.incoming.close()
+            self._open_files.pop(agent, None)
+            self._counted_at = float("-inf")
+        self._judged.pop(agent, None)
+        self._queue.pop(agent, None)
 
     def chunk(self, agent: str, frame: chunks.Frame) -> None:
         """Take one chunk; chunks are acknowledged from time to time, and after the last one the update is checked.
@@ -501,6 +540,11 @@ class Collector:
         digest = message.blob.digest
         arrived.replace(self._blobs.path(digest))  # only now is it a blob of the store
         sync_folder(self._blobs.folder)
+        self._note_accepted(agent, message, collection)
+
+    def _note_accepted(self, agent: str, message: UpdateManifest, collection: Collection) -> None:
+        """Journal an update that is in the store, and only then send its receipt."""
+        digest = message.blob.digest
         metrics = {name: value for name, value in message.metrics.items() if value is not None}
         fact = UpdateAccepted(samples=message.samples, metrics=metrics)
         purpose = _purpose_outside_rounds(message)
@@ -512,7 +556,7 @@ class Collector:
         self._send(agent, Receipt(run=message.run, digest=digest, accepted=True))
 
     def _folder(self, agent: str) -> Path:
-        return self._blobs.folder / "partial" / agent
+        return self._partial / agent
 
     def _reject(self, agent: str, message: UpdateManifest, reason: str) -> None:
         """Tell the agent that its update does not count, and note it where that is of the open round, or was late."""
@@ -552,6 +596,13 @@ class Collector:
         if collection.purpose not in EXCHANGES:
             self._journal.append(rejection.to_fact(), run=collection.run, round=collection.round, agent=agent)
         collection.rejected[agent] = rejection
+
+
+def remove_partial(folder: Path) -> None:
+    """Remove the files of updates that were arriving in a folder, by their names."""
+    for path in folder.glob("*/*"):
+        if UPLOAD_FILE.fullmatch(path.name):
+            path.unlink(missing_ok=True)
 
 
 def _check_tensors(path: Path, collection: Collection, agent: str) -> None:

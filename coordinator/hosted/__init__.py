@@ -4,4 +4,8 @@ Hosted clients are agents like all others, in child processes of the coordinator
 the same state and speak the same protocol; only the transport differs: a pipe instead of a broker. So their updates
 pass the same checks, they count for the same quorum, and a run with them ends in the same bits. Nothing here imports
 torch in the coordinator's own process.
+
+Read in this order: `placement` (which process and device a client gets), `transport` (messages to and from these
+processes), `agents` (such a process), `in_memory`, `run_hooks` (what happens around a run), `own_data` (warm start and
+proxy) and `spread` (a warm start on several devices).
 """

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,27 @@ from edge_agent.core.errors import DataError
 from edge_agent.core.storage import read_tensors, write_tensors
 from edge_agent.core.task import Task
 from edge_agent.heads import FitData
+from edge_agent.methods.base import Method
 from edge_agent.methods.values import Client, MethodParams
 from edge_agent.training import peft
-from edge_agent.training.loops import accuracy, cross_entropy, features_of, predict_probabilities
+from edge_agent.training.loops import (
+    TrainingOptions,
+    accuracy,
+    cross_entropy,
+    features_of,
+    local_optimizer,
+    predict_probabilities,
+    train_by_steps,
+)
 from edge_agent.training.loops import train as train_model
 from edge_agent.training.parts import NORM_LAYERS, Parts, feature_dim, load_arrays, norm_names, to_arrays
 
+from ..config import LEAST_IN_A_PART
 from ..rounds.compute_requests import ProxyRequest, ProxyResult, WarmStartRequest, WarmStartResult
+from .spread import PartsOfBatches, Rank, other_processes, step_by_parts
+
+JOINED = f"{__name__}:join_warm"
+"""The function of the other processes of a warm start on several devices."""
 
 _SALT = 0xAA
 """Keeps the random numbers of a warm start apart from others that are drawn from the same seed."""
@@ -53,8 +68,72 @@ def train_warm(body: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         HeadwaterError: The data do not fit the task, or training diverged.
     """
-    # 1. The samples of the coordinator's own data.
     request = WarmStartRequest.from_json(body)
+    settings = request.settings
+    rank = Rank(0, settings.device_names, settings.parts_of_batches)
+    # 1. The training, here and in a process for each further device.
+    with other_processes(JOINED, request, rank, request.into.parent):
+        warm = _train(request, rank)
+    # 2. Its accuracy on what was held out.
+    score = None
+    if len(warm.test):
+        inputs = torch.from_numpy(warm.test.inputs).to(warm.device)
+        probabilities = predict_probabilities(warm.trained, inputs)
+        score = round(accuracy(probabilities, torch.from_numpy(warm.test.labels).to(warm.device)), 6)
+    # 3. The state. The coordinator has trained all of the encoder; devices may freeze a part of it from here on.
+    method = warm.method
+    adapted = method.adapt(warm.model.cpu(), request.task)
+    write_tensors(request.into, method.start(to_arrays(adapted, method.shared_names(adapted))))
+    result = WarmStartResult(
+        data=settings.data,
+        samples=warm.samples,
+        tested=len(warm.test),
+        epochs=settings.epochs,
+        loss=round(warm.loss, 6),
+        accuracy=score,
+        head="shared" if warm.shares_head else "discarded",
+        device=", ".join(settings.devices) or str(warm.device),
+    )
+    return result.to_json()
+
+
+@dataclass(frozen=True)
+class Warm:
+    """A model after a warm start.
+
+    Attributes:
+        method: The method of the run.
+        model: The method's model; its encoder is trained.
+        trained: The encoder with the head that was trained with it.
+        shares_head: Whether that head is the model's own.
+        samples: How many samples it was trained on.
+        test: The samples that were held out.
+        loss: The mean loss of the last epoch.
+        device: The device of the model.
+    """
+
+    method: Method
+    model: Parts
+    trained: Parts
+    shares_head: bool
+    samples: int
+    test: data.Samples
+    loss: float
+    device: torch.device
+
+
+def join_warm(request: str, rank: Rank) -> None:
+    """Train as `train_warm` does, as one of the other processes; ``request``: a `WarmStartRequest`, as JSON."""
+    _train(WarmStartRequest.model_validate_json(request), rank)
+
+
+def _train(request: WarmStartRequest, rank: Rank) -> Warm:
+    """Train the model of a warm start; every process of the training ends with the same weights.
+
+    Raises:
+        HeadwaterError: The data do not fit the task, or training diverged.
+    """
+    # 1. The samples of the coordinator's own data.
     settings = request.settings
     method = methods.create(request.method, request.params)
     task = request.task
@@ -62,10 +141,14 @@ def train_warm(body: Mapping[str, Any]) -> dict[str, Any]:
         torch.set_num_threads(settings.threads)
     samples = data.load(settings.data, task.input, task.class_names, folder=settings.folder)
     train, test = data.split(samples, settings.test_fraction, settings.seed)
-    if not len(train):
-        raise DataError(f"{settings.data}: no training samples are left after the split; lower test_fraction")
+    least = LEAST_IN_A_PART * rank.parts if rank.parts > 1 else 1
+    if len(train) < least:
+        raise DataError(
+            f"{settings.data}: {len(train)} training samples are left after the split, expected {least} or more; lower "
+            "test_fraction or parts"
+        )
     # 2. The model, as a client of the method would begin.
-    device = choose_device(settings.device)
+    device = choose_device(rank.device)
     torch.manual_seed(request.seed)
     model = method.build(task)
     if request.weights is not None:
@@ -88,7 +171,7 @@ def train_warm(body: Mapping[str, Any]) -> dict[str, Any]:
         rng=np.random.default_rng([request.seed, _SALT]),
         generator=generator,
     )
-    # 3. Plain training with cross entropy, and its accuracy on what was held out.
+    # 3. Plain training with cross entropy.
     params = MethodParams(
         local_epochs=settings.epochs,
         lr=settings.lr,
@@ -96,25 +179,23 @@ def train_warm(body: Mapping[str, Any]) -> dict[str, Any]:
         weight_decay=settings.weight_decay,
         batch_size=settings.batch_size,
     )
-    loss = train_model(client, cross_entropy(client.model), params)
-    score = None
-    if len(test):
-        probabilities = predict_probabilities(trained, torch.from_numpy(test.inputs).to(device))
-        score = round(accuracy(probabilities, torch.from_numpy(test.labels).to(device)), 6)
-    # 4. The state. The coordinator has trained all of the encoder; devices may freeze a part of it from here on.
-    adapted = method.adapt(model.cpu(), task)
-    write_tensors(request.into, method.start(to_arrays(adapted, method.shared_names(adapted))))
-    result = WarmStartResult(
-        data=settings.data,
+    if rank.parts == 1:
+        loss = train_model(client, cross_entropy(trained), params)
+    else:
+        optimizer = local_optimizer([weight for weight in trained.parameters() if weight.requires_grad], params)
+        parts = PartsOfBatches(rank, trained, cross_entropy(trained), request.seed)
+        options = TrainingOptions(smallest_batch=least, suspects={"lr": params.lr})
+        loss = train_by_steps(client, step_by_parts(parts, optimizer), params, options=options, optimizer=optimizer)
+    return Warm(
+        method=method,
+        model=model,
+        trained=trained,
+        shares_head=shares_head,
         samples=len(train),
-        tested=len(test),
-        epochs=settings.epochs,
-        loss=round(loss, 6),
-        accuracy=score,
-        head="shared" if shares_head else "discarded",
-        device=str(device),
+        test=test,
+        loss=loss,
+        device=device,
     )
-    return result.to_json()
 
 
 def evaluate_on_proxy(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
-from edge_agent.core import capabilities
 from edge_agent.core.config import AgentConfig
 from edge_agent.core.errors import DuplicateId, HeadwaterError, MessageError
 from edge_agent.wire.inbox import Inbox
@@ -25,6 +24,7 @@ from ..config import CoordinatorConfig
 from ..processes.pipe import Frame, Pipe
 from ..processes.supervisor import MAX_CRASHES, ChildProcess, Supervisor, worker_command
 from ..text import listed
+from .placement import clients_of_processes
 
 log = logging.getLogger(__name__)
 
@@ -192,29 +192,24 @@ class CombinedTransport:
 
 
 class HostedTransport:
-    """Messages to and from clients in child processes, which are restarted when they exit.
+    """Messages to and from clients in child processes, which are restarted when they exit."""
 
-    The clients are divided among the processes.
-    """
-
-    def __init__(self, configs: Sequence[AgentConfig], processes: int, folder: Path, wake: Callable[[], None]) -> None:
+    def __init__(self, groups: Sequence[Sequence[AgentConfig]], folder: Path, wake: Callable[[], None]) -> None:
         """Prepare the processes; `start` starts them.
 
         Args:
-            configs: The configurations of the clients.
-            processes: The most processes.
+            groups: The configurations of the clients of each process.
             folder: The folder for their logs.
             wake: Called when there is a message to receive.
         """
         self.max_payload_bytes = DEFAULT_MAX_PAYLOAD_BYTES
         self.traffic = Traffic()
-        self._topics = Topics(configs[0].federation)
+        self._topics = Topics(groups[0][0].federation)
         self._wake = wake
         self._inbox = Inbox()
         self._is_called = False
         self.processes = [
-            HostedProcess(number, configs[number::processes], folder, self._deliver)
-            for number in range(min(processes, len(configs)))
+            HostedProcess(number, configs, folder, self._deliver) for number, configs in enumerate(groups)
         ]
         self._process_of = dict[str, HostedProcess]()
         for process in self.processes:
@@ -224,18 +219,8 @@ class HostedTransport:
 
     @classmethod
     def of(cls, config: CoordinatorConfig, wake: Callable[[], None]) -> HostedTransport:
-        """Return the transport to the hosted clients of a configuration.
-
-        Where it names no number of processes, there is one for each core. With a GPU there is one in all, because each
-        process would need a context of its own there.
-        """
-        agents = [client.agent(config.federation, config.state, config.round.lease_s) for client in config.hosted]
-        processes = config.hosted_processes
-        if not processes:
-            machine = capabilities.find()
-            uses_gpu = bool(machine.accelerators) and any(agent.training.device != "cpu" for agent in agents)
-            processes = 1 if uses_gpu else machine.cores
-        return cls(agents, processes, config.state / "hosted", wake)
+        """Return the transport to the hosted clients of a configuration; see `placement` for who is where."""
+        return cls(clients_of_processes(config), config.state / "hosted", wake)
 
     def start(self) -> None:
         """Start the processes; none is waited for."""

@@ -56,6 +56,15 @@ class MemoryJournal(Journal):
         journal._highest = len(journal._rows)
         return journal
 
+    def serve_from(self, start: int, is_held: Callable[[], bool] = lambda: True) -> None:
+        """Do nothing: no other process writes here."""
+
+    def check_newest(self) -> None:
+        """Return quietly: no other coordinator starts here."""
+
+    def check_ours(self) -> None:
+        """Return quietly: this process is the only one that writes."""
+
     def append(
         self,
         fact: Fact,

@@ -13,7 +13,7 @@ import json
 import os
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -403,6 +403,19 @@ class SqliteJournal(Journal):
         except sqlite3.Error as error:
             raise self._failed(error) from error
 
+    def fill(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Write the rows of another store into this journal, which is empty."""
+        with self._transaction(writes=True) as connection:
+            connection.executemany(_INSERT, (tuple(row[name] for name in COLUMNS) for row in rows))
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Yield the rows of all entries in order, for another store; nobody may write meanwhile."""
+        with (
+            self._transaction() as connection,
+            contextlib.closing(connection.execute("SELECT * FROM entries ORDER BY id")) as rows,
+        ):
+            yield from map(dict, rows)
+
     def verify(self) -> int:
         """Return the number of entries, after checking every link of the chain.
 
@@ -589,6 +602,18 @@ class SqliteJournal(Journal):
 
     def _failed(self, error: object) -> StateError:
         return StateError(f"{self.path}: the journal cannot be read or written ({error}). {WHAT_TO_DO}")
+
+
+def write_copy(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write the rows of another store to a new journal at ``path``.
+
+    Raises:
+        StateError: ``path`` cannot be written.
+    """
+    with SqliteJournal(path) as journal:
+        journal.fill(rows)
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as copy:
+        copy.execute("PRAGMA journal_mode = DELETE").close()  # all of it is in the one file
 
 
 def can_write(path: Path) -> bool:

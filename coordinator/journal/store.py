@@ -12,6 +12,7 @@ Each entry's hash covers its content and the hash before it, so that an edited, 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from edge_agent.core.errors import StateError, UnknownName
+from edge_agent.core.locks import folder_lock
 
 from .entries import Fact, RunRequested, UnknownEntry, fact_of
 from .kinds import CHECKPOINTS, FINAL, KINDS
@@ -166,6 +168,13 @@ class JournalStore(Protocol):
         """Close the store; deferred entries are lost, as in a crash: `flush` them before."""
 
 
+class Hold(Protocol):
+    """The right of one process to serve a state folder."""
+
+    def is_held(self) -> bool:
+        """Return whether it is still that of this process."""
+
+
 class Journal(JournalStore, Protocol):
     """A store as a coordinator uses it: with queries about runs, and with rules about who may write it.
 
@@ -246,6 +255,21 @@ class Journal(JournalStore, Protocol):
         """
         return self
 
+    @contextlib.contextmanager
+    def hold(self, folder: Path, owner: str, is_begun: Callable[[], bool]) -> Iterator[Hold]:
+        """Open the store for the one process that may serve a state folder, until the context ends.
+
+        Args:
+            folder: The state folder, whose lock decides which process that is.
+            owner: The name of the process, for people.
+            is_begun: Returns whether there must be entries; asked once nobody else serves.
+
+        Raises:
+            StateError: Another process holds the folder, or the store cannot be used.
+        """
+        with folder_lock(folder, owner) as lock, contextlib.closing(self.open(is_begun=is_begun())):
+            yield lock
+
     @property
     def is_open(self) -> bool:
         """Whether it was opened and not closed since."""
@@ -284,9 +308,81 @@ class Journal(JournalStore, Protocol):
             StateError: The journal was removed or replaced.
         """
 
+    def verify_new(self) -> int:
+        """Return the number of entries, after checking the links that this object has not checked before.
+
+        Raises:
+            StateError: An entry was changed, removed or inserted; the first one is named.
+        """
+        return self.verify()
+
     def repair_indexes(self) -> bool:
         """Return whether what finds entries did not agree with them, and was made again; call it after `verify`."""
         return False
+
+
+LEASE_S = 3.0
+"""Seconds after which a lease that is not renewed has expired: the store of several coordinators is for one of them."""
+
+
+@dataclass(frozen=True)
+class LeaseState:
+    """The newest lease of a store that several coordinators reach."""
+
+    fence: int
+    """Its number, which only grows; 0: there was none."""
+
+    holder: str
+    """Who has or had it, as text for people."""
+
+    is_free: bool
+    """Whether it was given back, or there was none."""
+
+    has_expired: bool
+    """Whether its holder has not renewed it in time, by the clock of the store."""
+
+    renewed_at: str
+    """Another text after each renewal."""
+
+
+@dataclass(frozen=True)
+class StoreReport:
+    """What a look at a store has shown, for an operator."""
+
+    description: str
+    """What it is, as a clause."""
+
+    advice: tuple[str, ...] = ()
+    """What an operator should change, each as a sentence."""
+
+
+class SharedJournal(Journal, Protocol):
+    """A store that coordinators on several machines reach, and that is not in the state folder."""
+
+    @property
+    def id(self) -> str:
+        """An id that no other journal has; empty before `open`."""
+
+    def fill(self, rows: Iterable[Mapping[str, Any]]) -> int:
+        """Write the rows of another journal into this one, which is empty, and return their number.
+
+        Raises:
+            StateError: There are entries, or a link of the rows' chain is broken; nothing was written.
+        """
+
+    def read_lease(self) -> LeaseState:
+        """Ask the store once, without waiting for it, which coordinator serves; the store is open.
+
+        Raises:
+            JournalAway: It does not answer.
+        """
+
+    def examine(self) -> StoreReport:
+        """Look at the place of the store without changing it; the store need not be open, nor there yet.
+
+        Raises:
+            StateError: It cannot be reached, or cannot be used.
+        """
 
 
 def run_name(number: int) -> str:
@@ -381,19 +477,31 @@ def read_row(row: Mapping[str, Any]) -> Entry:
         raise StateError(f"journal entry {row['id']}: its body is not JSON ({error}). {WHAT_TO_DO}") from error
 
 
-def verify_chain(path: object, rows: Iterable[Mapping[str, Any]], highest: int) -> int:
+@dataclass(frozen=True)
+class Verified:
+    """How far the links of a journal were checked: up to the entry with this id, which has this hash."""
+
+    id: int = 0
+    hash: str = GENESIS
+
+
+def verify_chain(
+    path: object, rows: Iterable[Mapping[str, Any]], highest: int, *, after: Verified | None = None
+) -> int:
     """Return the number of entries, after checking every link.
 
     Args:
         path: What messages name as the journal.
-        rows: All rows in order.
+        rows: All rows in order, or those after ``after``.
         highest: The highest id that was ever given.
+        after: The entry up to which the links were checked before; None: none were.
 
     Raises:
         StateError: An entry was changed, removed or inserted; the first one is named.
     """
-    count = 0
-    previous = GENESIS
+    begin = after or Verified()
+    count = begin.id
+    previous = begin.hash
     for row in rows:
         count += 1
         if row["id"] != count:

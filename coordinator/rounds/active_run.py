@@ -21,10 +21,11 @@ from edge_agent.wire.messages.fields import Purpose
 from ..fleet.collection import Collection
 from ..journal.store import Journal
 from .assignment import Assignment, JobSpec, make_assignment
+from .compute_requests import OfMethod
 from .context import Run, Steps, Waiting, computed
 from .forms import UpdateForms
 from .selection import Selection
-from .server_side import OwnFunctions
+from .server_side import OwnFunctions, describe
 
 Result = TypeVar("Result")
 
@@ -80,7 +81,11 @@ class ActiveRun:
     def start_collecting(self, collection: Collection) -> None:
         """Accept updates for this collection from now on."""
         self.members = frozenset(collection.cohort)
-        self.run.context.collector.open(collection)
+        context = self.run.context
+        context.collector.open(collection)
+        request = self.run.request
+        about = OfMethod(method=request.method_reference, params=request.params)
+        context.aggregators.opens(collection, about, describe(self.run.method))
 
     def ask(self, agents: tuple[str, ...], spec: JobSpec) -> Generator[Waiting, None, float]:
         """Offer the agents the blobs of their jobs, and send them the jobs.

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -23,6 +23,7 @@ from edge_agent.core.errors import TrainingFailed
 from edge_agent.core.limits import allow_open_files
 from edge_agent.core.storage import mapped
 from edge_agent.core.task import State
+from edge_agent.core.weighted_sum import WeightedSum
 from edge_agent.methods import Method, Update
 from edge_agent.methods.base import require_arrays
 from edge_agent.wire.tensors import decode
@@ -31,8 +32,9 @@ from ..config import NO_BOUNDS, AggregationConfig, CoordinatorConfig
 from ..journal.entries import Aggregation
 from ..state.store import BlobStore
 from . import class_statistics
-from .bounds import find_bounds
+from .bounds import Bounds, SumBounded, find_bounds
 from .class_statistics import Correction
+from .passes import Origin, Reading, Updates, read, read_here
 from .repeats import is_repeater
 from .robust import rule_of
 from .staleness import rebased
@@ -149,7 +151,7 @@ def notes(decided: Aggregation) -> dict[str, str]:
 def aggregate(
     method: Method,
     state: State,
-    updates: Callable[[], Iterable[Update]],
+    updates: Updates,
     config: AggregationConfig,
     start: State | None = None,
     repeats: Mapping[str, int] = MappingProxyType({}),
@@ -167,29 +169,79 @@ def aggregate(
     Raises:
         TrainingFailed: No update has a positive weight; or a robust rule gets more updates than files may be open.
     """
+    origin = Origin(method, method.broadcast(state), start)
+    combined = read_here(combine(origin, state, updates, config, repeats), updates)
+    if combined.state is not None:
+        return combined.state, combined.decisions
+    after = method.next_state(state, combined.total)
+    return require_arrays(f"{type(method).__name__}.next_state", after), combined.decisions
+
+
+@dataclass(frozen=True)
+class Combined:
+    """What has become of the updates of a round."""
+
+    decisions: Decisions
+    state: State | None = None
+    """The next state; None where the method makes it of ``total``."""
+
+    total: WeightedSum = field(default_factory=WeightedSum)
+    """The sum of the updates within their bounds."""
+
+
+def combine(
+    origin: Origin,
+    state: State,
+    updates: Updates,
+    config: AggregationConfig,
+    repeats: Mapping[str, int] = MappingProxyType({}),
+) -> Reading[Combined]:
+    """Combine the updates of a round by the configured rule, and say what was done to single ones.
+
+    Args:
+        origin: What the updates are changes of.
+        state: The state that the round began with.
+        updates: Gives the updates, for what is no pass over them.
+        config: The rule and its bounds.
+        repeats: Agent -> its count of rounds at a bound of size before this one.
+
+    Raises:
+        TrainingFailed: See `aggregate`.
+    """
     has_bounds = any(getattr(config, name) is not None for name in NO_BOUNDS)
     if config.rule == "mean" and not has_bounds:
-        return _next_state(method, state, updates()), Decisions()
+        return (yield from _sum(origin, state, updates, Bounds(), Decisions()))
     # 1. Measure all updates, and find how far each may move the model, and which point against the others.
-    received = method.broadcast(state)
-    bounds = find_bounds(method, received, updates, config, start, repeats)
+    bounds = yield from find_bounds(origin, updates, config, repeats)
     # 2. By a mean, the bounded updates are streamed through the method's own server step. So are those of a round that
     #    has few, because no robust rule can tell which of them are right.
     is_mean = config.rule in _BOUNDED
     if is_mean or bounds.is_small_round:
-        bounded = bounds.apply(updates(), received, method.bounded_extras)
         clipped = {agent: min(by_group.values()) for agent, by_group in sorted(bounds.factors.items())}
         corrections = dict(bounds.statistics.corrections)
         decisions = Decisions(clipped, bounds.caps, bounds.opposed, bounds.suspects, corrections, bounds.repeats)
-        return _next_state(method, state, bounded), decisions
+        return (yield from _sum(origin, state, updates, bounds, decisions))
     # 3. A robust rule looks at all of them at once, and gives one update in place of the mean.
     _allow_open(bounds.count)
     rule = rule_of(config)
     used = [update for update in updates() if update.client not in bounds.opposed]
-    combination = rule.combine(used, received, state)
-    after = _next_state(method, state, [Update(config.rule, 1.0, combination.tensors)])
+    combination = rule.combine(used, origin.received, state)
+    after = _next_state(origin.method, state, [Update(config.rule, 1.0, combination.tensors)])
     unused = tuple(sorted({*bounds.opposed, *combination.unused}))
-    return {**after, **combination.memory}, Decisions({}, {}, unused, bounds.suspects)
+    decisions = Decisions({}, {}, unused, bounds.suspects)
+    return Combined(decisions, {**after, **combination.memory})
+
+
+def _sum(origin: Origin, state: State, updates: Updates, bounds: Bounds, decisions: Decisions) -> Reading[Combined]:
+    """Sum the updates within their bounds; where the method needs more than a sum, let it make the next state.
+
+    Raises:
+        TensorsError: It makes no state.
+    """
+    if origin.method.server_step_is_sum():
+        return Combined(decisions, total=(yield from read(SumBounded(bounds), origin)))
+    bounded = bounds.apply(updates(), origin.received, origin.extras)
+    return Combined(decisions, _next_state(origin.method, state, bounded))
 
 
 def _next_state(method: Method, state: State, updates: Iterable[Update]) -> State:
@@ -232,20 +284,21 @@ class StoredUpdates:
         def base(number: int) -> State:
             return decode(blobs.read(self.bases[number]))
 
-        def stored() -> Iterator[Update]:
-            for agent, (digest, samples) in sorted(self.accepted.items()):
-                yield Update(agent, samples, decode(mapped(blobs.path(digest))))
-
         def updates() -> Iterator[Update]:
             if not self.asked:
-                return stored()
-            return rebased(stored(), state, self.asked, self.number, base)
+                return self.read(blobs)
+            return rebased(self.read(blobs), state, self.asked, self.number, base)
 
         # A run that an earlier version began may have no such state any more.
         start: State | None = None
         if self.start is not None and self.start in blobs:
             start = decode(mapped(blobs.path(self.start)))
         return aggregate(method, state, updates, settings, start, self.repeats)
+
+    def read(self, blobs: BlobStore) -> Iterator[Update]:
+        """Yield the updates in the order of agent ids, each mapped only when its turn comes."""
+        for agent, (digest, samples) in sorted(self.accepted.items()):
+            yield Update(agent, samples, decode(mapped(blobs.path(digest))))
 
 
 def _allow_open(updates: int) -> None:

@@ -147,9 +147,11 @@ class Assignment:
             if agent not in self._awaited:
                 self._prepare((agent,))
             return
+        is_update = self.spec.purpose == "train" and not self.spec.session
         update = {
             "deadline_s": max(1.0, self.until - self.context.roster.heard_s()),
             "work": self.spec.work.get(agent, 1.0),
+            "partition": self.context.aggregators.partition_of(agent) if is_update else "",
         }
         self.context.roster.note_asked(agent)
         self.context.send(agent, self._jobs[agent].model_copy(update=update))

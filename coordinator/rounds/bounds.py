@@ -24,22 +24,27 @@ gives the bits of the plain mean. Bounds use medians, so they hold as long as mo
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median, median_high
 from types import MappingProxyType
+from typing import ClassVar
 
 import numpy as np
 
+from edge_agent.core.errors import TensorsError
 from edge_agent.core.task import State, Tensors
+from edge_agent.core.weighted_sum import WeightedSum
 from edge_agent.methods import Method, Update
 from edge_agent.methods.base import CLASS_MEANS, is_learned
 from edge_agent.methods.values import ClassStatistics
 
 from ..config import AggregationConfig
 from .class_statistics import StatisticBounds, find_statistic_bounds
-from .directions import WEIGHTS, Comparison, Direction, extra_group, outliers
+from .directions import WEIGHTS, Direction, extra_group, find_directions, outliers
+from .passes import Origin, Packet, Pass, Reading, Updates, read
 from .repeats import NEAR_BOUND, count_repeats, is_repeater
 from .robust import LEAST_UPDATES
 from .shares import limit_to_sum
@@ -78,9 +83,6 @@ limits").
 
 ROUNDING = 1e-9
 """A share of the sum that exceeds its bound by less than this part of it does so by rounding alone."""
-
-Updates = Callable[[], Iterable[Update]]
-"""Gives the same updates in the same order each time."""
 
 
 @dataclass(frozen=True)
@@ -125,29 +127,25 @@ class Bounds:
 
 
 def find_bounds(
-    method: Method,
-    received: Tensors,
+    origin: Origin,
     updates: Updates,
     config: AggregationConfig,
-    start: State | None,
     repeats: Mapping[str, int] = MappingProxyType({}),
-) -> Bounds:
+) -> Reading[Bounds]:
     """Find what has to be done to the updates of a round.
 
     Args:
-        method: The method that they are of.
-        received: What its clients started from.
-        updates: Gives the updates, as often as it is called.
+        origin: What the updates are changes of.
+        updates: Gives the updates, for what is no pass over them.
         config: The bounds.
-        start: The state that the run began with; None where it is not known.
         repeats: Agent -> its count of rounds at a bound of size before this one.
     """
-    extras = method.bounded_extras
+    method = origin.method
     class_arrays = method.class_statistics if config.max_class_mean is not None else None
-    received = _drop_class_arrays(received, class_arrays)
+    origin = replace(origin, received=_drop_class_arrays(origin.received, class_arrays))
     # Step 1: sizes and sample counts, each by itself.
-    measured = [_measure(update, received, extras) for update in updates()]
-    sizes = _bound_sizes(measured, _measure_model(received), config)
+    measured = yield from read(Measure(), origin)
+    sizes = _bound_sizes(measured, _measure_model(origin.received), config)
     factors = _drop_class_means(sizes.factors, class_arrays)
     samples = _cap_samples(method, measured, config)
     caps = dict(samples.caps)
@@ -157,8 +155,7 @@ def find_bounds(
         unchanged = {change.client: repeats[change.client] for change in measured if change.client in repeats}
         return Bounds(factors, caps, (), suspects, len(measured), repeats=unchanged)
     # Step 2: where the changes point. An update whose size is suspect keeps that reason: it says more than a cosine.
-    comparison = Comparison(received, extras, _norms_by_group(measured), start)
-    judgement = _judge_directions(comparison, updates, len(measured), config)
+    judgement = yield from _judge_directions(origin, measured, config)
     suspects = {**_explain_directions(judgement.directions, config), **suspects}
     # Step 3: what each adds to the sum. It comes after both, as it follows from bounded sizes, counts and directions.
     counts: dict[str, int] = {}
@@ -210,7 +207,7 @@ class _SampleBounds:
     """Agent -> why its sample count is suspect."""
 
 
-def _cap_samples(method: Method, measured: Sequence[_Measured], config: AggregationConfig) -> _SampleBounds:
+def _cap_samples(method: Method, measured: Sequence[Measured], config: AggregationConfig) -> _SampleBounds:
     """Bound the sample counts of a round by ``max_weight`` times their median."""
     if method.weighting != "samples" or config.max_weight is None:
         return _SampleBounds()
@@ -249,17 +246,17 @@ class _Judgement:
     """Agents that are left out of the round."""
 
 
-def _judge_directions(comparison: Comparison, updates: Updates, count: int, config: AggregationConfig) -> _Judgement:
-    """Judge the directions of the ``count`` updates of a round, by the limit ``min_cosine``."""
+def _judge_directions(origin: Origin, measured: Sequence[Measured], config: AggregationConfig) -> Reading[_Judgement]:
+    """Judge the directions of the updates of a round, by the limit ``min_cosine``."""
     if config.min_cosine is None:
         return _Judgement()
-    directions = comparison.directions(updates)
+    directions = yield from find_directions(origin, _norms_by_group(measured))
     # An agent is judged by the worst of its groups: one that sends an honest encoder may attack with its classifier.
     trusts: dict[str, float] = {}
     for _, agent, direction in _below_limit(directions, config.min_cosine):
         trusts[agent] = min(trusts.get(agent, 1.0), direction.trust(config.min_cosine))
     opposed = tuple(sorted(agent for agent, trust in trusts.items() if trust == 0))
-    if 2 * len(opposed) >= count:
+    if 2 * len(opposed) >= len(measured):
         # Half of the updates point against the rest, and nobody can tell which half is right: no direction counts.
         return _Judgement()
     return _Judgement(directions, trusts, opposed)
@@ -309,7 +306,7 @@ class _Shares:
     def __init__(
         self,
         method: Method,
-        measured: Sequence[_Measured],
+        measured: Sequence[Measured],
         factors: Mapping[str, Mapping[str, float]],
         caps: Mapping[str, tuple[float, float]],
     ) -> None:
@@ -414,13 +411,107 @@ def _most_medians(
 
 
 @dataclass(frozen=True)
-class _Measured:
+class Measured:
     """The size of one update."""
 
     client: str
     weight: float
     norms: dict[str, float]
     """Group of tensors -> norm of the change."""
+
+
+@dataclass(frozen=True)
+class Measure(Pass[list[Measured]]):
+    """The size of each update, in the order of agents."""
+
+    name: ClassVar[str] = "measure"
+
+    def over(self, origin: Origin, updates: Iterable[Update]) -> list[Measured]:
+        """Return the sizes of these updates."""
+        return [_measure(update, origin.received, origin.extras) for update in updates]
+
+    def join(self, answers: Sequence[list[Measured]]) -> list[Measured]:
+        """Return the sizes of all parts, in the order of agents."""
+        return sorted(itertools.chain.from_iterable(answers), key=lambda change: change.client)
+
+    def is_exact(self, answer: list[Measured]) -> bool:  # noqa: ARG002 - each size is of one update alone
+        """Return True: each size is of one update alone."""
+        return True
+
+    def to_packet(self, clients: Sequence[str]) -> Packet:  # noqa: ARG002 - nothing is needed
+        """Return nothing: a size depends on the update alone."""
+        return Packet({}, {})
+
+    @classmethod
+    def from_packet(cls, packet: Packet) -> Measure:  # noqa: ARG003 - nothing is needed
+        """Return the pass."""
+        return cls()
+
+    def pack(self, answer: list[Measured]) -> Packet:
+        """Return the sizes."""
+        return Packet({"sizes": [[change.client, change.weight, change.norms] for change in answer]}, {})
+
+    def unpack(self, packet: Packet) -> list[Measured]:
+        """Return the sizes.
+
+        Raises:
+            TensorsError: The packet holds no sizes.
+        """
+        try:
+            return [Measured(client, weight, norms) for client, weight, norms in packet.values["sizes"]]
+        except (KeyError, TypeError, ValueError) as error:
+            raise TensorsError(f"no sizes of updates: {error!r}") from error
+
+
+@dataclass(frozen=True)
+class SumBounded(Pass[WeightedSum]):
+    """The sum of the updates within their bounds, from which the method makes the next state."""
+
+    name: ClassVar[str] = "sum"
+    bounds: Bounds = field(default_factory=Bounds)
+
+    def over(self, origin: Origin, updates: Iterable[Update]) -> WeightedSum:
+        """Return the sum of these updates."""
+        total = WeightedSum()
+        for update in self.bounds.apply(updates, origin.received, origin.extras):
+            origin.method.fold(total, update)
+        return total
+
+    def join(self, answers: Sequence[WeightedSum]) -> WeightedSum:
+        """Return the sum of all parts."""
+        total = WeightedSum()
+        for one in answers:
+            total.merge(one)
+        return total
+
+    def is_exact(self, answer: WeightedSum) -> bool:
+        """Return whether the sum is exact."""
+        return answer.is_exact
+
+    def to_packet(self, clients: Sequence[str]) -> Packet:
+        """Return the bounds of these clients; none has bounds on statistics of classes."""
+        factors = {client: self.bounds.factors[client] for client in clients if client in self.bounds.factors}
+        caps = {client: list(self.bounds.caps[client]) for client in clients if client in self.bounds.caps}
+        opposed = [client for client in clients if client in self.bounds.opposed]
+        return Packet({"factors": factors, "caps": caps, "opposed": opposed}, {})
+
+    @classmethod
+    def from_packet(cls, packet: Packet) -> SumBounded:
+        """Return the pass with these bounds."""
+        caps = {client: (declared, counted) for client, (declared, counted) in packet.values["caps"].items()}
+        return cls(Bounds(packet.values["factors"], caps, tuple(packet.values["opposed"])))
+
+    def pack(self, answer: WeightedSum) -> Packet:
+        """Return the sum."""
+        return Packet({}, answer.to_tensors())
+
+    def unpack(self, packet: Packet) -> WeightedSum:
+        """Return the sum.
+
+        Raises:
+            TensorsError: The packet holds no sum, or a damaged one.
+        """
+        return WeightedSum.from_tensors(packet.tensors)
 
 
 def _group(name: str, array: np.ndarray, received: Tensors, extras: Mapping[str, str]) -> str:
@@ -444,11 +535,10 @@ def _origin(name: str, received: Tensors) -> np.ndarray | float:
 
 def norms_of(method: Method, state: State, updates: Iterable[Update]) -> dict[str, dict[str, float]]:
     """Group of tensors (weights, statistics, those of `Method.bounded_extras`) -> agent -> norm of its change."""
-    received = method.broadcast(state)
-    return _norms_by_group([_measure(update, received, method.bounded_extras) for update in updates])
+    return _norms_by_group(Measure().over(Origin(method, method.broadcast(state)), updates))
 
 
-def _norms_by_group(measured: Sequence[_Measured]) -> dict[str, dict[str, float]]:
+def _norms_by_group(measured: Sequence[Measured]) -> dict[str, dict[str, float]]:
     """Return group of tensors -> agent -> norm."""
     norms: dict[str, dict[str, float]] = {}
     for change in measured:
@@ -457,7 +547,7 @@ def _norms_by_group(measured: Sequence[_Measured]) -> dict[str, dict[str, float]
     return norms
 
 
-def _measure(update: Update, received: Tensors, extras: Mapping[str, str]) -> _Measured:
+def _measure(update: Update, received: Tensors, extras: Mapping[str, str]) -> Measured:
     """Measure the norm of an update's change in each group of tensors."""
     squares: dict[str, float] = {}
     for name, array in update.tensors.items():
@@ -469,7 +559,7 @@ def _measure(update: Update, received: Tensors, extras: Mapping[str, str]) -> _M
             # Agents have more or fewer classes, so it is the norm of the mean class.
             square /= max(1, int(array.any(axis=1).sum()))
         squares[group] = squares.get(group, 0.0) + square
-    return _Measured(update.client, update.weight, _roots(squares))
+    return Measured(update.client, update.weight, _roots(squares))
 
 
 def _measure_model(received: Tensors) -> dict[str, float]:
@@ -518,7 +608,7 @@ class _SizeBounds:
 
 
 def _bound_sizes(
-    measured: Sequence[_Measured], model_norms: Mapping[str, float], config: AggregationConfig
+    measured: Sequence[Measured], model_norms: Mapping[str, float], config: AggregationConfig
 ) -> _SizeBounds:
     """Scale down changes that are far larger than the others', and name the agents that sent absurd ones.
 

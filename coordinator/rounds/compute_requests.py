@@ -92,6 +92,7 @@ class MethodValues(Travelling):
     needs_last_round: bool = Field(description="`Method.needs_last_round`")
     takes_contributions: bool = Field(description="`Method.takes_contributions`")
     server_step_is_mean: bool = Field(description="`Method.server_step_is_mean`")
+    server_step_is_sum: bool = Field(False, description="`Method.server_step_is_sum`")
     one_pass: bool = Field(description="`Method.one_pass`")
     own: tuple[str, ...] = Field(description="what the method computes for the coordinator by functions of its own")
 
@@ -138,6 +139,19 @@ class AggregateRequest(OfMethod):
     state: str = Field(description="digest of the state that the round began with")
     updates: StoredUpdates
     settings: AggregationConfig
+
+
+class NextStateRequest(OfMethod):
+    """Make the next state of the sum of a round's updates."""
+
+    state: str = Field(description="digest of the state that the round began with")
+    total: Path = Field(description="file of the sum")
+
+
+class NextState(Travelling):
+    """The state after a round."""
+
+    digest: str
 
 
 class Aggregated(Travelling):

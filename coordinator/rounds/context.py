@@ -22,6 +22,7 @@ from ..fleet.uploads import Collector
 from ..processes.compute import Compute, InlineCompute
 from ..state.store import StateFolder
 from .compute_requests import OfModel, OfRun, Travelling
+from .partitioned import Aggregators
 from .privacy import PrivacyBudget
 from .request import Request
 
@@ -112,6 +113,9 @@ class RunContext:
 
     compute: Compute = field(default_factory=InlineCompute)
     """Calls the functions that need torch."""
+
+    aggregators: Aggregators = field(default_factory=Aggregators)
+    """Takes and reads updates beside the coordinator, where it has aggregators."""
 
     is_behind: Callable[[], bool] = lambda: False
     """Whether messages arrive faster than they are handled: then no further agents are asked for anything."""

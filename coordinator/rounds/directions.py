@@ -16,20 +16,27 @@ and in all but a handful of rounds above -0.1. Updates turned round have -0.2 to
 Classifiers and class means that travel as extra arrays (FedPAC) are compared with those of the others alone: of honest
 clients they were never below 0.3.
 
-Two passes over the updates, one after another: memory is one model, however many updates there are.
+Two passes over the updates, one after another: memory is one exact sum, however many updates there are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
+from typing import ClassVar
 
 import numpy as np
 
-from edge_agent.core.task import State, Tensors
+from edge_agent.core.errors import TensorsError
+from edge_agent.core.exact_sum import ExactSum
+from edge_agent.core.task import Tensors
+from edge_agent.core.weighted_sum import exact_from_tensors, exact_to_tensors
 from edge_agent.methods import Update
 from edge_agent.methods.base import CLASS_MEANS, CLASSIFIERS, is_learned
+
+from .passes import Origin, Packet, Pass, Reading, read
 
 WEIGHTS = "weights"
 COMPARED = (WEIGHTS, CLASSIFIERS, CLASS_MEANS)
@@ -63,9 +70,6 @@ ROUNDING_OF_SUM = 1e-10
 
 BLOCK = 1 << 16
 """Numbers that are looked at together, so that no copy of a whole tensor is made."""
-
-Updates = Callable[[], Iterable[Update]]
-"""Gives the same updates in the same order each time."""
 
 
 @dataclass(frozen=True)
@@ -104,135 +108,239 @@ def extra_group(name: str, extras: Mapping[str, str]) -> str:
     return ""
 
 
-@dataclass
-class Comparison:
-    """The comparison of one round's updates with each other, and with the way of the run."""
+@dataclass(frozen=True)
+class Shares:
+    """The factors that shorten changes to the median length, so that nobody's counts for two in their sum."""
 
-    received: Tensors
-    """What the clients started from."""
+    by_group: Mapping[str, Mapping[str, float]]
+    """Group of tensors -> agent -> its factor (0..1); changes of infinite length are left out."""
 
-    extras: Mapping[str, str]
-    """`Method.bounded_extras`."""
+    @classmethod
+    def from_norms(cls, norms: Mapping[str, Mapping[str, float]]) -> Shares:
+        """Return the factors for changes of these norms: group of tensors -> agent -> norm."""
+        by_group: dict[str, dict[str, float]] = {}
+        for group, by_agent in norms.items():
+            middle = median(by_agent.values())
+            finite = {agent: norm for agent, norm in by_agent.items() if math.isfinite(norm)}
+            by_group[group] = {agent: 1.0 if norm <= middle else middle / norm for agent, norm in finite.items()}
+        return cls(by_group)
 
-    norms: Mapping[str, Mapping[str, float]]
-    """Group of tensors -> agent -> norm of its change."""
+    def to_values(self, agents: Collection[str]) -> dict[str, dict[str, float]]:
+        """Return the factors of these agents as JSON."""
+        return {
+            group: {agent: share for agent, share in by_agent.items() if agent in agents}
+            for group, by_agent in self.by_group.items()
+        }
 
-    start: State | None = None
-    """The state that the run began with; None where it is not known."""
-
-    _sums: dict[str, np.ndarray] = field(default_factory=dict)
-    """Name of a tensor -> sum of the shortened changes, float32."""
-
-    def directions(self, updates: Updates) -> dict[str, dict[str, Direction]]:
-        """Return group of tensors -> agent -> its direction.
-
-        An agent is left out whose change is 0 or infinite, or whose others have changes that add up to 0.
-        """
-        # Step 1: the sum of all changes, each at most as long as the median, so that nobody's counts for two.
-        for update in updates():
-            for group, name, array in self._compared(update):
-                share = self._share(group, update.client)
-                if share:
-                    self._add(name, array, share)
-        # Step 2: the cosines of each change to that sum without itself, and to the way. They need the whole sum, so
-        # the updates are read a second time.
-        way_length = self._length_of_way()
-        squared_sums = self._squared_sums()
-        directions: dict[str, dict[str, Direction]] = {}
-        for update in updates():
-            products, product_with_way = self._multiply(update, has_way=way_length > 0)
-            for group, product in products.items():
-                norm = self.norms[group][update.client]
-                share = self._share(group, update.client)
-                to_others = _cosine_to_rest(product, norm, share, squared_sums[group])
-                if to_others is None:
-                    continue
-                along_way = None
-                if group == WEIGHTS and way_length:
-                    along_way = product_with_way / (norm * way_length)
-                directions.setdefault(group, {})[update.client] = Direction(to_others, along_way)
-        return directions
-
-    def _multiply(self, update: Update, *, has_way: bool) -> tuple[dict[str, float], float]:
-        """Return the inner products of an update's changes with the sums by group, and with the way of the run.
-
-        ``has_way``: whether the second one is computed; it is 0 otherwise.
-        """
-        products: dict[str, float] = {}
-        product_with_way = 0.0
-        for group, name, array in self._compared(update):
-            products[group] = products.get(group, 0.0) + self._product(name, array, self._sums[name])
-            if group == WEIGHTS and has_way:
-                product_with_way += self._product_with_way(name, array)
-        return products, product_with_way
-
-    def _compared(self, update: Update) -> Iterator[tuple[str, str, np.ndarray]]:
-        """Yield group, name and array of the tensors whose direction is compared, of groups with a finite norm."""
+    def compared(self, origin: Origin, update: Update) -> Iterator[tuple[str, str, np.ndarray]]:
+        """Yield group, name and array of the tensors of an update whose direction is compared."""
         for name, array in update.tensors.items():
-            group = extra_group(name, self.extras)
-            if name in self.received and is_learned(name, array):
+            group = extra_group(name, origin.extras)
+            if name in origin.received and is_learned(name, array):
                 group = WEIGHTS
             if group not in COMPARED or array.dtype.kind != "f":
                 continue
-            if np.isfinite(self.norms[group][update.client]):
+            if update.client in self.by_group.get(group, {}):
                 yield group, name, array
 
-    def _share(self, group: str, client: str) -> float:
-        """Return the factor that shortens a client's change to the median length; 1 where it is no longer."""
-        norm = self.norms[group][client]
-        middle = median(self.norms[group].values())
-        if norm <= middle:
-            return 1.0
-        return middle / norm
 
-    def _add(self, name: str, array: np.ndarray, share: float) -> None:
-        """Add the change of a tensor to the sum of the changes, shortened by a factor."""
-        total = self._sums.setdefault(name, np.zeros(array.size, np.float32))
-        for begin, change in self._blocks(name, array):
-            total[begin : begin + BLOCK] += share * change
+@dataclass(frozen=True)
+class SumOfChanges(Pass[dict[str, ExactSum]]):
+    """The sum of all changes, each at most as long as the median: name of a tensor -> sum (n,)."""
 
-    def _product(self, name: str, array: np.ndarray, other: np.ndarray) -> float:
-        """Return the inner product of the change of a tensor with another array (n,)."""
-        total = 0.0
-        for begin, change in self._blocks(name, array):
-            total += float(change @ other[begin : begin + BLOCK].astype(np.float64))
-        return total
+    name: ClassVar[str] = "sum-of-changes"
+    shares: Shares
 
-    def _product_with_way(self, name: str, array: np.ndarray) -> float:
-        """Return the inner product of the change of a tensor with what the run has changed it by since its start."""
-        if self.start is None or name not in self.start:
-            return 0.0
-        now = self.received[name].reshape(-1)
-        then = self.start[name].reshape(-1)
-        total = 0.0
-        for begin, change in self._blocks(name, array):
-            part = slice(begin, begin + BLOCK)
-            total += float(change @ (now[part].astype(np.float64) - then[part]))
-        return total
+    def over(self, origin: Origin, updates: Iterable[Update]) -> dict[str, ExactSum]:
+        """Return the sum of the changes of these updates."""
+        sums: dict[str, ExactSum] = {}
+        for update in updates:
+            for group, name, array in self.shares.compared(origin, update):
+                share = self.shares.by_group[group][update.client]
+                if not share:
+                    continue
+                before = None if is_extra(name) else origin.received[name]
+                sums.setdefault(name, ExactSum((array.size,))).add(array, share, before)
+        return sums
 
-    def _length_of_way(self) -> float:
-        """Return the norm of what the run has changed the weights by; 0 where that is not known."""
-        if self.start is None:
-            return 0.0
-        total = 0.0
-        for name, array in self.received.items():
-            if name in self.start and is_learned(name, array):
-                total += sum(float(part @ part) for _, part in _differences(array, self.start[name]))
-        return float(np.sqrt(total))
+    def join(self, answers: Sequence[dict[str, ExactSum]]) -> dict[str, ExactSum]:
+        """Return the sums of all parts."""
+        joined: dict[str, ExactSum] = {}
+        for sums in answers:
+            for name, one in sums.items():
+                joined.setdefault(name, ExactSum(one.coarse.shape)).merge(one)
+        return joined
 
-    def _squared_sums(self) -> dict[str, float]:
-        """Return group of tensors -> squared norm of its sum."""
-        totals: dict[str, float] = {}
-        for name, array in self._sums.items():
-            group = extra_group(name, self.extras) or WEIGHTS
-            flat = array.astype(np.float64)
-            totals[group] = totals.get(group, 0.0) + float(flat @ flat)
-        return totals
+    def is_exact(self, answer: dict[str, ExactSum]) -> bool:
+        """Return whether all sums are exact."""
+        return all(one.is_exact for one in answer.values())
 
-    def _blocks(self, name: str, array: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield begin and values (float64) of the blocks of a change; extra arrays are compared as they are."""
-        origin = None if is_extra(name) else self.received[name]
-        return _differences(array, origin)
+    def to_packet(self, clients: Sequence[str]) -> Packet:
+        """Return the factors of these clients."""
+        return Packet({"shares": self.shares.to_values(frozenset(clients))}, {})
+
+    @classmethod
+    def from_packet(cls, packet: Packet) -> SumOfChanges:
+        """Return the pass with these factors."""
+        return cls(Shares(packet.values["shares"]))
+
+    def pack(self, answer: dict[str, ExactSum]) -> Packet:
+        """Return the sums."""
+        return Packet({}, exact_to_tensors(answer))
+
+    def unpack(self, packet: Packet) -> dict[str, ExactSum]:
+        """Return the sums.
+
+        Raises:
+            TensorsError: The packet holds no sums, or damaged ones.
+        """
+        return exact_from_tensors(packet.tensors)
+
+
+@dataclass(frozen=True)
+class Products:
+    """The inner products of one update's changes."""
+
+    with_sum: Mapping[str, float]
+    """Group of tensors -> the product with the sum of all changes."""
+
+    with_way: float
+    """The product of its change of the weights with the way of the run; 0 where there is no way."""
+
+
+@dataclass(frozen=True)
+class MultiplyChanges(Pass[dict[str, Products]]):
+    """The inner products of each change with the sum of all, and with the way of the run: agent -> products."""
+
+    name: ClassVar[str] = "multiply-changes"
+    shares: Shares
+    sums: Tensors
+    """Name of a tensor -> sum of the changes (n,) float32."""
+
+    has_way: bool
+    """Whether the run has changed the weights since its start."""
+
+    def over(self, origin: Origin, updates: Iterable[Update]) -> dict[str, Products]:
+        """Return the products of these updates."""
+        products: dict[str, Products] = {}
+        for update in updates:
+            with_sum: dict[str, float] = {}
+            with_way = 0.0
+            for group, name, array in self.shares.compared(origin, update):
+                for begin, change in _blocks_of_change(origin, name, array):
+                    part = slice(begin, begin + BLOCK)
+                    product = float(change @ self.sums[name][part].astype(np.float64))
+                    with_sum[group] = with_sum.get(group, 0.0) + product
+                    if group == WEIGHTS and self.has_way:
+                        with_way += _product_with_way(origin, name, change, part)
+            products[update.client] = Products(with_sum, with_way)
+        return products
+
+    def join(self, answers: Sequence[dict[str, Products]]) -> dict[str, Products]:
+        """Return the products of all parts, in the order of agents."""
+        joined: dict[str, Products] = {}
+        for products in answers:
+            joined |= products
+        return dict(sorted(joined.items()))
+
+    def is_exact(self, answer: dict[str, Products]) -> bool:  # noqa: ARG002 - each product is of one update alone
+        """Return True: each product is of one update alone."""
+        return True
+
+    def to_packet(self, clients: Sequence[str]) -> Packet:
+        """Return the factors of these clients, and the sums."""
+        values = {"shares": self.shares.to_values(frozenset(clients)), "has_way": self.has_way}
+        return Packet(values, self.sums)
+
+    @classmethod
+    def from_packet(cls, packet: Packet) -> MultiplyChanges:
+        """Return the pass with these factors and sums."""
+        return cls(Shares(packet.values["shares"]), packet.tensors, packet.values["has_way"])
+
+    def pack(self, answer: dict[str, Products]) -> Packet:
+        """Return the products."""
+        values = {agent: [dict(products.with_sum), products.with_way] for agent, products in answer.items()}
+        return Packet({"products": values}, {})
+
+    def unpack(self, packet: Packet) -> dict[str, Products]:
+        """Return the products.
+
+        Raises:
+            TensorsError: The packet holds no products.
+        """
+        try:
+            return {agent: Products(sums, way) for agent, (sums, way) in packet.values["products"].items()}
+        except (KeyError, TypeError, ValueError) as error:
+            raise TensorsError(f"no products of changes: {error!r}") from error
+
+
+def find_directions(
+    origin: Origin, norms: Mapping[str, Mapping[str, float]]
+) -> Reading[dict[str, dict[str, Direction]]]:
+    """Return group of tensors -> agent -> its direction.
+
+    An agent is left out whose change is 0 or infinite, or whose others have changes that add up to 0.
+
+    Args:
+        origin: What the updates are changes of.
+        norms: Group of tensors -> agent -> norm of its change.
+    """
+    # Step 1: the sum of all changes, each at most as long as the median, so that nobody's counts for two.
+    shares = Shares.from_norms({group: by_agent for group, by_agent in norms.items() if group in COMPARED})
+    exact = yield from read(SumOfChanges(shares), origin)
+    sums = {name: exact.pop(name).total().astype(np.float32) for name in sorted(exact)}
+    # Step 2: the cosines of each change to that sum without itself, and to the way. They need the whole sum, so the
+    # updates are read a second time.
+    way_length = _length_of_way(origin)
+    squared_sums = _squared_sums(sums, origin.extras)
+    products = yield from read(MultiplyChanges(shares, sums, has_way=way_length > 0), origin)
+    directions: dict[str, dict[str, Direction]] = {}
+    for agent, of_agent in products.items():
+        for group, product in of_agent.with_sum.items():
+            norm = norms[group][agent]
+            to_others = _cosine_to_rest(product, norm, shares.by_group[group][agent], squared_sums[group])
+            if to_others is None:
+                continue
+            along_way = None
+            if group == WEIGHTS and way_length:
+                along_way = of_agent.with_way / (norm * way_length)
+            directions.setdefault(group, {})[agent] = Direction(to_others, along_way)
+    return directions
+
+
+def _blocks_of_change(origin: Origin, name: str, array: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield begin and values (float64) of the blocks of a change; extra arrays are compared as they are."""
+    return _differences(array, None if is_extra(name) else origin.received[name])
+
+
+def _product_with_way(origin: Origin, name: str, change: np.ndarray, part: slice) -> float:
+    """Return the inner product of a block of a change with what the run has changed it by since its start."""
+    if origin.start is None or name not in origin.start:
+        return 0.0
+    now = origin.received[name].reshape(-1)[part].astype(np.float64)
+    then = origin.start[name].reshape(-1)[part]
+    return float(change @ (now - then))
+
+
+def _length_of_way(origin: Origin) -> float:
+    """Return the norm of what the run has changed the weights by; 0 where that is not known."""
+    if origin.start is None:
+        return 0.0
+    total = 0.0
+    for name, array in origin.received.items():
+        if name in origin.start and is_learned(name, array):
+            total += sum(float(part @ part) for _, part in _differences(array, origin.start[name]))
+    return math.sqrt(total)
+
+
+def _squared_sums(sums: Tensors, extras: Mapping[str, str]) -> dict[str, float]:
+    """Return group of tensors -> squared norm of its sum."""
+    totals: dict[str, float] = {}
+    for name, array in sums.items():
+        group = extra_group(name, extras) or WEIGHTS
+        flat = array.astype(np.float64)
+        totals[group] = totals.get(group, 0.0) + float(flat @ flat)
+    return totals
 
 
 def _differences(array: np.ndarray, origin: np.ndarray | None) -> Iterator[tuple[int, np.ndarray]]:

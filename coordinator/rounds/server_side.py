@@ -19,8 +19,9 @@ import numpy as np
 from edge_agent import methods
 from edge_agent.core.errors import RunFailed
 from edge_agent.core.own_folders import FolderKind, holds_only, make_folder, remove_folder
-from edge_agent.core.storage import read_tensors
+from edge_agent.core.storage import read_tensors, write_tensors
 from edge_agent.core.task import Tensors
+from edge_agent.core.weighted_sum import WeightedSum
 from edge_agent.methods import Method
 from edge_agent.wire.tensors import Spec
 
@@ -33,6 +34,8 @@ from .compute_requests import (
     AnswersRequest,
     Forms,
     MethodValues,
+    NextState,
+    NextStateRequest,
     Objection,
     ObjectionRequest,
     OfMethod,
@@ -46,7 +49,9 @@ _FUNCTIONS = {
     "objection": ("objection",),
     "broadcast": ("broadcast",),
     "downlink": ("downlink",),
-    "aggregate": ("aggregate", "mean", "broadcast"),
+    "aggregate": ("aggregate", "mean", "fold", "next_state", "broadcast"),
+    "fold": ("fold",),
+    "next_state": ("next_state",),
 }
 """What the coordinator asks of a method in a round, and the functions of `Method` that compute it."""
 
@@ -56,7 +61,7 @@ class Described(Method):
 
     def __init__(self, values: MethodValues) -> None:
         """Make the method of the values that `describe` returns."""
-        self._values = values
+        self.values = values
         self.shared = values.shared
         self.returned = values.returned
         self.norm = values.norm
@@ -67,32 +72,38 @@ class Described(Method):
     @property
     def name(self) -> str:
         """The method's name, see `Method.name`."""
-        return self._values.name
+        return self.values.name
 
     @property
     def needs_last_round(self) -> bool:
         """Whether only all rounds together give a result, see `Method.needs_last_round`."""
-        return self._values.needs_last_round
+        return self.values.needs_last_round
 
     def all_params(self) -> dict[str, Any]:
         """Return the parameters with their defaults, see `Method.all_params`."""
-        return dict(self._values.params)
+        return dict(self.values.params)
 
     def takes_contributions(self) -> bool:
         """Return whether devices without torch can take part, see `Method.takes_contributions`."""
-        return self._values.takes_contributions
+        return self.values.takes_contributions
 
     def server_step_is_mean(self) -> bool:
         """Return whether the server's step is a mean of the updates, see `Method.server_step_is_mean`."""
-        return self._values.server_step_is_mean
+        return self.values.server_step_is_mean
+
+    def server_step_is_sum(self) -> bool:
+        """Return whether the server's step needs no more than a sum of the updates, see `Method.server_step_is_sum`."""
+        return self.values.server_step_is_sum
 
     def one_pass(self) -> bool:
         """Return whether local training can be shortened, see `Method.one_pass`."""
-        return self._values.one_pass
+        return self.values.one_pass
 
 
 def describe(method: Method) -> MethodValues:
     """Return the values of a method for `Described`; ``own`` names what it computes by its own functions."""
+    if isinstance(method, Described):
+        return method.values
     return MethodValues(
         name=method.name,
         params=method.all_params(),
@@ -105,6 +116,7 @@ def describe(method: Method) -> MethodValues:
         needs_last_round=method.needs_last_round,
         takes_contributions=method.takes_contributions(),
         server_step_is_mean=method.server_step_is_mean(),
+        server_step_is_sum=method.server_step_is_sum(),
         one_pass=method.one_pass(),
         own=tuple(request for request, functions in _FUNCTIONS.items() if _defines_any(type(method), functions)),
     )
@@ -164,6 +176,22 @@ class OwnFunctions:
         """
         request = AggregateRequest(**vars(self.about), state=state, updates=updates, settings=settings)
         return Aggregated.from_json(self._ask("aggregate", request))
+
+    def next_state(self, state: str, total: WeightedSum) -> str:
+        """Return the digest of the state that the method makes of the sum of a round's updates.
+
+        Raises:
+            TrainingFailed: No update has a positive weight.
+        """
+        folder = self.folder / "next_state"
+        make_folder(folder, ANSWERS_FOLDER)
+        try:
+            path = folder / "total"
+            write_tensors(path, total.to_tensors(), durable=False)
+            request = NextStateRequest(**vars(self.about), state=state, total=path)
+            return NextState.from_json(self._ask("next_state", request)).digest
+        finally:
+            remove_folder(folder, ANSWERS_FOLDER)
 
     def cancel(self) -> None:
         """End what is being computed, and compute nothing more: the run is over."""

@@ -11,8 +11,10 @@ import logging
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from typing import Any
 
 from edge_agent.core.errors import RunFailed, TrainingFailed
+from edge_agent.core.storage import mapped
 from edge_agent.core.task import State
 from edge_agent.wire.tensors import decode, pieces
 
@@ -23,11 +25,15 @@ from ..state.privacy_spent import PrivacySpent
 from ..state.store import prune_blobs, retain_checkpoint
 from ..views.runs import OpenRound, replay
 from .active_run import ActiveRun
-from .aggregation import StoredUpdates, notes
+from .aggregation import Combined, StoredUpdates, combine, notes
+from .compute_requests import OfMethod
 from .context import MOST_LISTED, Waiting
 from .figures import Stats, round_line
 from .good_state import Explosion, GoodState, after, explosion, reason_of_restoration
+from .partitioned import UpdatesOfRound
+from .passes import Answer, Origin, Pass
 from .repeats import count_after_round
+from .server_side import describe
 
 log = logging.getLogger(__name__)
 
@@ -162,7 +168,10 @@ class ServerStep:
         updates = collected.updates
         blobs = run.context.state.blobs
         try:
-            if "aggregate" in self.active.own.names:
+            summed = yield from self._aggregate_by_aggregators(updates, rule)
+            if summed is not None:
+                state, decided = summed
+            elif "aggregate" in self.active.own.names:
                 # In buffered rounds updates come meanwhile: their agents offer them again.
                 run.context.collector.pause()
                 own_step = functools.partial(self.active.own.aggregate, run.checkpoint, updates, rule)
@@ -183,6 +192,70 @@ class ServerStep:
         else:
             self._good = None
         return state, aggregation
+
+    def _aggregate_by_aggregators(
+        self, updates: StoredUpdates, rule: AggregationConfig
+    ) -> Generator[Waiting, None, tuple[State, Aggregation] | None]:
+        """Return the next state and the decisions, from passes that aggregators make; None where they cannot.
+
+        The bits are those of one process: an answer that depends on how the updates were divided is not used.
+
+        Raises:
+            TrainingFailed: No update has a positive weight.
+        """
+        run = self.active.run
+        # Of buffered rounds updates have different bases, which aggregators do not know.
+        is_buffered = bool(updates.asked)
+        if is_buffered or not run.context.aggregators.would_read(len(updates.accepted)):
+            return None
+        values = describe(run.method)
+        if not values.server_step_is_sum:
+            return None
+        blobs = run.context.state.blobs
+        about = OfMethod(method=run.request.method_reference, params=run.request.params)
+        start = updates.start if updates.start is not None and updates.start in blobs else None
+        of_round = UpdatesOfRound(about, values, run.checkpoint, start, updates.accepted)
+        # 1. What all clients received: the contract's own broadcast is computed here, a method's own one elsewhere.
+        if "broadcast" in self.active.own.names:
+            broadcast = functools.partial(self.active.own.broadcast, run.checkpoint)
+            received = yield from self.active.compute("broadcast", broadcast)
+        else:
+            received = run.method.broadcast(run.state)
+        origin = Origin(run.method, received, None if start is None else decode(mapped(blobs.path(start))))
+        # 2. One pass after another, each by all aggregators at once.
+        reading = combine(origin, run.state, lambda: updates.read(blobs), rule, updates.repeats)
+        answer: Any = None
+        while True:
+            try:
+                one_pass, _ = reading.send(answer)
+            except StopIteration as end:
+                combined: Combined = end.value
+                break
+            answer = yield from self._made_by_aggregators(one_pass, of_round)
+            if answer is None:
+                return None
+        # 3. What the method makes of the sum.
+        decisions = combined.decisions.to_fact()
+        if combined.state is not None:
+            return combined.state, decisions
+        if "next_state" in self.active.own.names:
+            step = functools.partial(self.active.own.next_state, run.checkpoint, combined.total)
+            digest = yield from self.active.compute("next state", step)
+            return decode(blobs.read(digest)), decisions
+        return run.method.next_state(run.state, combined.total), decisions
+
+    def _made_by_aggregators(
+        self, one_pass: Pass[Answer], updates: UpdatesOfRound
+    ) -> Generator[Waiting, None, Answer | None]:
+        """Return the answer of a pass that aggregators make; None where they cannot."""
+        making = self.active.run.context.aggregators.make(one_pass, updates)
+        while True:
+            try:
+                what = next(making)
+            except StopIteration as end:
+                answer: Answer | None = end.value
+                return answer
+            yield Waiting(what, about="aggregators")
 
     def _describe(
         self,

@@ -16,6 +16,7 @@ from edge_agent import methods
 from edge_agent.bundle.manifest import variant_figures
 from edge_agent.core.storage import mapped, write_tensors
 from edge_agent.core.task import State, Tensors
+from edge_agent.core.weighted_sum import WeightedSum
 from edge_agent.methods import Method
 from edge_agent.wire.tensors import decode, pieces, specs_of
 
@@ -27,6 +28,8 @@ from ..rounds.compute_requests import (
     Begun,
     Exported,
     ExportRequest,
+    NextState,
+    NextStateRequest,
     Nothing,
     Objection,
     ObjectionRequest,
@@ -105,6 +108,14 @@ def aggregate(body: Request) -> dict[str, Any]:
     before = _state(request, request.state)
     state, decisions = request.updates.aggregate(blobs, _method(request), before, request.settings)
     return Aggregated(digest=blobs.put(*pieces(state)), decisions=decisions.to_fact()).to_json()
+
+
+def next_state(body: Request) -> dict[str, Any]:
+    """Answer a `NextStateRequest` with `NextState`."""
+    request = NextStateRequest.from_json(body)
+    total = WeightedSum.from_tensors(decode(mapped(request.total)))
+    after = _method(request).next_state(_state(request, request.state), total)
+    return NextState(digest=_blobs(request).put(*pieces(after))).to_json()
 
 
 # --- export ----------------------------------------------------------------------------------------------------------

@@ -1,13 +1,14 @@
-"""What each step of a federation has brought its devices: alone, the first run, the run after it, on equal footing.
+"""The gain of each run of a federation over the step before it: first each device alone, then one run after another.
 
-Only devices count that have figures in every step, all of them on as many held-out samples: otherwise a step would gain
-or lose by the devices that happen to be in it.
+All steps are compared on the same devices: those that report an accuracy in every step, on the same number of held-out
+samples. Otherwise a step would gain or lose by the devices that happen to be in it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
@@ -19,12 +20,12 @@ from ..text import counted, listed
 from .run_summary import RunSummary
 
 ALONE = "alone"
-"""The name of the first step: each device with the best model that it fits alone."""
+"""Name of the first step: each device with the best model that it fits alone."""
 
 
 @dataclass(frozen=True)
 class NamedRun:
-    """A finished run, and the name by which the user has asked for it."""
+    """A finished run, with the name that the user has given for it."""
 
     name: str
     summary: RunSummary
@@ -33,56 +34,60 @@ class NamedRun:
 
 @dataclass(frozen=True)
 class GainOverStep:
-    """What a step brings over the one before it."""
+    """The gain of a step over the one before it."""
 
     mean: float
-    """Mean difference of the accuracy over devices, -1..1."""
+    """Mean over devices of the difference in accuracy, -1..1."""
 
     verdict: Gain
     """Whether the mean difference is more than noise."""
 
     better: int
-    """Devices that the step makes better by more than noise."""
+    """Number of devices whose accuracy rises by more than noise."""
 
     as_good: int
+    """Number of devices whose accuracy changes within noise."""
+
     worse: int
+    """Number of devices whose accuracy falls by more than noise."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the gain as ``--json`` has it."""
+        """Return the gain as ``--json`` prints it."""
         return {**asdict(self), "verdict": self.verdict.value}
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step, and the accuracy that devices reach with it."""
+    """A step: the devices alone, or a run, with the accuracy that devices reach in it."""
 
     name: str
-    method: str
-    """Of the run; empty for devices alone."""
-
-    rounds: int
     accuracy: float
-    """Mean over devices, 0..1: acc.personal of the run, or acc.local."""
+    """Mean over devices, 0..1: acc.personal of the run, or acc.local of the devices alone."""
 
-    gain: GainOverStep | None
-    """None: it is the first step."""
+    method: str = ""
+    """Method of the run; empty for the devices alone."""
 
-    bytes_each: float
-    """Mean bytes that a device has sent and received."""
+    rounds: int = 0
+    gain: GainOverStep | None = None
+    """Gain over the step before; None for the first step."""
 
-    seconds: float
-    """Of the run."""
+    bytes_each: float = 0.0
+    """Bytes that a device has sent and received, in the mean over devices."""
+
+    seconds: float = 0.0
+    """Duration of the run."""
 
     is_simulated: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """Return the step as ``--json`` has it."""
-        return {**vars(self), "gain": None if self.gain is None else self.gain.to_json()}
+        """Return the step as ``--json`` prints it."""
+        gain = None if self.gain is None else self.gain.to_json()
+        return {**vars(self), "gain": gain}
 
 
 @dataclass(frozen=True)
-class Way:
-    """The steps in order, and the devices that they are measured on."""
+class Comparison:
+    """The steps in their order, and the devices that they are compared on."""
 
     steps: tuple[Step, ...]
     best: Step
@@ -90,10 +95,10 @@ class Way:
 
     devices: tuple[str, ...]
     left_out: tuple[str, ...]
-    """Devices without figures in every step, or with other held-out samples in one of them."""
+    """Devices that cannot be compared, because an accuracy is missing or the number of held-out samples has changed."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the way as ``--json`` has it."""
+        """Return the comparison as ``--json`` prints it."""
         return {
             "steps": [step.to_json() for step in self.steps],
             "best": self.best.name,
@@ -102,105 +107,126 @@ class Way:
         }
 
 
-def compare_runs(runs: Sequence[NamedRun]) -> Way:
-    """Return what each run brings the devices that all of them have, over the run before it; first of all: alone.
+def compare_runs(runs: Sequence[NamedRun]) -> Comparison:
+    """Compare runs in their order, on the devices that all of them have; the first step is each device alone.
 
     Raises:
-        UsageError: No device has figures in every run, on as many held-out samples.
+        UsageError: No device has accuracies in every run, on the same number of held-out samples.
     """
     # 1. The devices that can be compared.
-    of_runs = [{agent.id: agent for agent in run.summary.agents if _has_figures(agent)} for run in runs]
-    everywhere = set.intersection(*(set(agents) for agents in of_runs))
-    devices = sorted(device for device in everywhere if len({agents[device].support for agents in of_runs}) == 1)
+    lines_of_runs = [_comparable_lines(run.summary) for run in runs]
+    devices = _devices_in_all(lines_of_runs)
     if not devices:
         raise UsageError(
             f"no device has acc.local and acc.personal in all of {listed([run.name for run in runs])}, on as many "
             "held-out samples; compare runs of the same devices with the same samples"
         )
-    samples = [of_runs[0][device].support or 0 for device in devices]
-    # 2. What every device reaches alone, and then with each run. A step is the best one as long as no later one is
-    # better by more than noise: the earlier one costs less.
-    before = [_accuracy(of_runs[0][device], "local") for device in devices]
-    best_reached = before
-    best = Step(ALONE, "", 0, fmean(before), None, 0.0, 0.0)
+    # 2. The first step: what every device reaches alone.
+    samples = [lines_of_runs[0][device].support or 0 for device in devices]
+    before = [_accuracy(lines_of_runs[0][device], "local") for device in devices]
+    best = Step(ALONE, fmean(before))
+    best_accuracies = before
     steps = [best]
-    for run, agents in zip(runs, of_runs, strict=True):
-        members = [agents[device] for device in devices]
-        reached = [_accuracy(agent, "personal") for agent in members]
-        traffic = fmean(agent.bytes_up + agent.bytes_down for agent in members)
+    # 3. Each run. An earlier step costs less, so a later one is the best only if it is better by more than noise.
+    for run, lines in zip(runs, lines_of_runs, strict=True):
+        members = [lines[device] for device in devices]
+        accuracies = [_accuracy(line, "personal") for line in members]
         step = Step(
-            run.name,
-            run.summary.method or "",
-            run.summary.rounds,
-            fmean(reached),
-            _gain(before, reached, samples),
-            traffic,
-            run.summary.seconds,
-            run.is_simulated,
+            name=run.name,
+            accuracy=fmean(accuracies),
+            method=run.summary.method or "",
+            rounds=run.summary.rounds,
+            gain=_gain(before, accuracies, samples),
+            bytes_each=fmean(line.bytes_up + line.bytes_down for line in members),
+            seconds=run.summary.seconds,
+            is_simulated=run.is_simulated,
         )
-        if _gain(best_reached, reached, samples).verdict is Gain.ABOVE:
+        if _gain(best_accuracies, accuracies, samples).verdict is Gain.ABOVE:
             best = step
-            best_reached = reached
+            best_accuracies = accuracies
         steps.append(step)
-        before = reached
-    seen = {agent.id for run in runs for agent in run.summary.agents}
-    return Way(tuple(steps), best, tuple(devices), tuple(sorted(seen - set(devices))))
+        before = accuracies
+    # 4. The devices that were left out are named, so that nobody takes the means for those of the whole fleet.
+    seen = {line.id for run in runs for line in run.summary.agents}
+    left_out = sorted(seen - set(devices))
+    return Comparison(tuple(steps), best, tuple(devices), tuple(left_out))
 
 
-def _has_figures(agent: AgentLine) -> bool:
-    """Return whether a device reports what it reaches alone and with its personal model, and on how many samples."""
-    return bool(agent.support) and agent.acc.get("local") is not None and agent.acc.get("personal") is not None
+def _comparable_lines(summary: RunSummary) -> dict[str, AgentLine]:
+    """Return device -> its figures, for devices with acc.local, acc.personal and a number of held-out samples."""
+    lines: dict[str, AgentLine] = {}
+    for line in summary.agents:
+        has_accuracies = line.acc.get("local") is not None and line.acc.get("personal") is not None
+        if has_accuracies and line.support:
+            lines[line.id] = line
+    return lines
 
 
-def _accuracy(agent: AgentLine, scope: str) -> float:
-    """Return an accuracy of a device that has figures, 0..1."""
-    return float(agent.acc[scope] or 0.0)
+def _devices_in_all(lines_of_runs: Sequence[Mapping[str, AgentLine]]) -> list[str]:
+    """Return the devices that have figures in all runs, on the same number of held-out samples, by name."""
+    devices = []
+    for device in sorted(set.intersection(*map(set, lines_of_runs))):
+        supports = {lines[device].support for lines in lines_of_runs}
+        if len(supports) == 1:
+            devices.append(device)
+    return devices
 
 
-def _gain(before: Sequence[float], reached: Sequence[float], samples: Sequence[int]) -> GainOverStep:
-    """Return what devices gain from the accuracies before to those that they reach, each on so many samples."""
-    compared = [Compared(*figures) for figures in zip(before, reached, samples, strict=True)]
+def _accuracy(line: AgentLine, scope: str) -> float:
+    """Return an accuracy of a device that reports it, 0..1."""
+    return float(line.acc[scope] or 0.0)
+
+
+def _gain(before: Sequence[float], after: Sequence[float], samples: Sequence[int]) -> GainOverStep:
+    """Return the gain of devices whose accuracies have changed.
+
+    Args:
+        before: Accuracy of each device in the earlier step, 0..1.
+        after: Accuracy of each device in the later step, 0..1.
+        samples: Number of held-out samples of each device.
+    """
+    compared = [Compared(*figures) for figures in zip(before, after, samples, strict=True)]
     verdicts = [classify_mean_gain([device]) for device in compared]
     return GainOverStep(
-        fmean(reached) - fmean(before),
-        classify_mean_gain(compared),
-        verdicts.count(Gain.ABOVE),
-        verdicts.count(Gain.WITHIN),
-        verdicts.count(Gain.BELOW),
+        mean=fmean(after) - fmean(before),
+        verdict=classify_mean_gain(compared),
+        better=verdicts.count(Gain.ABOVE),
+        as_good=verdicts.count(Gain.WITHIN),
+        worse=verdicts.count(Gain.BELOW),
     )
 
 
-def describe_way(way: Way) -> Iterator[str]:
-    """Yield what the table of the steps means, one sentence for each step, and which one to stay with."""
-    for earlier, step in zip(way.steps, way.steps[1:], strict=False):
+def describe_comparison(comparison: Comparison) -> Iterator[str]:
+    """Yield a sentence on each step, then which step to stay with, then which devices were not compared."""
+    for earlier, step in pairwise(comparison.steps):
         if step.gain is not None:
             yield _describe_step(step, step.gain, earlier)
-    yield _describe_best(way.best)
-    if way.left_out:
+    yield _describe_best(comparison.best)
+    if comparison.left_out:
         yield (
-            f"Not compared: {listed(way.left_out)}; figures are missing in one of the steps, or are of other held-out "
-            "samples."
+            f"Not compared: {listed(comparison.left_out)}; an accuracy is missing in one of the steps, or the number "
+            "of held-out samples differs."
         )
 
 
 def _describe_step(step: Step, gain: GainOverStep, earlier: Step) -> str:
-    """Return whether a step pays."""
-    begin = f"{step.name} ({step.method}, {counted(step.rounds, 'round')})"
+    """Return a sentence on whether a step is better than the one before by more than noise."""
+    run = f"{step.name} ({step.method}, {counted(step.rounds, 'round')})"
     points = f"{100 * gain.mean:+.1f} points against {earlier.name}"
     if gain.verdict is Gain.ABOVE:
-        return f"{begin} pays: {points}, more than noise."
+        return f"{run} pays: {points}, more than noise."
     if gain.verdict is Gain.BELOW:
-        return f"{begin} does harm: {points}, more than noise."
-    return f"{begin} cannot be told from the step before: {points}, within noise."
+        return f"{run} does harm: {points}, more than noise."
+    return f"{run} cannot be told from the step before: {points}, within noise."
 
 
 def _describe_best(best: Step) -> str:
-    """Return which step to stay with, and how to go on from it."""
+    """Return a sentence on which step to stay with, and how to release it and continue from it."""
     if best.name == ALONE:
         return "No run beats what the devices reach alone by more than noise; the page of a run says what to try next."
     if best.is_simulated:
         return f"Stay with {best.name}: no later step is better by more than noise."
     return (
         f"Stay with {best.name}: no later step is better by more than noise. 'headwater release create {best.name}' "
-        f"hands its bundle out, and 'headwater run --from {best.name}' goes on from it."
+        f"releases its bundle, and 'headwater run --from {best.name}' continues from its encoder."
     )

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from edge_agent.core.children import ThreadWorker
 from edge_agent.core.config import BrokerConfig
-from edge_agent.core.errors import BrokerAway, DuplicateCoordinator, StateError, UsageError
+from edge_agent.core.errors import BrokerAway, DuplicateCoordinator, JournalAway, StateError, UsageError
 from edge_agent.core.limits import OPEN_FILES, allow_open_files
 from edge_agent.core.locks import lock_holder
 from edge_agent.wire.faults import LOGIN_REFUSED
@@ -27,15 +27,17 @@ from edge_agent.wire.transport import Transport
 
 from ..broker import EmbeddedBroker, OnRefused
 from ..config import CoordinatorConfig
+from ..fleet.blob_urls import BlobUrls
 from ..fleet.message_ranks import rank_by
 from ..fleet.rate_limits import RateLimits
 from ..fleet.refusals import By, Refusals
 from ..hosted.run_hooks import OwnDataHooks
 from ..hosted.transport import CombinedTransport, HostedTransport
-from ..journal.store import utc_now
+from ..journal.store import Journal, SharedJournal, utc_now
 from ..processes.compute import Compute, ComputeProcess
 from ..state.backup import MARKER
 from ..state.command_keys import CommandKeys
+from ..state.journal_location import journal_of, shared_journal_of, use_database
 from ..state.log_file import logging_to
 from ..state.starts import Takeover
 from ..state.store import StateFolder
@@ -43,7 +45,7 @@ from .coordinator import Coordinator
 from .first_start import Decisions, prepare_start
 from .peers import PROBE_S
 from .preflight import overlaps
-from .standby import Standby, wait_for_folder
+from .standby import Standby, wait_for_folder, wait_for_lease
 from .surroundings import Access, Runtime, StartOptions
 
 if TYPE_CHECKING:
@@ -71,8 +73,13 @@ def take_over(
         StateError: there is no journal in the state folder, or it is damaged.
     """
     while True:
-        # 1. Wait until the other one is silent. Where its broker is its own, both end together: its lock tells.
-        if config.broker is None:
+        # 1. Wait until the other one is silent. A journal that both reach has a lease. Where the broker is the other
+        # one's own, both end together: its lock tells.
+        journal = None
+        if config.journal is not None or shared_journal_of(config.state) is not None:
+            journal = _wait_for_lease(config, stop)
+            takeover = None if journal is None else Takeover()
+        elif config.broker is None:
             takeover = _wait_without_broker(config, stop)
         else:
             takeover = _wait_at_broker(config, config.broker, stop, takeover_s)
@@ -80,13 +87,42 @@ def take_over(
             return None
         # 2. Start in its place. What may pass by itself, such as another standby that was faster, is waited for again.
         try:
-            return stack.enter_context(coordinator(config, stop, takeover=takeover))
-        except (DuplicateCoordinator, BrokerAway) as error:
+            return stack.enter_context(coordinator(config, stop, takeover=takeover, journal=journal))
+        except (DuplicateCoordinator, BrokerAway, JournalAway) as error:
             log.warning("not_taken_over reason=%s", error)
         except StateError as error:
             if lock_holder(config.state) is None:
                 raise
             log.warning("not_taken_over reason=%s", error)
+
+
+def _wait_for_lease(config: CoordinatorConfig, stop: threading.Event) -> SharedJournal | None:
+    """Wait until no coordinator has the lease of the journal's database; None where ``stop`` is set before.
+
+    Returns:
+        The journal, closed.
+
+    Raises:
+        UsageError: Agents would lose their broker with the coordinator.
+        StateError: The database is not that of the state folder.
+    """
+    if config.broker is None:
+        raise UsageError(
+            f"the journal of {config.state} is in a database, for coordinators on several machines, and each of them "
+            "starts its own broker, which agents would lose with it; give [broker] url"
+        )
+    while not stop.is_set():
+        try:
+            use_database(config.state, config.journal)
+        except JournalAway as error:
+            log.warning("journal_away reason=%s: until it is there, nothing is taken over", error)
+            stop.wait(START_AGAIN_S)
+            continue
+        journal = shared_journal_of(config.state, config.journal)
+        if journal is None or not wait_for_lease(journal, stop):
+            return None
+        return journal
+    return None
 
 
 def _wait_without_broker(config: CoordinatorConfig, stop: threading.Event) -> Takeover | None:
@@ -129,6 +165,7 @@ def coordinator(
     *,
     decisions: Decisions | None = None,
     takeover: Takeover | None = None,
+    journal: Journal | None = None,
 ) -> Iterator[Coordinator]:
     """Yield a started coordinator; it is closed with the context, and the next start resumes.
 
@@ -138,9 +175,11 @@ def coordinator(
         compute: Builds models and exports; by default a process that is started when torch is needed.
         decisions: What an operator has decided about a start on a backup; by default nothing.
         takeover: The coordinator that a standby has found silent; then nobody has to decide anything.
+        journal: The journal that a standby has watched, and verified, closed; None: that of the state folder.
 
     Raises:
-        StateError: another process works in the state folder, or it is damaged.
+        StateError: another process works in the state folder, it is damaged, or the database is not its own.
+        JournalAway: the database of the journal cannot be reached.
         DuplicateCoordinator: another coordinator serves the federation.
         StartStopped: ``stop`` was set before it was known whether one does; nothing was started.
         UsageError: the state folder is a backup, and nobody has confirmed whom its certificates let in.
@@ -151,7 +190,8 @@ def coordinator(
     with contextlib.ExitStack() as stack:
         # 1. The state folder belongs to this process from here on. What an operator has to decide about a backup is
         # asked for before anything is written.
-        folder = StateFolder(config.state)
+        use_database(config.state, config.journal)
+        folder = StateFolder(config.state, journal or journal_of(config.state, config.journal))
         state = _when_there_is_room(config.state, stop, lambda: stack.enter_context(folder.open("headwater serve")))
         stack.enter_context(logging_to(config.state))
         if takeover is None:
@@ -170,11 +210,16 @@ def coordinator(
             spread_by=f"{config.federation}-coordinator",
         )
         worker = ThreadWorker(mqtt.wake)
+        blob_urls = _open_blob_urls(config, mqtt)
+        if blob_urls is not None:
+            stack.callback(blob_urls.close)
         transport = _with_hosted_clients(config, mqtt, topics)
         hooks = OwnDataHooks(
             config.proxy, ComputeProcess(state.path / "hosted" / "compute.log"), ThreadWorker(mqtt.wake)
         )  # a process of its own: an evaluation takes as long as it likes, and no round waits for it
-        probe_s = 0.0 if config.broker is None else PROBE_S  # an embedded broker has just been started
+        # Nobody else can serve where the broker has just been started, or where the journal has granted its lease.
+        is_alone = config.broker is None or shared_journal_of(config.state) is not None
+        probe_s = 0.0 if is_alone else PROBE_S
         service = Coordinator(
             config,
             state,
@@ -186,6 +231,7 @@ def coordinator(
                 identity=entrance.identity,
                 keys=entrance.keys,
                 refusals=refusals,
+                blob_urls=blob_urls,
             ),
             start=StartOptions(boot=boot, probe_s=probe_s, takeover=takeover),
         )
@@ -250,6 +296,15 @@ def _open_entrance(config: CoordinatorConfig, refusals: Refusals, stack: context
     broker = served.config()
     log.info("broker_started url=%s", broker.names)
     return _Entrance(broker, keys)
+
+
+def _open_blob_urls(config: CoordinatorConfig, mqtt: MqttTransport) -> BlobUrls | None:
+    """Start what large blobs are fetched from by HTTP; None where the configuration has no ``[blobs]``."""
+    if config.blobs is None:
+        return None
+    from ..blobs.opening import open_blob_urls
+
+    return open_blob_urls(config, mqtt.wake)
 
 
 def _with_hosted_clients(config: CoordinatorConfig, mqtt: MqttTransport, topics: Topics) -> Transport:

@@ -34,6 +34,8 @@ from edge_agent.wire.messages.codec import SPOKEN
 from edge_agent.wire.topics import Topics
 from edge_agent.wire.transport import BrokerConnection, Connected, Disconnected, Message, Subscribed, Transport
 
+from ..aggregators.messages import Sealed, Stored
+from ..aggregators.posts import AggregatorLink, AggregatorPosts
 from ..config import CoordinatorConfig
 from ..fleet.command_sender import CommandSender
 from ..fleet.downloads import Distributor
@@ -49,14 +51,16 @@ from ..fleet.uploads import Collector
 from ..hosted.transport import CombinedTransport
 from ..journal.store import follow, utc_now
 from ..rounds.context import Reports, Run, RunContext, Waiting
+from ..rounds.partitioned import Aggregators
 from ..rounds.request import Request
 from ..runs.run_loop import RunLoop, RunStatus
 from ..runs.run_queue import LOOK_FOR_REQUESTS_S, Runs, Storage, of_storage
 from ..state.backup import MARKER
+from ..state.command_keys import CommandKeys
 from ..state.fault_log import FaultLog
 from ..state.starts import EPOCHS_OF_A_COPY, record_start
 from ..state.status_file import MOST_LISTED, FleetCounts
-from ..state.store import StateFolder
+from ..state.store import AGGREGATORS, StateFolder
 from ..text import reason_of
 from ..views.candidate import accuracies_of
 from ..views.fleet import REPORTS, reported_by
@@ -136,7 +140,12 @@ class Coordinator:
         self.roster = Roster(clock, config.round.lease_s)
         self.duplicate_ids = DuplicateIds(self.roster, self.send, clock)
         self.distributor = Distributor(
-            self.topics, self._publish, self.send, clock, unread_s=lambda: self.transport.unread_s
+            self.topics,
+            self._publish,
+            self.send,
+            clock,
+            unread_s=lambda: self.transport.unread_s,
+            urls=access.blob_urls,
         )
         self.storage = Storage(clock)
         self._settings = config.digests()
@@ -149,10 +158,18 @@ class Coordinator:
             self.storage.is_stalled,
             unread_s=lambda: self.transport.unread_s,
         )
+        self.aggregators = self._make_aggregators(access.keys)
         self.runs = self.make_runs(state, self.storage, clock, self._loop_of, config.retention.runs)
         self.rejected = Rejections(clock)
-        gone_after = timedelta(days=config.retention.devices_days)
-        self.releases = Rollout(state, self.roster, self.distributor, self.send, clock, runtime.now, gone_after)
+        self.releases = Rollout(
+            state,
+            self.roster,
+            self.distributor,
+            self.send,
+            clock,
+            runtime.now,
+            timedelta(days=config.retention.devices_days),
+        )
         self._handlers: dict[type[fields.Control], Callable[[str, Any], None]] = {
             up.UpdateManifest: self._on_manifest,
             up.Have: lambda agent, message: self.distributor.have(agent, message.digest),
@@ -179,6 +196,29 @@ class Coordinator:
 
         self._broker: BrokerConnection | None = None
         """The broker that is connected, for the status; None while there is none."""
+
+    def _make_aggregators(self, keys: CommandKeys | None) -> Aggregators:
+        """Return the side of the aggregators, or that of none where the configuration has none."""
+        of = self.config.aggregators.partitions
+        # Buffered rounds take updates of several rounds, and of a secure sum nobody reads one alone. A broker of
+        # [identity] lets the coordinator's certificate have one session.
+        has_such_rounds = self.config.round.mode == "synchronous" and not self.config.privacy.secure_sum
+        if of == 0 or not has_such_rounds or keys is None or self.identity is not None:
+            return Aggregators()
+        transport = self.transport
+        link = AggregatorLink(
+            self.topics,
+            self._publish,
+            transport.subscribe,
+            transport.unsubscribe,
+            Sealed(keys.for_aggregators()),
+            self._boot,
+            unread_s=lambda: transport.unread_s,
+        )
+        folder = self.state.path / AGGREGATORS
+        return AggregatorPosts(
+            of, link, self.collector, folder, self._run_ids, self._take_stored, self._ask_again, self.clock
+        )
 
     # --- start and stop ----------------------------------------------------------------------------------------------
 
@@ -269,7 +309,11 @@ class Coordinator:
         if isinstance(event, Message):
             if event.topic == self.topics.coordinators:
                 self._on_coordinator(event)
-            elif self.is_serving:  # before that, a message is dropped: agents repeat it
+            elif not self.is_serving:  # a message is dropped: agents and aggregators repeat it
+                pass
+            elif event.topic == self.topics.aggregators_up:
+                self._on_aggregator(event)
+            else:
                 self._on_message(event)
             # Messages that wait are served first; the look at timers and the run has a time of its own.
             self._is_behind = True
@@ -360,6 +404,7 @@ class Coordinator:
         if self.peers.tick():
             self._marker.unlink(missing_ok=True)
             self.commands.announce()
+            self.aggregators.start(self.federation_id, self.commands.epoch)
         # 4. Who sends too much, and whose certificate was revoked or has ended.
         self._note_dropped_messages()
         if self.identity is not None:
@@ -387,6 +432,7 @@ class Coordinator:
             log.warning("agent_lost agent=%s silent_s=%.0f", agent, self.roster.lease_s)
             self.distributor.forget(agent)
         self.collector.tick()
+        self.aggregators.tick()
         try:
             self.releases.tick()
         except (StateError, OSError) as error:
@@ -465,6 +511,7 @@ class Coordinator:
             clock=self.clock,
             stopwatch=self.stopwatch,
             compute=self.compute,
+            aggregators=self.aggregators,
             is_behind=self._is_inbox_late,
         )
 
@@ -690,6 +737,7 @@ class Coordinator:
         self.commands.speaks(agent, message.v)
         self.collector.greet(agent)
         self.roster.hello(agent, message)
+        self.distributor.note_way(agent, by_http=message.facts.get(fields.HTTP_BLOBS) is True)
         self.refusals.accepted(agent)
         if has_new_connection:
             self.distributor.forget(agent)
@@ -729,6 +777,47 @@ class Coordinator:
         except HeadwaterError as error:
             self._ignore("coordinators", error)
 
+    def _on_aggregator(self, event: Message) -> None:
+        """Handle a message of an aggregator; whatever is wrong with it, the coordinator serves on."""
+        try:
+            with self.state.journal.deferring():
+                self.aggregators.heard(event.payload)
+        except (HeadwaterError, OSError) as error:
+            trouble = of_storage(error)
+            if trouble is not None:
+                self.storage.note(trouble, "what an aggregator has stored")
+            self._ignore("aggregator", error)
+
+    def _ask_again(self, agent: str) -> None:
+        """Send an agent of the open round its job again."""
+        if self.loop is not None:
+            self.loop.invite(agent)
+
+    def _take_stored(self, stored: Stored) -> bool:
+        """Take what an aggregator says of an agent's update; return False where the update is not in the store."""
+        agent = stored.agent
+        try:
+            message = self.commands.with_run_name(agent, stored.manifest)
+        except MessageError as error:  # of a run that was never requested here: the agent has been told
+            self._ignore(agent, error)
+            return True
+        if self.identity is not None and not self.identity.admits(agent):
+            return True
+        within = self._within_enrolment(agent, message)
+        if not isinstance(within, up.UpdateManifest):
+            return True
+        self.roster.heard(agent, within.boot)
+        collection = self.collector.open_round
+        is_of_open_round = collection is not None and collection.takes(agent, within)
+        if not is_of_open_round:
+            self.receipts.answer(agent, within, self.collector.manifest)
+            return True
+        self.roster.trained(agent, within.metrics)
+        if stored.refused:
+            self.collector.refused(agent, within, stored.refused)
+            return True
+        return not stored.is_stored or self.collector.stored(agent, within)
+
     # --- rejections and status ---------------------------------------------------------------------------------------
 
     def _publish(self, topic: str, payload: bytes) -> None:
@@ -766,14 +855,17 @@ class Coordinator:
             "fleet": asdict(self._counts()),
             "acc": {scope: asdict(accuracy) for scope, accuracy in self.roster.accuracies().items()},
             "agents": [vars(agent) for agent in (*self._described(self._listed(), run), *self._away())],
+            "aggregators": [asdict(row) for row in self.aggregators.status()],
             "refused_agents": self.refusals.body(),
             "traffic": {
                 "messages_received": self.transport.traffic.messages_down,
                 "bytes_received": self.transport.traffic.bytes_down,
                 "bytes_published": self.transport.traffic.bytes_up,
                 "blob_bytes_published": self.distributor.published_bytes,
+                "blob_bytes_fetched": self.distributor.fetched_bytes,
                 "dropped": self.transport.traffic.dropped,
             },
+            "blobs": self.distributor.describe_urls(),
             "process": {"resident_bytes": resident_bytes()},
             "storage": self.storage.trouble or None,
             "broker_away": self._broker_wait is not None,

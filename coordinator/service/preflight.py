@@ -206,6 +206,8 @@ def _unusable_data(config: CoordinatorConfig) -> Iterator[ConfigError]:
         except UsageError as error:
             hosted_mistakes.append(f"{client.id}: {error}")
         hosted_mistakes.extend(f"{client.id}: {line}" for line in _device_mistakes(client.device))
+    for device in dict.fromkeys(config.hosted_devices):
+        hosted_mistakes.extend(f"hosted_devices: {line}" for line in _device_mistakes(device))
     if hosted_mistakes:
         yield ConfigError("[[hosted]]", hosted_mistakes)
 
@@ -218,7 +220,8 @@ def _unusable_data(config: CoordinatorConfig) -> Iterator[ConfigError]:
             data.check(section.data, section.folder)
         except UsageError as error:
             mistakes.append(f"data: {error}")
-        mistakes.extend(_device_mistakes(section.device))
+        for device in dict.fromkeys(section.device_names):
+            mistakes.extend(_device_mistakes(device))
         if mistakes:
             yield ConfigError(name, mistakes)
 

@@ -9,10 +9,14 @@ any more (`serve_from` of `coordinator.journal.sqlite`), so it can accept nothin
 SQLite's shared memory, so a folder on a disk of two machines is refused; they use a copy.
 
 A coordinator that starts its own broker takes that along: its standby works on the same folder, and goes by the lock.
+
+Where the journal is in a database that both reach, nobody is asked over the broker: the lease in the database says who
+serves, and fences whoever had it before (`coordinator.journal.postgres_lease`). The state folder is shared then.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -22,7 +26,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from edge_agent.core.errors import HeadwaterError, StateError, UsageError, cause
+from edge_agent.core.errors import HeadwaterError, JournalAway, StateError, UsageError, cause
 from edge_agent.core.locks import LockHolder, lock_holder, remove_lock
 from edge_agent.wire.messages import codec
 from edge_agent.wire.messages.down import Present
@@ -30,6 +34,7 @@ from edge_agent.wire.topics import Topics
 from edge_agent.wire.transport import Connected, Disconnected, Message, Subscribed, Transport
 
 from ..journal.sqlite import can_write
+from ..journal.store import LEASE_S, LeaseState, SharedJournal
 from ..state.backup import MARKER
 from ..state.starts import Takeover, federation_of
 from ..state.store import StateFolder
@@ -45,6 +50,12 @@ QUIET_S = 10.0
 
 QUERY_S = 2.0
 LOOK_S = 0.5
+VERIFY_S = 10.0
+"""Seconds between two times that a standby verifies what was added to a journal."""
+
+LEASE_LOOK_S = 0.2
+"""Seconds between two looks at the lease."""
+
 WRONG_ANSWERS = 3
 """Answers in a row that do not fit the state folder: their coordinator works on another one."""
 
@@ -84,6 +95,67 @@ def wait_for_folder(
             log.warning("takes_over folder=%s free_s=%.0f", state, now - free_since)
             return True
         wait(LOOK_S)
+    return False
+
+
+def wait_for_lease(
+    journal: SharedJournal,
+    stop: threading.Event,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    pause: Callable[[float], object] | None = None,
+) -> bool:
+    """Wait until no coordinator has the lease of a journal; return False when ``stop`` is set before.
+
+    A lease that has expired counts only after `LEASE_S` seconds in which this process saw the database answer and the
+    lease not renewed: when a database has restarted, its holder gets as long to renew it.
+
+    Raises:
+        StateError: The database answers, and does not have the journal that is expected, or a damaged one.
+    """
+    wait = pause or stop.wait
+    seen: LeaseState | None = None
+    seen_since = 0.0
+    verified_at = float("-inf")
+    logged_holder = ""
+    is_away = False
+    with contextlib.closing(journal):
+        while not stop.is_set():
+            # 1. The lease as it is now. Without the database its holder cannot renew it, so what was seen before does
+            #    not count.
+            try:
+                if not journal.is_open:
+                    journal.open()
+                # The entries are verified before they are needed, so that the takeover has only the newest to verify.
+                if clock() - verified_at >= VERIFY_S:
+                    journal.verify_new()
+                    verified_at = clock()
+                lease = journal.read_lease()
+            except JournalAway as error:
+                if not is_away:
+                    log.warning("journal_away reason=%s: until it is back, nothing is taken over", error)
+                is_away = True
+                logged_holder = ""
+                seen = None
+                wait(LOOK_S)
+                continue
+            is_away = False
+            now = clock()
+            # 2. One that was given back is taken at once.
+            if lease.is_free:
+                log.info("takes_over lease=%d from=%s: it was given back", lease.fence, lease.holder or "nobody")
+                return True
+            if lease.holder != logged_holder:
+                log.info("standing_by holder=%s lease=%d", lease.holder, lease.fence)
+                logged_holder = lease.holder
+            # 3. One that has expired is taken when it was seen long enough without a renewal.
+            if seen is None or lease.renewed_at != seen.renewed_at:
+                seen = lease
+                seen_since = now
+            elif lease.has_expired and now - seen_since >= LEASE_S:
+                log.warning("takes_over lease=%d from=%s silent_s=%.1f", lease.fence, lease.holder, now - seen_since)
+                return True
+            wait(LEASE_LOOK_S)
     return False
 
 

@@ -234,24 +234,28 @@ def answer(shared: Shared, client: str, job: down.Job, received: Tensors) -> Ans
     content = list[bytes | memoryview]()
 
     def work() -> up.UpdateManifest | up.Report:
-        reply: up.UpdateManifest | up.Report
         resources = SimulatedResources(shared, client)
         tasks = resources.tasks()
-        if job.purpose == "contribute":
-            reply = contribute(tasks, job, received)
-            content.extend(resources.outbox.content)
-            return reply
+        # 1. Clients that fit a head after the run report on it, and send nothing else.
         if job.purpose == "personalize" and client in {*shared.new_clients, *shared.head_clients}:
-            contributors = 0 if client in shared.new_clients else len(shared.division.clients) - len(shared.new_clients)
             session = tasks.session(job)
+            contributors = _contributors(shared, client)
             fitted = fit_head(session, received, rounds=job.rounds, head=shared.plan.head, contributors=contributors)
-            return tasks.report(job, *fitted)
-        reply = tasks.do(job, received)
+            return tasks.report(job, fitted.name, fitted.shared_accuracy, fitted.is_right)
+        # 2. All others do what devices do, without torch or with it, and may have put an update into the outbox.
+        reply = contribute(tasks, job, received) if job.purpose == "contribute" else tasks.do(job, received)
         content.extend(resources.outbox.content)
         return reply
 
     reply, failure = attempt(client, job, work)
     return Answer(reply, content, time.perf_counter() - begin, failure)
+
+
+def _contributors(shared: Shared, client: str) -> int:
+    """Return the number of clients that the shared model has learned from; 0 where ``client`` is not one of them."""
+    if client in shared.new_clients:
+        return 0
+    return len(shared.division.clients) - len(shared.new_clients)
 
 
 def attempt(client: str, job: down.Job, work: Callable[[], T]) -> tuple[T | up.Fault, Failure]:

@@ -1,6 +1,7 @@
-"""Simulated devices without torch: what they send in a round, and the head that they fit after it.
+"""Simulated devices without torch: the update that they send in a round, and the head that they fit after the last.
 
-Features are those of the encoder in torch, which a device has as a graph: it is exported for no simulation.
+A device computes its features by the exported graph of the encoder; here they are computed by the encoder in torch,
+because a simulation exports none.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from edge_agent.methods import Client
 from edge_agent.methods.base import Method
 from edge_agent.personal.blend import BLEND
 from edge_agent.personal.choice import FOLDS, candidates, choose, thin_out
-from edge_agent.personal.fitting import OF_STATISTICS, pulls_too_much
+from edge_agent.personal.fitting import OF_STATISTICS, has_high_leverage
 from edge_agent.personal.local.validation import folds
 from edge_agent.training.loops import accuracy, features_of
 from edge_agent.wire.messages import down, up
@@ -29,10 +30,10 @@ from .plan import Plan
 
 
 def check_head(plan: Plan) -> None:
-    """Find mistakes in the head of devices without torch before anything is computed.
+    """Check the plan's head for devices without torch and new clients, before anything is computed.
 
     Raises:
-        UsageError: No client fits it, or it needs a bundle.
+        UsageError: No client fits the head, or the head needs a bundle.
         UnknownName: No head has this name.
     """
     head = plan.head
@@ -63,10 +64,22 @@ def contribute(tasks: TaskRunner, job: down.Job, received: Tensors) -> up.Update
     return tasks.offer(job, half(data, received, client.rng), client.samples, {})
 
 
-def fit_head(
-    session: Session, received: Tensors, *, rounds: int, head: str | None, contributors: int
-) -> tuple[str, float | None, np.ndarray | None]:
-    """Fit a head on the frozen encoder, and return its name, the shared model's accuracy, and the head's right answers.
+@dataclass(frozen=True)
+class HeadResult:
+    """A head that a simulated device has fitted, with its answers on the device's own test samples."""
+
+    name: str
+    shared_accuracy: float | None
+    """Accuracy of the shared model on the test samples, 0..1; None: there is no shared model, or no test sample."""
+
+    is_right: np.ndarray | None
+    """Whether the head is right on each test sample, (n,) bool; None: there is no test sample."""
+
+
+def fit_head(session: Session, received: Tensors, *, rounds: int, head: str | None, contributors: int) -> HeadResult:
+    """Fit a head on the frozen encoder and try it on the client's own test samples.
+
+    Where the method shares no encoder, the head is the model that the client makes of the state that all start from.
 
     Args:
         session: The client's session.
@@ -74,39 +87,37 @@ def fit_head(
         rounds: Number of rounds of the run.
         head: The name of the head, or auto; None: the first of those that the method's bundle offers.
         contributors: Number of clients that the shared model has learned from; 0: this client is not one of them.
-
-    Returns:
-        The name of the head; the accuracy of the shared model on the client's own test samples, None where there is
-        none; whether the head is right on each of them, (n,) bool, None without any. Where a method shares no encoder,
-        the model is the one that all clients start from.
     """
+    # 1. Without a shared encoder there are no features to fit a head on.
     method = session.method
     if "encoder" not in method.shared or not method.heads:
         outcome = session.finish(received, ClientState(), rounds=rounds)
-        return method.head_name, outcome.metrics.get("acc.global"), outcome.right
+        return HeadResult(method.head_name, outcome.metrics.get("acc.global"), outcome.right)
+    # 2. The head, which auto chooses by cross-validation on the training samples.
     client = session.before_round(received, ClientState(), round_number=rounds, rounds=rounds)
     features, labels = _features_and_labels(client)
     device = _Device(method, client.task, features, labels, method.global_head(received))
     name = method.heads[0] if head is None else head
     if name == AUTO:
-        # Cross-validation on samples that the shared classifier knows would be too kind to it.
+        # The shared classifier has learned from the samples of this client: cross-validation would overrate it.
         count, size = features.shape
-        if contributors and pulls_too_much(count, contributors, size):
+        if contributors and has_high_leverage(count, contributors, size):
             device = replace(device, classifier=None)
         name = device.best_head()
-    fitted = device.fitted(name, slice(None), client.rng)
-    inputs, truth = session.test
-    if not len(truth):
-        return name, None, None
+    fitted = device.fit(name, slice(None), client.rng)
+    # 3. Its answers, and those of the shared model, on the test samples.
+    inputs, labels_of_test = session.test
+    if not len(labels_of_test):
+        return HeadResult(name, None, None)
     shared = method.predict_global(client, inputs)
-    result = fitted.predict_proba(features_of(client.model, inputs).cpu().numpy()).argmax(axis=1)
-    overall = None if shared is None else accuracy(shared, truth)
-    return name, overall, np.asarray(result == truth.cpu().numpy())
+    shared_accuracy = None if shared is None else accuracy(shared, labels_of_test)
+    answers = fitted.predict_proba(features_of(client.model, inputs).cpu().numpy()).argmax(axis=1)
+    return HeadResult(name, shared_accuracy, np.asarray(answers == labels_of_test.cpu().numpy()))
 
 
 @dataclass(frozen=True)
 class _Device:
-    """What a device without torch has when it fits a head: what came from the coordinator, and its own features."""
+    """A device without torch that fits heads: its own features, and what it has received from the coordinator."""
 
     method: Method
     task: Task
@@ -117,10 +128,10 @@ class _Device:
     """(n,) int64."""
 
     classifier: Tensors | None
-    """The shared classifier; None: there is none, or it is withheld."""
+    """The shared classifier; None: the method has none, or heads are to learn without it."""
 
-    def fitted(self, name: str, rows: slice | np.ndarray, rng: np.random.Generator) -> Head:
-        """Return a head fitted on these rows, with the parameters that the method suggests."""
+    def fit(self, name: str, rows: slice | np.ndarray, rng: np.random.Generator) -> Head:
+        """Return a head fitted on some rows of the features, with the parameters that the method suggests for it."""
         head = heads.create(name, self.method.head_params(name))
         params = self.method.params.model_dump()
         classes = self.task.num_classes
@@ -128,10 +139,10 @@ class _Device:
         return head
 
     def best_head(self) -> str:
-        """Return the head that is the surest in cross-validation, by the rule of devices.
+        """Return the name of the head that the rule of devices chooses by cross-validation.
 
-        There is no limit of time, which would make the choice depend on the machine. The head that needs sums of all
-        devices' features is left out: they are in a bundle, and no bundle is made.
+        There is no time limit, which would make the choice depend on the machine. Head `OF_STATISTICS` is left out: it
+        needs sums of all devices' features, which are in a bundle, and a simulation makes none.
         """
         samples = Samples(self.features, self.labels, self.task.class_names, self.task.input)
         rng = np.random.default_rng(0)
@@ -139,10 +150,10 @@ class _Device:
         offered = [name for name in self.method.heads if name != OF_STATISTICS]
         names = candidates(offered, has_shared=self.classifier is not None)
 
-        def fit(name: str, rows: np.ndarray) -> Head:
-            return self.fitted(name, rows, np.random.default_rng(0))
+        def fit_rows(name: str, rows: np.ndarray) -> Head:
+            return self.fit(name, rows, np.random.default_rng(0))
 
-        return choose(names, fit, self.features, self.labels, divisions, clock=lambda: 0.0).name
+        return choose(names, fit_rows, self.features, self.labels, divisions, clock=lambda: 0.0).name
 
 
 def _features_and_labels(client: Client) -> tuple[np.ndarray, np.ndarray]:

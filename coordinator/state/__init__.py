@@ -5,8 +5,8 @@ files beside it. Nothing here decides what a run or a release does next. A new c
 `fleet_columns`; what no agent has yet begins in the classes ``AgentStatus`` of `coordinator.service.status` and
 ``AgentRow`` of `fleet_rows`.
 
-Read in this order: `store` (the state folder), `status_file` (what the coordinator last wrote about its work) and
-`privacy_spent`, `run_lines` (the lines of ``metrics.jsonl``), `starts` (federation id and epochs), `retention` and
-`backup`, `release_keys` and `command_keys`, `fleet_columns`, `fleet_rows`, `release_rows` and `history` (fleet and
-releases as they are shown), `noise`, `log_file` and `fault_log`.
+Read in this order: `journal_location` (where the journal is), `store` (the state folder), `status_file` (what the
+coordinator last wrote about its work) and `privacy_spent`, `run_lines` (the lines of ``metrics.jsonl``), `starts`
+(federation id and epochs), `retention` and `backup`, `release_keys` and `command_keys`, `fleet_columns`, `fleet_rows`,
+`release_rows` and `history` (fleet and releases as they are shown), `noise`, `log_file` and `fault_log`.
 """

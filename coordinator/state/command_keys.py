@@ -74,6 +74,10 @@ class CommandKeys:
         public_key = self._signing_key.public_key().public_bytes_raw()
         return AgentKey(self._federation, agent, self._key_of(agent), public_key)
 
+    def for_aggregators(self) -> bytes:
+        """Return the key of the messages between coordinator and aggregators, which no agent has."""
+        return derive(self._master, "headwater aggregators", self._federation)
+
     def proven(self, agent: str, payload: bytes) -> bytes:
         """Return a command to an agent with its proof."""
         return with_mac(self._key_of(agent), agent, payload)

@@ -185,6 +185,37 @@ class BrokerTraffic:
     """Messages that were dropped because too many came."""
 
 
+@dataclass(frozen=True)
+class PartitionStatus:
+    """A partition of the agents, and the aggregator that takes their updates."""
+
+    partition: str
+    """Such as ``2/4``."""
+
+    aggregator: str
+    """Its name; empty where the coordinator takes the updates itself."""
+
+    host: str
+    process: int
+    updates: int
+    """What that aggregator has stored since its start."""
+
+    stands_by: tuple[str, ...] = ()
+    """Other aggregators that were started for the same partition."""
+
+    @classmethod
+    def from_body(cls, body: Mapping[str, Any]) -> PartitionStatus:
+        """Return what an object of the status says."""
+        return cls(
+            partition=as_text(body.get("partition") or ""),
+            aggregator=as_text(body.get("aggregator") or ""),
+            host=as_text(body.get("host") or ""),
+            process=_whole(body.get("process")) or 0,
+            updates=_whole(body.get("updates")) or 0,
+            stands_by=_texts(body.get("stands_by")),
+        )
+
+
 class Status:
     """What the coordinator last wrote; each property is read from the content when it is first asked for."""
 
@@ -240,6 +271,14 @@ class Status:
         """Part of the configuration -> digest of its values at the coordinator's start; None: not said."""
         settings = self.content.get("settings")
         return settings if isinstance(settings, dict) else None
+
+    @cached_property
+    def partitions(self) -> tuple[PartitionStatus, ...]:
+        """The partitions of the agents; empty where the coordinator takes all updates itself."""
+        rows = self.content.get("aggregators")
+        if not isinstance(rows, list):
+            return ()
+        return tuple(PartitionStatus.from_body(row) for row in rows if isinstance(row, dict))
 
     @cached_property
     def run(self) -> RunUnderWay | None:
@@ -308,6 +347,17 @@ class Status:
     def standby(self) -> str:
         """Which coordinators stand by to take over; empty: none."""
         return _joined(self.content.get("standby"))
+
+    @property
+    def blobs_by_http(self) -> str:
+        """Where agents fetch large blobs by HTTP, how many bytes they have, and what is wrong there; empty: nowhere."""
+        blobs = _object(self.content.get("blobs"))
+        if not blobs:
+            return ""
+        fetched_bytes = _whole(_object(self.content.get("traffic")).get("blob_bytes_fetched"))
+        text = f"{as_text(blobs.get('where') or '')}, {formats.size(fetched_bytes)} fetched"
+        problem = as_text(blobs.get("problem") or "")
+        return f"{text}; blobs go over MQTT: {problem}" if problem else text
 
     @property
     def traffic(self) -> BrokerTraffic:

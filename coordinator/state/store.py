@@ -4,7 +4,9 @@ Layout of a state folder::
 
     lock            held by the one coordinator that uses the folder
     journal.db      see `coordinator.journal`; everything else can be checked against it
+    journal.json    in its place, where the journal is in a database (`coordinator.state.journal_location`)
     blobs/<sha256>  checkpoints, downlinks, updates, bundles
+    aggregators/    what coordinator and aggregators exchange in files; not needed to resume
     backup/         what 'headwater backup' holds while it copies
     compute.log     output of the process that builds models and exports
     runs/<run>/     metrics.jsonl, summary.json, report.html: for people and plots, not needed to resume
@@ -23,21 +25,23 @@ from pathlib import Path
 from typing import Any
 
 from edge_agent.core.errors import StateError, UsageError, cause
-from edge_agent.core.locks import HeldLock, folder_lock
 from edge_agent.core.storage import read_json, read_regular, sha256_file, sha256_of, sync, write_atomic, write_json
 
 from ..journal.entries import RunRequested, StateKept
 from ..journal.kinds import CHECKPOINTS
-from ..journal.sqlite import SqliteJournal
-from ..journal.store import Journal
+from ..journal.store import Hold, Journal
 from ..views.releases import release_blobs
 from ..views.runs import RunRecord, replay
+from .journal_location import journal_of
 from .run_lines import ReleaseLine, RoundLine
 
 log = logging.getLogger(__name__)
 
 _BEGAN_S = time.time()
 """Start of this process, in seconds since 1970: temporary files from before it are abandoned."""
+
+AGGREGATORS = "aggregators"
+"""The folder by which coordinator and aggregators exchange what is too large for a message."""
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
@@ -212,26 +216,32 @@ class RunFolder:
 
 
 class StateFolder:
-    """The files of one coordinator. `open` is for the coordinator, `look` for commands beside it."""
+    """The files of one coordinator. `open` is for the coordinator, `look` for commands beside it.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        path: The folder.
+        journal: Its journal, not opened; None: the one that the folder names.
+
+    Raises:
+        StateError: The file that names the database is damaged.
+    """
+
+    def __init__(self, path: Path, journal: Journal | None = None) -> None:
         self.path = path
-        self.journal: Journal = SqliteJournal(path / "journal.db")
+        self.journal = journal or journal_of(path)
         self.blobs = BlobStore(path / "blobs")
-        self._lock: HeldLock | None = None
+        self._lock: Hold | None = None
 
     @contextlib.contextmanager
     def open(self, owner: str) -> Iterator[StateFolder]:
         """Yield this folder, locked for this process, with all entries of the journal verified.
 
         Raises:
+            DuplicateCoordinator: another coordinator has the lease of a journal that several reach.
             StateError: another process works here, or the journal is damaged, truncated or missing.
         """
-        with (
-            folder_lock(self.path, owner) as self._lock,
-            contextlib.closing(self.journal.open(is_begun=self._has_content())),
-        ):
-            self.journal.verify()
+        with self.journal.hold(self.path, owner, self._has_content) as self._lock:
+            self.journal.verify_new()
             if self.journal.repair_indexes():
                 log.warning("journal_repaired path=%s: an index was damaged, and made again", self.journal.location)
             self.blobs.sweep()

@@ -13,7 +13,6 @@ import secrets
 import shutil
 import threading
 from collections.abc import Callable
-from datetime import datetime, timezone
 from functools import partial
 from typing import Any
 
@@ -31,6 +30,7 @@ from ..core.formats import printable
 from ..core.limits import resident_bytes
 from ..core.storage import read_json, write_atomic
 from ..core.task import Task
+from ..core.time_and_text import utc_text
 from ..privacy.policy import sample_count, without_withheld
 from ..version import __version__
 from ..wire.blobs.chunks import BlobCache, decode_frame
@@ -113,7 +113,8 @@ class Agent:
 
         # What is moved, and what is worked on.
         self.cache = BlobCache(config.state / "cache", config.cache_bytes)
-        self.downloads = Downloads(self.cache, self.link, self.clock)
+        self._fetcher = runtime.fetcher if config.downloads.by_http else None
+        self.downloads = Downloads(self.cache, self.link, self.clock, self._fetcher)
         self.uploads = Uploads(tasks.outbox, self.link, self.clock)
         self.jobs = TaskQueue(tasks, self.downloads, self.uploads, self.worker, self.link)
         self._new_samples = NewSamples(config, self.clock)
@@ -169,6 +170,7 @@ class Agent:
             down.Install: self.jobs.on_install,
             down.Cancel: self.jobs.on_cancel,
             down.Listen: self.downloads.listen,
+            down.Located: self.downloads.located,
             down.Grant: self._on_grant,
             down.Queued: self.uploads.queued,
             down.Ack: self.uploads.ack,
@@ -241,9 +243,7 @@ class Agent:
 
     def _on_connected(self, event: Connected) -> None:
         log.info("connected broker=%s", event.broker or self.config.broker.names)
-        self._broker = event.connection_since(
-            datetime.fromtimestamp(self._now(), timezone.utc).isoformat(timespec="seconds")
-        )
+        self._broker = event.connection_since(utc_text(self._now()))
         self._connection = event.connection
         self.certificate.connected()
         # Hello is sent as soon as an answer can be received, which is when the subscriptions are confirmed.
@@ -271,7 +271,7 @@ class Agent:
         now = self.clock()
         # What needs the disk waits while that cannot be written.
         self.disk.tick(now)
-        self.disk.safely(self.downloads.tick)
+        self.disk.safely(self._move_downloads)
         self.disk.safely(self.uploads.tick)
         self.disk.safely(self.jobs.give_up_late)
         self.disk.safely(self.jobs.switch_when_due)
@@ -292,6 +292,11 @@ class Agent:
         elif self._heartbeat.is_due(now, self.condition.name, is_busy=self.jobs.job is not None):
             self._beat(now)
 
+    def _move_downloads(self) -> None:
+        """Go on with downloads, and begin the work that has waited for a blob that came by HTTP."""
+        if self.downloads.tick():
+            self.jobs.go_on()
+
     def _learn_from_new_samples(self) -> None:
         """Have the worker fit the head on samples that were added, while it has nothing else to do."""
         if self.tasks.tier != "head" or self.jobs.is_working:
@@ -307,7 +312,8 @@ class Agent:
         self._silence.tell(self.config)
         if self.refused_topics is not None and self._silence.asks_rules():
             self._ask_rules(self.refused_topics)
-        if self.leave_broker is not None and self._silence.is_to_leave():
+        if self.leave_broker is not None and self._silence.is_leave_due():
+            self._silence.broker_left()
             self.leave_broker(f"no coordinator of federation '{self.config.federation}' answers here")
 
     def _ask_rules(self, refused_topics: RefusedTopics) -> None:
@@ -342,6 +348,8 @@ class Agent:
         self._sent_inputs_since = inputs_to_tell(self.config)
         if self._sent_inputs_since is not None:
             facts = {**facts, "inputs_since": self._sent_inputs_since}
+        if self._fetcher is not None:
+            facts = {**facts, fields.HTTP_BLOBS: True}
         hello = up.Hello(
             software=__version__,
             tier=self.tasks.tier,
@@ -612,6 +620,7 @@ class Agent:
                 "replayed": self.guard.replayed,
             },
             "job": None if job is None else {"run": run_name(job.run), "round": job.round, "rounds": job.rounds},
+            "downloads": self.downloads.ways.to_json(),
             "working": self.jobs.is_working,
             "bundle_id": self.tasks.bundles.bundle_id,
             "candidate": self.jobs.candidate(),

@@ -664,7 +664,8 @@ def _refit(config: AgentConfig, bundle: Bundle, samples: Split, progress: Progre
 def took_part(config: AgentConfig, manifest: Manifest) -> bool:
     """Return whether this device has contributed to the run that a bundle comes from.
 
-    A bundle names the run as its operator does, and the folder of a contribution has an id behind that name.
+    The bundle has the name of the run as its operator knows it, such as run-0001. The device keeps a folder for each
+    run that it took part in, whose name is that one, followed by the id of the run.
     """
     runs = config.state / "runs"
     if manifest.lineage is None or not runs.is_dir():

@@ -18,6 +18,7 @@ from ..core.config import AgentConfig
 from ..core.disk import PROBE_BYTES, disk_error, disk_failure
 from ..core.errors import SET_CLOCK, ProtocolMismatch
 from ..core.storage import write_atomic
+from ..core.time_and_text import utc_text
 from ..wire.faults import (
     DISK_CODE,
     LOGIN_REFUSED,
@@ -243,12 +244,12 @@ ALONE_AGAIN_S = 60.0
 LEAVE_S = 30.0
 """Seconds without an answer to hello at one broker of a list after which the agent tries the next one.
 
-The broker may be cut off from the others. Where it is the coordinator that is away, trying others does not help: the
-seconds double with each broker.
+The broker may be cut off from the others, and then the next one helps. Where the coordinator is away none does, so the
+seconds double with each broker that was left.
 """
 
-LEAVE_SELDOM_S = 480.0
-"""The most of these seconds."""
+LONGEST_LEAVE_S = 480.0
+"""The seconds that are not doubled any more."""
 
 
 WAITS_FOR_RELEASE = (
@@ -280,19 +281,21 @@ class Silence:
         self._has_asked = False
 
     def answered(self) -> None:
-        """Note that a coordinator has answered: the broker of now reaches one."""
+        """Note that a coordinator has answered: the connected broker reaches one."""
         self._leave_s = LEAVE_S
 
-    def is_to_leave(self) -> bool:
-        """Return whether to try another broker of a list now; if so, the next one gets twice the time.
+    def is_leave_due(self) -> bool:
+        """Return whether to try another broker of a list now, because no coordinator answers at this one.
 
-        A coordinator that speaks another protocol has been heard, so that the broker is the right one.
+        Where a coordinator speaks another protocol it has been heard, so the broker reaches it.
         """
-        since = self._since
-        if since is None or self._mismatch.reason or self._clock() - since < self._leave_s:
+        if self._since is None or self._mismatch.reason:
             return False
-        self._leave_s = min(2 * self._leave_s, LEAVE_SELDOM_S)
-        return True
+        return self._clock() - self._since >= self._leave_s
+
+    def broker_left(self) -> None:
+        """Note that the broker was left for the next one, which gets twice the time."""
+        self._leave_s = min(2 * self._leave_s, LONGEST_LEAVE_S)
 
     def broker_away(self, event: Disconnected, config: AgentConfig) -> None:
         """Note that no answer can arrive until the broker is online again, and whether somebody has to act for it."""
@@ -420,8 +423,7 @@ class OtherClock:
         difference = f"{abs(off_s) / 86_400:.1f} days" if abs(off_s) > 86_400 else f"{abs(off_s) / 3600:.1f} hours"
         direction = "ahead of" if off_s > 0 else "behind"
         message = f"this device's clock is {difference} {direction} the coordinator's"
-        at = datetime.fromtimestamp(self._read, timezone.utc).isoformat(timespec="seconds")
-        return Problem("connection", WRONG_CLOCK, "connection", message, "", SET_CLOCK, at)
+        return Problem("connection", WRONG_CLOCK, "connection", message, "", SET_CLOCK, utc_text(self._read))
 
 
 FIRST_PAUSE_S = 2.0

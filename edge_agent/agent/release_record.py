@@ -7,7 +7,6 @@ import logging
 import re
 import threading
 from collections.abc import Iterator
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from ..core.locks import waited_lock
 from ..core.own_folders import FolderKind, holds_only, remove_folder
 from ..core.storage import read_json, write_json
 from ..core.task import Frozen
-from ..core.time_and_text import moment_of
+from ..core.time_and_text import moment_of, utc_text
 from ..wire.messages.down import Install
 from ..wire.messages.fields import FederationId
 
@@ -386,8 +385,7 @@ def _about(message: Install | Trial) -> dict[str, Any]:
 
 def _refused(before: _Record, about: dict[str, Any], reason: str, at: float, *, crashed: bool) -> _Record:
     """Return the record with one refused bundle more, and nothing that is prepared."""
-    moment = datetime.fromtimestamp(at, timezone.utc).isoformat(timespec="seconds")
-    new = Refused(**about, reason=reason[:1000], at=moment, crashed=crashed)
+    new = Refused(**about, reason=reason[:1000], at=utc_text(at), crashed=crashed)
     earlier = [bundle for bundle in before.refused if bundle.bundle_id != new.bundle_id]
     latest = (*earlier, new)[-MOST_REFUSED:]
     return before.model_copy(update={"refused": latest, "prepared": None, "is_preparing": False})
@@ -398,11 +396,6 @@ START_GRACE_S = 60.0
 
 CLOCK_OFF_S = 30 * 86_400.0
 """A clock that is so long after the time to switch is taken to be wrong: devices are seldom off for longer."""
-
-
-def utc_text(at: float) -> str:
-    """Return a time (as `time.time`) in ISO 8601, UTC."""
-    return datetime.fromtimestamp(at, timezone.utc).isoformat(timespec="seconds")
 
 
 class Waiting(Frozen):

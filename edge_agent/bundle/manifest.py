@@ -35,7 +35,7 @@ SCHEMA: Literal[3] = 3
 """The version of the manifest's form that is written of encoders that a run has trained."""
 
 NO_METHOD = "none"
-"""Stands in the place of the method in bundles of encoders that no run has trained."""
+"""The ``method`` in the manifest of a bundle whose encoder no run has trained."""
 
 NEWEST_SCHEMA: Literal[4] = 4
 """The newest version that is read.
@@ -257,7 +257,7 @@ class Manifest(Frozen):
 
     @property
     def is_trained_by_devices(self) -> bool:
-        """Whether devices of a federation have trained the encoder, so that it has seen samples of theirs."""
+        """Whether devices of a federation have trained the encoder, so that it has learned from their samples."""
         return self.method != NO_METHOD and self.method not in FROZEN_METHODS
 
 

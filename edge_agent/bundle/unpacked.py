@@ -26,7 +26,7 @@ from edge_agent.bundle.manifest import (
     parse_manifest,
 )
 
-from ..core.errors import BundleDamaged, BundleError, StateError, cause
+from ..core.errors import BundleDamaged, BundleError, StateError, UsageError, cause
 from ..core.own_folders import FolderKind, mark_folder, remove_folder
 from ..core.storage import (
     naming,
@@ -48,7 +48,10 @@ _GOLDEN_INPUTS = 8
 """The number of inputs in a bundle's golden file."""
 
 _MOST_SAMPLES = 1e12
-"""The most samples that shared statistics are means over, so that a share is no smaller than one of these."""
+"""The most samples that shared statistics are means over; a share of a class is at least one of so many."""
+
+_ROUNDING = 1e-3
+"""By how much the shares, each a float32, may sum to more than 1."""
 
 _MADE = ".made"
 """The name of `Bundle.made` in the folder of a bundle."""
@@ -169,6 +172,21 @@ class Bundle:
             )
         return read_tensors(self.folder / name)
 
+    def require_global_head(self) -> Tensors:
+        """Return the shared linear classifier, which answers where no head was named; see `global_head`.
+
+        Raises:
+            UsageError: The bundle has none.
+            BundleDamaged: The file of the classifier is damaged.
+        """
+        classifier = self.global_head()
+        if classifier is None:
+            raise UsageError(
+                f"bundle '{self.manifest.name}' has no shared classifier, and no head was named; fit one with this "
+                "bundle first ('edge-agent fit'), and name its folder (--head)"
+            )
+        return classifier
+
     def global_head(self) -> Tensors | None:
         """Return the shared linear classifier (``weight`` (K, d), ``bias`` (K,)), or None.
 
@@ -210,9 +228,10 @@ class Bundle:
         not_finite = first_non_finite(result)
         if not_finite is not None:
             raise BundleDamaged(f"shared statistics: '{not_finite}' holds NaN or infinity; export the bundle again")
-        # Samples that were not sent have no share; one in `_MOST_SAMPLES` was sent.
+        # Samples of classes that clients have withheld have no share, so shares may sum to less than 1. Their sum is
+        # divided by later: at least one sample was sent.
         shares = result["shares"].astype(np.float64)
-        if shares.min() < 0 or not 1 / _MOST_SAMPLES <= shares.sum() <= 1.001:
+        if shares.min() < 0 or not 1 / _MOST_SAMPLES <= shares.sum() <= 1 + _ROUNDING:
             raise BundleDamaged(
                 f"shared statistics: shares of classes from {shares.min():g} with a sum of {shares.sum():g}, expected "
                 "0 or more with a sum of at most 1; export the bundle again"

@@ -36,6 +36,7 @@ _REPORTED = (
     "commands",
     "waits_for",
     "broker",
+    "downloads",
     "job",
     "working",
     "bundle_id",
@@ -54,6 +55,7 @@ _AT_REST = {
     "other_coordinator": None,
     "waits_for": None,
     "broker": None,
+    "downloads": None,
     "job": None,
     "working": False,
     "candidate": None,
@@ -304,6 +306,7 @@ _TEXTS: dict[str, Callable[[Any], str]] = {
         else "not authenticated; enroll the agent, or name its key in broker.command_key_file"
     ),
     "broker": formats.broker,
+    "downloads": formats.downloads,
     "trust": lambda it: (
         f"{_WITHOUT_KEYS[it['unsigned']]}no keys are trusted"
         if it["root"] is None

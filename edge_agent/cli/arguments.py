@@ -71,7 +71,7 @@ def add_bundle(parser: argparse.ArgumentParser) -> None:
 
 
 def bundle_option(arguments: argparse.Namespace) -> str:
-    """Return the option by which the next command names the same bundle, such as " --bundle b.hwb"; empty: none."""
+    """Return the option by which another command names the same bundle, such as " --bundle b.hwb"; empty: none."""
     if arguments.bundle == bundle_path(starter.NAME):
         return ""
     return f" --bundle {shlex.quote(str(arguments.bundle))}"

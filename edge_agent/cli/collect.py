@@ -218,10 +218,10 @@ def _opened(arguments: argparse.Namespace) -> tuple[AgentConfig, Manifest, Colle
 
 
 def _check_state(state: Path) -> None:
-    """Require that the folder of a device is there.
+    """Require that there is a device's state folder.
 
     Raises:
-        UsageError: It is not; the message has the command that makes one.
+        UsageError: There is none; the message has the command that makes one.
     """
     if not state.exists():
         new = _how_to_import(f" --state {shlex.quote(str(state))}")
@@ -231,7 +231,11 @@ def _check_state(state: Path) -> None:
 
 
 def _how_to_import(device: str) -> str:
-    """Return the command that puts a bundle into a device's folder; ``device``: the option that names it."""
+    """Return what to do where a device has no bundle.
+
+    Args:
+        device: The option that names the device's folder, such as " --state DIR".
+    """
     return (
         f"install a bundle: 'edge-agent import BUNDLE{device}'; the BUNDLE 'starter' is the encoder of pictures that "
         "comes with this package"

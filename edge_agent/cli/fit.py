@@ -164,7 +164,7 @@ def fit(arguments: argparse.Namespace) -> int:
     if result.choice is not None:
         content["candidates"] = [trial.as_json() for trial in result.choice.trials]
         details += ["", *_trials(result.choice), *folds_note(result.same_sitting, result.choice.same_sitting)]
-        details += _overrated_encoder(result.choice, bundle)
+        details += _warn_of_overrated_encoder(result.choice, bundle)
     notes.append(f"next: {_predict_command(arguments, bundle)}")
     details += ["", *notes]
     return output.result(arguments, content, lambda: [*formats.pairs(rows), *details])
@@ -188,7 +188,7 @@ def _next_steps(result: Result, arguments: argparse.Namespace) -> list[NextStep]
 
 
 def _predict_command(arguments: argparse.Namespace, bundle: Bundle) -> str:
-    """Return the command that answers inputs with the saved head; the bundle is named where it is not the default."""
+    """Return the command that classifies inputs by the saved head."""
     head = shlex.quote(str(arguments.out))
     inputs = "FILE ..." if bundle.manifest.task.input.kind == "image" else "--data SOURCE"
     return f"edge-agent predict{bundle_option(arguments)} --head {head} {inputs}"
@@ -204,7 +204,7 @@ def _describe_head(result: Result) -> str:
     if share is not None:
         parts = f"{formats.percent(share)} {result.head.params.first}, {formats.percent(1 - share)} the local model"
         return f"{result.title} ({parts}), {result.precision} features"
-    # How closely a head on the device follows the method's own is known of methods with such a head alone.
+    # How closely the head follows the method's own is known only of bundles whose method has such a head.
     grade = "" if result.exactness == NOT_STATED else f" ({result.exactness})"
     text = f"{result.title}{grade}, {result.precision} features"
     if result.head.name == "shared_classifier":
@@ -241,10 +241,11 @@ def _trials(choice: HeadChoice) -> list[str]:
     return [*lines, *(f"{trial.name}: {trial.dropped}" for trial in choice.trials if trial.dropped)]
 
 
-def _overrated_encoder(choice: HeadChoice, bundle: Bundle) -> list[str]:
-    """Return what to do where this device may have trained the encoder on the samples by which the head was chosen.
+def _warn_of_overrated_encoder(choice: HeadChoice, bundle: Bundle) -> list[str]:
+    """Return a warning where this device may have trained the encoder on the samples by which the head was chosen.
 
-    The starter encoder, and those that ``headwater bundle`` makes of other networks, have not seen them.
+    There is none for the starter encoder and for encoders that ``headwater bundle`` makes of other networks: no device
+    of a federation has trained them.
     """
     from ..personal.blend import BLEND, BOTH
 
@@ -252,11 +253,11 @@ def _overrated_encoder(choice: HeadChoice, bundle: Bundle) -> list[str]:
     is_blend_taken = choice.name in (BLEND, BOTH)
     if not is_blend_compared or is_blend_taken or not bundle.manifest.is_trained_by_devices:
         return []
-    advice = (
+    warning = (
         "if this device has trained the encoder on these samples, the encoder looks better here than it is on new "
         "ones: '--head blend' takes the blend in any case"
     )
-    return [advice]
+    return [warning]
 
 
 def _confidence_rows(

@@ -44,23 +44,23 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
 
 
 _MOST_REASONS = 5
-"""Lines about what was left out, at most, without that which counts the others."""
+"""The most lines that describe what was left out; one more counts the rest."""
 
 
 def skipped(reasons: Sequence[str]) -> list[str]:
     """Return lines about images and recordings that were left out; none where all could be used.
-
-    Where they are too many for a line each, files of one folder with the same reason share one, so that a folder at
-    the wrong place hides nothing else.
 
     Args:
         reasons: For each file or recording its name and why it cannot be used, as "name: reason".
     """
     if not reasons:
         return []
+    # 1. A few have a line each.
     head = f"left out because they cannot be used: {len(reasons)}"
     if len(reasons) <= _MOST_REASONS:
         return [head, *(f"  {line}" for line in reasons)]
+    # 2. Of many, files of one folder with the same reason share a line, so that a folder
+    # at the wrong path does not take all the lines.
     counts: dict[tuple[str, str], int] = {}
     first_names: dict[tuple[str, str], str] = {}
     for line in reasons:
@@ -68,15 +68,18 @@ def skipped(reasons: Sequence[str]) -> list[str]:
         group = (str(Path(name).parent), reason)
         counts[group] = counts.get(group, 0) + 1
         first_names.setdefault(group, name)
-    lines = []
+    lines = [head]
     described = 0
-    for group, count in list(counts.items())[:_MOST_REASONS]:
+    for group in list(counts)[:_MOST_REASONS]:
+        count = counts[group]
+        _, reason = group
         others = f" and {count - 1} more in its folder" if count > 1 else ""
-        lines.append(f"  {first_names[group]}{others}: {group[1]}")
+        lines.append(f"  {first_names[group]}{others}: {reason}")
         described += count
+    # 3. The rest is counted.
     if described < len(reasons):
         lines.append(f"  … and {len(reasons) - described} more")
-    return [head, *lines]
+    return lines
 
 
 ONE_CLASS = "all samples are of one class, so accuracies say nothing"

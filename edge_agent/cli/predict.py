@@ -128,7 +128,7 @@ def _check_inputs(arguments: argparse.Namespace) -> None:
     """Require either files or a data source, before a bundle is opened.
 
     Raises:
-        UsageError: both or none were given, or a file is a folder or a data source.
+        UsageError: Both or none were given, or what was named as a file is a folder or a data source.
     """
     from ..data import registry
 

@@ -51,7 +51,7 @@ def state_of(arguments: argparse.Namespace, otherwise: str = "") -> Path:
 
     Args:
         arguments: The options.
-        otherwise: What else than an agent the command can work with, for people who have none.
+        otherwise: The end of the message where neither is there: what the command can use in place of an agent.
 
     Raises:
         UsageError: neither is there.

@@ -74,18 +74,20 @@ def _checked_url(url: object) -> str:
     return url
 
 
-def _check_list(urls: Sequence[str]) -> None:
+def _check_brokers(urls: Sequence[str]) -> None:
     """Require different brokers that all have TLS, or all have none.
 
     Raises:
-        ValueError: A broker is listed twice, or a client would send in clear what it encrypts at another broker.
+        ValueError: A broker is listed twice, or some have TLS and others have none.
     """
+    # 1. A broker is its host and port: the default port may be written or not.
     first_of: dict[tuple[str, int], str] = {}
     for url in urls:
         address = ((urlsplit(url).hostname or "").lower(), _port_of(url))
         if address in first_of:
             raise ValueError(f"'{url}' is the broker '{first_of[address]}' again; name each broker once")
         first_of[address] = url
+    # 2. Without TLS for all, a client would send in clear after a failover what it has encrypted before.
     in_clear = [url for url in urls if urlsplit(url).scheme == "mqtt"]
     if 0 < len(in_clear) < len(urls):
         raise ValueError(
@@ -145,14 +147,14 @@ class BrokerConfig(Frozen):
     @field_validator("url", mode="before")
     @classmethod
     def _check_urls(cls, value: object) -> object:
-        """Require one URL or a list of different ones that agree on TLS; a list of one is that one."""
+        """Require one URL, or a list of different ones that agree on TLS; a list of one becomes its only URL."""
         urls = list(value) if isinstance(value, list | tuple) else [value]
         if not 1 <= len(urls) <= MOST_BROKERS:
             raise ValueError(f"is a list of {len(urls)} brokers; expected 1..{MOST_BROKERS}")
         checked = [_checked_url(url) for url in urls]
         if len(checked) == 1:
             return checked[0]
-        _check_list(checked)
+        _check_brokers(checked)
         return tuple(checked)
 
     @model_validator(mode="after")
@@ -177,17 +179,17 @@ class BrokerConfig(Frozen):
 
     @property
     def host(self) -> str:
-        """Host name or IP address of the broker, which must be one: see `at`."""
+        """Host name or IP address of the broker; of a list of several, take one by `at` first."""
         return urlsplit(self._single_url()).hostname or ""
 
     @property
     def port(self) -> int:
-        """TCP port of the broker, which must be one; 1883, or 8883 with TLS, where the URL names none."""
+        """TCP port of the only broker, see `host`; 1883, or 8883 with TLS, where the URL names none."""
         return _port_of(self._single_url())
 
     @property
     def uses_tls(self) -> bool:
-        """Whether the URLs ask for TLS; all of a list do, or none."""
+        """Whether the connection has TLS; all brokers of a list have it, or none has."""
         return urlsplit(self.urls[0]).scheme == "mqtts"
 
     @property
@@ -238,7 +240,7 @@ class AgentBrokerConfig(BrokerConfig):
 
 
 def urls_of(text: str) -> str | list[str]:
-    """Return the broker of an option on a command line, or several that are separated by commas."""
+    """Return the URL that an option on a command line gives, or a list of several that are separated by commas."""
     urls = [url.strip() for url in text.split(",")]
     return urls if len(urls) > 1 else text
 
@@ -520,6 +522,17 @@ def default_agent_id() -> str:
     return allowed.strip("-_")[:63] or "agent"
 
 
+class DownloadsConfig(Frozen):
+    """How this device gets models and bundles: in chunks over MQTT, and by HTTP where the coordinator offers that."""
+
+    by_http: bool = Field(
+        default=True, description="whether blobs are fetched by HTTP where the coordinator names URLs of them"
+    )
+    hosts: tuple[Annotated[str, Field(min_length=1, max_length=253)], ...] = Field(
+        (), max_length=32, description="the only hosts that may be asked by HTTP; default: all that it names"
+    )
+
+
 class MetricsConfig(Frozen):
     """Figures of this device for Prometheus."""
 
@@ -635,6 +648,7 @@ class AgentConfig(Frozen):
     )
     heartbeat_s: float = Field(15.0, gt=0, le=300, description="seconds between heartbeats to the coordinator")
     broker: AgentBrokerConfig = Field(default_factory=AgentBrokerConfig)
+    downloads: DownloadsConfig = Field(default_factory=DownloadsConfig)
     data: DataConfig
     training: TrainingConfig = Field(default_factory=TrainingConfig)
     privacy: PrivacyConfig = Field(default_factory=PrivacyConfig)
@@ -725,6 +739,7 @@ def _describe_mistake(detail: Mapping[str, Any], model: type[BaseModel]) -> str:
     if not key:
         return message
     value = re.sub(r"//[^/@\s]*@", "//…@", repr(detail.get("input")))  # no password out of a URL into a log
+    value = re.sub(r"(password=)[^&\s'\"]+", r"\1…", value)
     if len(value) > 60:
         value = value[:59] + "…"
     return f"{key} = {value}: {message}"

@@ -40,6 +40,7 @@ HeadwaterError                  exit 1   something failed
 ├── ChildFailed              exit 1   a process that was started for some work has ended without its result
 ├── ExportRejected              exit 1   an export did not pass its gates; the previous bundle stays
 ├── StateError                  exit 1   files kept on disk are damaged or belong to another user or program
+│   └── JournalAway             exit 75  the database of the journal cannot be reached now; trying again later may help
 ├── StartStopped                exit 1   stopped before it was known whether another coordinator serves
 └── BrokerAway                  exit 75  the broker cannot be reached now; trying again later may help
 
@@ -313,6 +314,12 @@ class StateError(HeadwaterError):
     ) -> None:
         super().__init__(*args, is_public=is_public, public_message=public_message)
         self.holder = holder
+
+
+class JournalAway(StateError):
+    """The database that keeps the journal cannot be reached now; trying again later may help."""
+
+    exit_code = 75
 
 
 class StartStopped(HeadwaterError):

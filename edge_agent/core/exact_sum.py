@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from .errors import TensorsError
+
 COARSE = 2.0**-10
 FINE = 2.0**-56
 """Products of a float32 above 2^-32 and a count below 2^29 are multiples of it, so nothing of them is rounded."""
@@ -45,15 +47,24 @@ class ExactSum:
         self._additions = 0
         self._bound = 0.0
 
-    def add(self, array: np.ndarray, weight: float = 1.0) -> None:
-        """Add ``weight`` times an array of floats."""
+    def add(self, array: np.ndarray, weight: float = 1.0, minus: np.ndarray | None = None) -> None:
+        """Add an array of floats times a weight.
+
+        Args:
+            array: The array, of the size of this sum.
+            weight: Its factor.
+            minus: An array of that size, which is subtracted before; None: nothing is.
+        """
         coarse = self.coarse.reshape(-1)
         fine = self.fine.reshape(-1)
         addend = np.ascontiguousarray(array).reshape(-1)
+        origin = None if minus is None else np.ascontiguousarray(minus).reshape(-1)
         largest = 0.0
         for begin in range(0, addend.size, _BLOCK):
             piece = slice(begin, begin + _BLOCK)
             part = addend[piece].astype(np.float64)
+            if origin is not None:
+                part -= origin[piece]
             part *= weight
             lowest = float(part.min())
             highest = float(part.max())
@@ -94,6 +105,30 @@ class ExactSum:
         self.coarse += carried
         self.fine -= carried
         self._additions = 1
+
+    def state(self) -> np.ndarray:
+        """Return what `resumed` needs beside both sums, (3,) float64: whether it is exact, its additions, its bound."""
+        return np.array([float(self.is_exact), float(self._additions), self._bound])
+
+    @classmethod
+    def resumed(cls, coarse: np.ndarray, fine: np.ndarray, state: np.ndarray) -> ExactSum:
+        """Return the sum with these attributes and this `state`; the arrays are copied.
+
+        Raises:
+            TensorsError: The arrays are not those of a sum.
+        """
+        are_floats = coarse.dtype == fine.dtype == state.dtype == np.float64
+        if not are_floats or state.shape != (3,) or fine.shape != coarse.shape:
+            raise TensorsError("arrays of another form than those of an exact sum, expected float64 of one shape")
+        if not np.isfinite(state).all() or state.min() < 0:
+            raise TensorsError(f"state {state.tolist()} of an exact sum, expected three numbers of 0 or more")
+        total = cls(coarse.shape)
+        total.coarse[...] = coarse
+        total.fine[...] = fine
+        total.is_exact = bool(state[0])
+        total._additions = int(state[1])
+        total._bound = float(state[2])
+        return total
 
     def total(self) -> np.ndarray:
         """Return the sum, float64, rounded once."""

@@ -30,12 +30,31 @@ def number(value: float | None) -> str:
 
 
 def broker(status: Mapping[str, Any]) -> str:
-    """Return the broker of a status file, since when it is connected, and which others of a list are left and why."""
+    """Return, for people, the broker in a status file, since when it is connected, and why others were left.
+
+    Args:
+        status: The connection as `BrokerConnection.to_json` writes it; what other programs have put there is ignored.
+    """
     text = f"{status.get('url')} since {show_time(status.get('since'))}"
     left = status.get("left")
-    for other in left if isinstance(left, list) else ():
+    if not isinstance(left, list):
+        return text
+    for other in left:
         if isinstance(other, Mapping):
             text = f"{text}; not {other.get('url')}: {other.get('reason')}"
+    return text
+
+
+def downloads(status: Mapping[str, Any]) -> str:
+    """Return, for people, by which ways blobs have come since the start, and why HTTP was of no use last.
+
+    Args:
+        status: The object in an agent's status file.
+    """
+    text = f"{size(status.get('http_bytes'))} by HTTP, {size(status.get('mqtt_bytes'))} over MQTT"
+    problem = status.get("http_problem")
+    if problem:
+        text = f"{text}; not by HTTP: {problem}"
     return text
 
 

@@ -77,6 +77,33 @@ def folder_lock(folder: Path, owner: str) -> Iterator[HeldLock]:
 
 
 @contextlib.contextmanager
+def taken_lock(folder: Path, owner: str) -> Iterator[HeldLock]:
+    """Hold a state folder for this process as `folder_lock` does, in the place of whoever holds it.
+
+    That one must be prevented from writing by other means, as in `remove_lock`.
+
+    Raises:
+        StateError: The folder cannot be used, or another process holds it again at once.
+        UsageError: The folder is a link, contains a link to a folder, or can be written by other users.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            held = stack.enter_context(folder_lock(folder, owner))
+        except StateError:
+            try:
+                holder = lock_holder(folder)
+                if holder is not None:
+                    remove_lock(folder, holder)
+            except OSError as error:
+                raise StateError(
+                    f"{folder}: the lock of a process that serves no more cannot be removed: {cause(error)}; make the "
+                    "folder writable"
+                ) from error
+            held = stack.enter_context(folder_lock(folder, owner))
+        yield held
+
+
+@contextlib.contextmanager
 def shared_folder_lock(folder: Path, owner: str, *, private: bool = False) -> Iterator[HeldLock]:
     """Hold a folder that other users may read, too; only with ``private`` its mode is changed, as by `folder_lock`.
 

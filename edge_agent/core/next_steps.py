@@ -1,8 +1,8 @@
-"""What can be tried next where a model that a device fits alone beats the personal one: one rule is one small class.
+"""Steps to try next where a model that a device fits alone beats the personal one: each rule is one small class.
 
 ``headwater run`` and ``headwater simulate`` have the figures of a run, ``edge-agent fit`` those of one device. A rule
-reads what it needs of them and returns nothing where that is not known: no step is named that the figures do not speak
-for. The caller, who has the accuracies, decides whether steps are looked for at all.
+reads the figures that it needs, and names a step only where these speak for it; where they are not known it names none.
+The caller, who has the accuracies, decides whether to look for steps at all.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ FEW_SAMPLES = 100
 """A device with fewer training samples has few: with batches of 32 an epoch has three steps."""
 
 FEW_EPOCHS = 2
-"""A client that passes over few samples no more often in a round makes a handful of steps."""
+"""A client that makes no more passes over few samples in a round makes a handful of steps."""
 
 FROZEN_METHODS = ("afl", "fedcof", "linear_probe")
-"""Methods that leave the encoder as it is, so that few samples are enough."""
+"""Methods that send devices an encoder and leave it as it is, so that few samples are enough; a test keeps the list."""
 
 PERSONAL_METHODS = ("fedper", "fedrep", "fedavg_ft")
 """Methods with a personal part that work with their default parameters."""

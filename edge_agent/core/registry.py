@@ -316,8 +316,8 @@ def _import_file(where: str, file: Path, module: str, content: bytes | None) -> 
         sys.path.append(str(file.parent))  # it may import what is beside it
     try:
         spec.loader.exec_module(sys.modules[module])
-    # Whatever the import of a user's file raises is that file's matter, and no reason for a traceback; a script that
-    # reads its own options ends the process.
+    # The import of a user's file may raise anything, and a script that reads its own options raises SystemExit. Both
+    # become one message.
     except (Exception, SystemExit) as error:
         del sys.modules[module]
         raise UsageError(f"{where}: importing {file} failed: {type(error).__name__}: {error}") from error

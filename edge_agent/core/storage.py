@@ -211,8 +211,8 @@ def write_atomic(path: Path, *data: bytes | memoryview, durable: bool = True, ac
         access: Owner, group and mode that the file gets before it holds a byte.
 
     Raises:
-        OSError: The file cannot be written, because the disk is full for example; the old file stays. Or the path is
-            that of a FIFO, socket or device, which the file would replace.
+        OSError: The file cannot be written, because the disk is full for example, or there is a FIFO, socket or device
+            at the path; what was there stays.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     _refuse_special(path)
@@ -232,14 +232,16 @@ def write_atomic(path: Path, *data: bytes | memoryview, durable: bool = True, ac
 
 
 def _refuse_special(path: Path) -> None:
-    """Require that a new file takes no place of a FIFO, socket or device: root would do without /dev/null from then on.
+    """Require that there is no FIFO, socket or device at a path.
+
+    A new file would replace it: root could replace /dev/null for all programs.
 
     Raises:
-        OSError: It would.
+        OSError: There is one.
     """
     try:
         mode = path.stat().st_mode
-    except OSError:  # there is nothing yet, or what is wrong shows when the file is written
+    except OSError:  # there is nothing yet, or the error appears again when the file is written
         return
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         raise OSError(errno.EINVAL, "it is a FIFO, socket or device, expected a regular file", str(path))

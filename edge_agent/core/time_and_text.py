@@ -23,6 +23,11 @@ def moment_of(text: str) -> datetime:
     return moment if moment.tzinfo is not None else moment.replace(tzinfo=timezone.utc)
 
 
+def utc_text(at: float) -> str:
+    """Return a time in seconds (as `time.time` gives it) as ISO 8601 text, UTC, to the second."""
+    return datetime.fromtimestamp(at, timezone.utc).isoformat(timespec="seconds")
+
+
 def show_time(at: object) -> str:
     """Return an ISO 8601 time in the form for people, ``2030-01-31 02:00:00 UTC``; other text is returned unchanged.
 

@@ -31,6 +31,7 @@ from pydantic import Field, field_validator
 
 from ..core.errors import TrainingFailed
 from ..core.task import State, Task, Tensors
+from ..core.weighted_sum import WeightedSum
 from .base import SERVER_ONLY, Method
 from .values import Client, MethodParams, Norm, Update, grades, ours
 
@@ -216,6 +217,10 @@ class AFL(Method):
 
     def server_step_is_mean(self) -> bool:
         """Return whether the classifier follows from the mean statistics: not where each client's are remembered."""
+        return self.server_step_is_sum()
+
+    def server_step_is_sum(self) -> bool:
+        """Return whether the classifier follows from the sum of the round's statistics alone."""
         return type(self).aggregate is AFL.aggregate and not self.params.remember
 
     def aggregate(self, state: State, updates: Iterable[Update]) -> State:
@@ -224,16 +229,31 @@ class AFL(Method):
         Raises:
             TrainingFailed: There is no update.
         """
-        remembered: State = {}
-        if self.params.remember:
-            remembered = _with_clients(state, updates)
-            updates = clients_in(remembered)
-        total = mean_on_grid(updates)
-        if not total[SHARES].any():
+        if not self.params.remember:
+            return super().aggregate(state, updates)
+        remembered = _with_clients(state, updates)
+        return {**super().aggregate(state, clients_in(remembered)), **remembered}
+
+    def fold(self, total: WeightedSum, update: Update) -> None:
+        """Add the sums of a client, rounded to the `GRID`: the result is bit for bit that of a secure sum."""
+        tensors = {name: update.tensors[name].astype(np.float64) for name in _ARRAYS}
+        products = {name: np.rint(array * update.weight * GRID) / GRID for name, array in tensors.items()}
+        total.add_products(update.weight, tensors, products)
+
+    def next_state(self, state: State, total: WeightedSum) -> State:
+        """Return the state with the classifier of the summed statistics; where there are none, it stays as it is.
+
+        Raises:
+            TrainingFailed: There is no update.
+        """
+        total.require_weight()
+        # A secure sum arrives as one update, whose statistics are used as they are.
+        mean = total.mean() if total.only is None else total.only
+        if not mean[SHARES].any():
             _log.warning("no_statistics: no class has enough samples at any client (min_class_count)")
-            return {**state, **remembered}
-        kept = {f"{SERVER_ONLY}{name}": array for name, array in total.items()}
-        return {**state, **remembered, **kept, **self.classifier(total)}
+            return dict(state)
+        kept = {f"{SERVER_ONLY}{name}": array for name, array in mean.items()}
+        return {**state, **kept, **self.classifier(mean)}
 
     def classifier(self, total: Tensors) -> Tensors:
         """Return ``head.weight`` (K, d) and ``head.bias`` (K,) float32 of the mean statistics of all samples."""
@@ -309,34 +329,6 @@ def statistics(features: np.ndarray, labels: np.ndarray, num_classes: int, param
     # By all samples, those that are left out as well: the update's weight is their number.
     arrays = {GRAM: pack(rows.T @ rows), SUMS: by_class, SHARES: shares}
     return {name: (array / len(labels)).astype(params["sent_as"]) for name, array in arrays.items()}
-
-
-def mean_on_grid(updates: Iterable[Update]) -> Tensors:
-    """Return the mean of statistics by sample counts, float64; one update at a time is in memory.
-
-    Each client's sums are rounded to the `GRID`, so the result does not depend on the order, and is bit for bit that of
-    a secure sum, which arrives as one update.
-
-    Raises:
-        TrainingFailed: There is no update.
-    """
-    total = 0.0
-    count = 0
-    sums: Tensors = {}
-    single: Tensors = {}
-    for update in updates:
-        count += 1
-        total += update.weight
-        single = {}
-        for name in _ARRAYS:
-            single[name] = update.tensors[name].astype(np.float64)
-            rounded = np.rint(single[name] * update.weight * GRID) / GRID
-            sums[name] = sums.get(name, 0.0) + rounded
-    if not total > 0:
-        raise TrainingFailed("no update with a positive weight to add up; the round keeps its state")
-    if count == 1:
-        return single
-    return {name: array / total for name, array in sums.items()}
 
 
 def solve(

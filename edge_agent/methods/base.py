@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
-from ..core.errors import ConfigError, TensorsError, TrainingFailed
-from ..core.exact_sum import ExactSum
+from ..core.errors import ConfigError, TensorsError
 from ..core.task import RUNNING_STATISTICS, State, Task, Tensors
+from ..core.weighted_sum import WeightedSum
 from .values import ClassStatistics, Client, Exactness, Grade, MethodParams, Norm, Update
 
 if TYPE_CHECKING:
@@ -247,8 +247,36 @@ class Method:
         return {}
 
     def aggregate(self, state: State, updates: Iterable[Update]) -> State:
-        """Return the next state. Updates come one at a time in client order; default: their weighted mean, streamed."""
-        return {**state, **self.mean(updates)}
+        """Return the next state; default: `fold` the updates, which come in the order of clients, then `next_state`.
+
+        Raises:
+            TrainingFailed: The updates give no state.
+        """
+        total = WeightedSum()
+        for update in updates:
+            self.fold(total, update)
+        return self.next_state(state, total)
+
+    def fold(self, total: WeightedSum, update: Update) -> None:
+        """Add an update to the sum of a round; default: its tensors, weighted as ``weighting`` says.
+
+        Aggregators do this for a part of the updates each, and the parts are merged. So what is added may depend on
+        nothing but the update and the parameters.
+        """
+        weight = update.weight if self.weighting == "samples" else 1.0
+        total.add(weight, update.tensors)
+
+    def next_state(self, state: State, total: WeightedSum) -> State:
+        """Return the state after a round from the sum of its updates; default: its tensors are replaced by their means.
+
+        Raises:
+            TrainingFailed: The weights sum to zero, or there are no updates.
+        """
+        return {**state, **total.mean()}
+
+    def server_step_is_sum(self) -> bool:
+        """Return whether `aggregate` is nothing but `fold` and `next_state`, so that parts of a round can be summed."""
+        return type(self).aggregate is Method.aggregate
 
     def mean(
         self, updates: Iterable[Update], note: Callable[[Update, Tensors], None] | None = None, **options: Any
@@ -275,8 +303,10 @@ class Method:
         return weighted_mean(read_weighted(), **options)
 
     def server_step_is_mean(self) -> bool:
-        """Return whether `aggregate` depends on the updates' mean alone, so that they may be of several rounds."""
-        return type(self).aggregate is Method.aggregate
+        """Return whether the next state is the updates' mean, so that they may be of several rounds."""
+        kind = type(self)
+        own_steps = (kind.aggregate, kind.fold, kind.next_state)
+        return own_steps == (Method.aggregate, Method.fold, Method.next_state)
 
     # --- client ----------------------------------------------------------------------------------------------------
 
@@ -429,29 +459,10 @@ def weighted_mean(weighted: Iterable[tuple[float, Tensors]], *, may_be_empty: bo
     Raises:
         TrainingFailed: The weights sum to zero, or there are no updates and ``may_be_empty`` is false.
     """
-    total_weight = ExactSum(())
-    sums = dict[str, ExactSum]()
-    counters: Tensors = {}
-    dtypes = dict[str, np.dtype[Any]]()
+    total = WeightedSum()
     for weight, tensors in weighted:
-        total_weight.add(np.float64(weight))
-        for name, array in tensors.items():
-            dtypes.setdefault(name, array.dtype)
-            if array.dtype.kind != "f":
-                counters[name] = np.maximum(counters[name], array) if name in counters else array.copy()
-                continue
-            if name not in sums:
-                sums[name] = ExactSum(array.shape)
-            sums[name].add(array, weight)
-    total = float(total_weight.total())
-    is_empty_mean = not dtypes and may_be_empty
-    if not total > 0 and not is_empty_mean:
-        raise TrainingFailed("no update with a positive weight to average; the round keeps its state")
-    # Each sum goes as its mean comes: a 45 MB model would else lie here several times over.
-    means: Tensors = {}
-    for name, dtype in dtypes.items():
-        means[name] = counters[name] if name in counters else (sums.pop(name).total() / total).astype(dtype)
-    return means
+        total.add(weight, tensors)
+    return total.mean(may_be_empty=may_be_empty)
 
 
 def pooled_norm(weighted: Iterable[tuple[float, Tensors]]) -> Tensors:

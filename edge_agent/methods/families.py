@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import numpy as np
 from .. import heads
 from ..core.errors import TrainingFailed
 from ..core.task import State, Task, Tensors
+from ..core.weighted_sum import WeightedSum
 from ..heads import FitData, Head
 from ..training.finetune import (
     PERSONAL,
@@ -24,7 +25,7 @@ from ..training.finetune import (
     with_copy_loaded,
 )
 from ..training.loops import TrainingOptions, cross_entropy, features_of, predict_probabilities, train
-from . import Client, Method, Update, grades
+from . import Client, Method, grades
 from .base import SERVER_ONLY, is_learned
 
 if TYPE_CHECKING:
@@ -117,11 +118,11 @@ class ServerSteps(Method, ABC):
 
     def server_step_is_mean(self) -> bool:
         """Return True: the step is made from the mean alone."""
-        return type(self).aggregate is ServerSteps.aggregate
+        return self.server_step_is_sum() and type(self).next_state is ServerSteps.next_state
 
-    def aggregate(self, state: State, updates: Iterable[Update]) -> State:
+    def next_state(self, state: State, total: WeightedSum) -> State:
         """Return the state after one step; running statistics of batch norm are the mean."""
-        mean = self.mean(updates)
+        mean = total.mean()
         new = {**state, **mean}
         for name, change in changes(state, mean):
             step, moments = self.step(state, name, change)

@@ -12,7 +12,6 @@ that take no part in a round compute no trace.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from types import MappingProxyType
 from typing import Literal
 
@@ -21,12 +20,12 @@ import torch
 from pydantic import Field
 from torch.nn import functional as F
 
-from ..core.task import State, Task, Tensors
+from ..core.task import Task, Tensors
+from ..core.weighted_sum import WeightedSum
 from ..heads.fedpac import class_means
 from ..training.loops import Loss, TrainingOptions, cross_entropy, features_of, train
 from ..training.parts import Parts
 from . import Client, MethodParams, Update, grades
-from .base import weighted_mean
 from .families import require_finite
 from .fedper import FedPer
 
@@ -80,16 +79,13 @@ class FedAS(FedPer):
 
     # --- coordinator -----------------------------------------------------------------------------------------------
 
-    def aggregate(self, state: State, updates: Iterable[Update]) -> State:
-        """Return the mean encoder, weighted by traces or samples."""
-
-        def read_weighted() -> Iterator[tuple[float, Tensors]]:
-            for update in updates:
-                tensors = {name: array for name, array in update.tensors.items() if name != _TRACE}
-                trace = float(update.tensors[_TRACE][0])
-                yield trace if self.params.weights == "fisher" else update.weight, tensors
-
-        return {**state, **weighted_mean(read_weighted())}
+    def fold(self, total: WeightedSum, update: Update) -> None:
+        """Add the encoder, weighted by its trace or by samples."""
+        tensors = {name: array for name, array in update.tensors.items() if name != _TRACE}
+        weight = update.weight
+        if self.params.weights == "fisher":
+            weight = float(update.tensors[_TRACE][0])
+        total.add(weight, tensors)
 
     # --- client ----------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""FedCOF: a classifier from class means alone; how features scatter is told by how the clients' means scatter.
+"""FedCOF: a classifier from class means alone; the scatter of the clients' means gives the covariance of features.
 
 Source: Goswami, Magistri, Wang, Twardowski, Bagdanov, van de Weijer, "Covariances for Free: Exploiting Mean
 Distributions for Training-free Federated Learning", NeurIPS 2025 (arXiv 2412.14326). No code was read.
@@ -155,7 +155,8 @@ class FedCOF(Method):
         by_class: list[MeansOfClass] = []
         for update in updates:
             means = update.tensors[MEANS]
-            by_class = by_class or [MeansOfClass(means.shape[1]) for _ in means]
+            if not by_class:
+                by_class = [MeansOfClass(means.shape[1]) for _ in means]
             for label in np.flatnonzero(update.tensors[COUNTS]):
                 by_class[label].add(means[label], int(update.tensors[COUNTS][label]))
         if not by_class:
@@ -185,26 +186,31 @@ def _statistics(features: np.ndarray, labels: np.ndarray, num_classes: int, para
 
 @dataclass
 class MeansOfClass:
-    """The means of one class at the clients that have it; a client that lacks a class takes no memory for it."""
+    """The means of one class, of the clients that have it: clients that lack the class take no memory."""
 
     size: int
-    """d, the features of a mean."""
+    """d, the number of features of a mean."""
 
     means: list[np.ndarray] = field(default_factory=list)
     """The mean (d,) of each client, in the precision in which it was sent."""
 
     counts: list[int] = field(default_factory=list)
-    """Their sample counts, 1 or more."""
+    """The number of samples of each mean, 1 or more."""
 
     def add(self, mean: np.ndarray, count: int) -> None:
-        """Add the mean (d,) of a client with its sample count; it is copied, as an update is gone after its turn."""
+        """Add a copy of the mean (d,) of a client with its sample count: the update's memory is released afterwards."""
         self.means.append(np.array(mean))
         self.counts.append(count)
 
     @property
     def total(self) -> int:
-        """N_c, the samples of the class."""
+        """N_c, the number of samples of the class."""
         return sum(self.counts)
+
+    @property
+    def has_scatter(self) -> bool:
+        """Whether two clients or more have the class: a single mean does not scatter."""
+        return len(self.counts) > 1
 
     def sum(self) -> np.ndarray:
         """Return N_c mu_c, the sum of the features (d,) float64 of all samples."""
@@ -213,21 +219,19 @@ class MeansOfClass:
         return np.asarray(np.array(self.counts, np.float64) @ np.array(self.means, np.float64))
 
     def scatter(self) -> np.ndarray:
-        """Return (N_c - 1) S_c (d, d) float64 without shrinkage; zeros where fewer than two clients have the class."""
-        clients = len(self.counts)
-        if clients < 2:  # one mean does not scatter
-            return np.zeros((self.size, self.size))
+        """Return (N_c - 1) S_c (d, d) float64 without shrinkage, of a class that has scatter."""
         weights = np.array(self.counts, np.float64)
-        moved = (np.array(self.means, np.float64) - self.sum() / self.total) * np.sqrt(weights)[:, None]
-        return np.asarray((self.total - 1) / (clients - 1) * (moved.T @ moved))
+        centred = np.array(self.means, np.float64) - self.sum() / self.total
+        scaled = centred * np.sqrt(weights)[:, None]
+        return np.asarray((self.total - 1) / (len(self.counts) - 1) * (scaled.T @ scaled))
 
 
 def within_class_scatter(by_class: Sequence[MeansOfClass]) -> tuple[np.ndarray, float]:
-    """Return sum_c (N_c - 1) S_c (d, d) without shrinkage, and how many samples it stands for."""
+    """Return sum_c (N_c - 1) S_c (d, d) without shrinkage, and sum_c (N_c - 1), over the classes that have scatter."""
     scatter = np.zeros((by_class[0].size, by_class[0].size))
     samples = 0.0
     for of_class in by_class:
-        if len(of_class.counts) > 1:
+        if of_class.has_scatter:
             scatter += of_class.scatter()
             samples += of_class.total - 1
     return scatter, samples

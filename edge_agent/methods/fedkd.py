@@ -16,7 +16,6 @@ the full one, and its divergence is a mean over classes, too: neither is done he
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, Literal
 
 import numpy as np
@@ -26,10 +25,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from ..core.task import State, Task, Tensors
+from ..core.weighted_sum import WeightedSum
 from ..training.finetune import second
 from ..training.loops import Loss, predict_probabilities, train
 from ..training.parts import Parts, encoder_and_head, feature_dim
-from . import Client, Method, MethodParams, Update, grades
+from . import Client, Method, MethodParams, grades
 from .base import SERVER_ONLY, is_learned
 
 
@@ -134,9 +134,9 @@ class FedKD(Method):
         cut, taken = compressed(student, base, float(state[_ENERGY][0]))
         return {**cut, _DOWN: np.array([float(taken)])}
 
-    def aggregate(self, state: State, updates: Iterable[Update]) -> State:
+    def next_state(self, state: State, total: WeightedSum) -> State:
         """Return the even mean, the energy to truncate it at, and the last model that clients received, its base."""
-        mean = self.mean(updates)
+        mean = total.mean()
         if self.params.decomposed == "weights":
             return {**state, **mean}
         had = {name: array for name, array in self.broadcast(state).items() if is_learned(name, array)}

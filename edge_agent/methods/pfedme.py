@@ -20,10 +20,11 @@ from pydantic import Field
 from torch.nn import functional as F
 
 from ..core.task import State, Tensors
+from ..core.weighted_sum import WeightedSum
 from ..training.finetune import copy_tensors, pairs, second
 from ..training.loops import TrainingOptions, local_optimizer, train_by_steps
 from ..training.losses import proximal_gradient
-from . import Client, MethodParams, Update
+from . import Client, MethodParams
 from .families import TwoNetworks, towards
 
 
@@ -48,9 +49,9 @@ class PFedMe(TwoNetworks):
     weighting = "uniform"
     source = "Dinh, Tran, Nguyen, NeurIPS 2020"
 
-    def aggregate(self, state: State, updates: Iterable[Update]) -> State:
+    def next_state(self, state: State, total: WeightedSum) -> State:
         """Return beta of the way from the state to the even mean."""
-        return {**state, **towards(state, self.mean(updates), self.params.server_rate)}
+        return {**state, **towards(state, total.mean(), self.params.server_rate)}
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:
         """Run R batches: K steps of theta, then one of w; returns w."""

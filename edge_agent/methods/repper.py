@@ -89,7 +89,7 @@ class RepPer(FittedHead):
         return self.sent(client)
 
     def loss(self, client: Client, received: Tensors) -> Loss:
-        """Return the loss of Eq. 5 on two views of each image; with ``global_head`` plus that classifier's."""
+        """Return the loss of Eq. 5 on two views of each image, plus that of the classifier of ``global_head``."""
         views = augment.for_task(client.task) if self.params.augment else None
 
         def loss(inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -303,8 +303,8 @@ class _CrossValidation:
             trial.drop(str(error))
             return False
         if not np.isfinite(answers).all():
-            # No comparison holds for a loss that is no number, so that such a head could be taken for the best.
-            trial.drop("its answers are no numbers")
+            # Comparisons with NaN are always false, so such a head could be taken for the best one.
+            trial.drop("its answers hold NaN or infinity")
             return False
         trial.add(answers, labels)
         trial.seconds += self.clock() - started_at

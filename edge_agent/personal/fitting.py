@@ -72,7 +72,8 @@ class FitOptions:
     """Whether the device has contributed these samples to the run that the bundle comes from."""
 
     withholds_shared: bool = False
-    """Whether heads learn without what the federation has learned of classes; head auto decides it by `took_part`."""
+    """Whether heads learn without the shared classifier and statistics of the bundle; head auto decides this itself,
+    see `has_learned_samples`."""
 
     clock: Callable[[], float] = time.perf_counter
     """A function that gives seconds."""
@@ -180,7 +181,7 @@ def best_head(
     def fit_rows(name: str, rows: np.ndarray) -> Head:
         return fit(bundle, features[rows], samples.labels[rows], replace(options, head=name), samples.class_names)
 
-    options = replace(options, withholds_shared=knows_samples(bundle, len(samples), options))
+    options = replace(options, withholds_shared=has_learned_samples(bundle, len(samples), options))
     names = heads_to_compare(bundle, samples, options)
     divisions = divisions_of(samples, options)
     choice = choose(names, fit_rows, features, samples.labels, divisions)
@@ -190,46 +191,48 @@ def best_head(
 
 
 OF_STATISTICS = "ridge_prior"
-"""The head that is nothing without the bundle's shared statistics."""
+"""The head that cannot be fitted without the bundle's shared statistics."""
 
-MOST_PULL = 0.1
-"""The pull of a sample on its own answer above which cross-validation is too kind to a shared classifier.
+MOST_LEVERAGE = 0.1
+"""The mean leverage of a sample above which cross-validation on it overrates a classifier that has learned from it.
 
-In a least squares fit of d features to n samples it is d / n in the mean: the trace of the hat matrix.
+The leverage is the weight of a sample's own label in the answer to it. In a least squares fit of d features to n
+samples it is d / n in the mean: the trace of the hat matrix, divided by n.
 """
 
 
 def heads_to_compare(bundle: Bundle, samples: Samples, options: FitOptions) -> tuple[str, ...]:
-    """Return the heads that are compared on these samples.
+    """Return the names of the heads that are compared on these samples.
 
-    Those that are nothing without what the federation has learned of classes are left out where it is withheld.
+    Heads that need the shared classifier or the shared statistics are left out where the bundle has none, and where
+    they are withheld because they have learned these samples.
     """
-    is_withheld = options.withholds_shared or knows_samples(bundle, len(samples), options)
+    is_withheld = options.withholds_shared or has_learned_samples(bundle, len(samples), options)
     has_statistics = bool(bundle.manifest.shared_statistics) and not is_withheld
     offered = [name for name in bundle.manifest.heads if name != OF_STATISTICS or has_statistics]
     has_shared = shared_classifier(bundle, samples.class_names) is not None and not is_withheld
     return candidates(offered, has_shared=has_shared)
 
 
-def knows_samples(bundle: Bundle, count: int, options: FitOptions) -> bool:
-    """Return whether the federation has learned a good part of what it knows of classes from these very samples.
+def has_learned_samples(bundle: Bundle, count: int, options: FitOptions) -> bool:
+    """Return whether the shared classifier and statistics of a bundle were learned to a good part from these samples.
 
-    On all folds it would then answer samples that it knows, and cross-validation would be too kind to it.
+    They would then answer samples that they have learned from in every fold, and cross-validation would overrate them.
     """
     lineage = bundle.manifest.lineage
     clients = 0 if lineage is None else lineage.clients
-    return options.took_part and pulls_too_much(count, clients, bundle.manifest.feature_dim)
+    return options.took_part and has_high_leverage(count, clients, bundle.manifest.feature_dim)
 
 
-def pulls_too_much(own: int, clients: int, feature_dim: int) -> bool:
-    """Return whether a classifier that clients have fitted together answers the samples of one of them too well.
+def has_high_leverage(own: int, clients: int, feature_dim: int) -> bool:
+    """Return whether the samples of one client have a high leverage on a classifier that all clients have fitted.
 
     Args:
-        own: Samples of that client; the others are taken to have as many.
-        clients: Clients that took part.
-        feature_dim: Features of a sample.
+        own: Number of samples of that client; the others are assumed to have as many.
+        clients: Number of clients that took part; 0: not known, taken as 1.
+        feature_dim: Number of features of a sample.
     """
-    return feature_dim > MOST_PULL * own * max(clients, 1)
+    return feature_dim > MOST_LEVERAGE * own * max(clients, 1)
 
 
 def divisions_of(samples: Samples, options: FitOptions) -> list[Fold]:
@@ -350,11 +353,11 @@ def answers_to_calibrate_by(
     if len(samples) < LEAST_FOR_CALIBRATION:
         return None
     # 1. Of very many samples only a part was used to compare heads. Heads that learned from a part are less sure than
-    # the fitted one, whose probabilities their temperature would make too extreme, so heads are fitted anew. Two folds
-    # have answers enough for one number, and five would take longer than the choice.
+    # the fitted one, and their temperature would make its probabilities too extreme. So heads are fitted again, on two
+    # folds: these have enough answers for one number, and five would take longer than the choice.
     if len(samples) > MOST_ROWS:
         return answers_in_folds(bundle, fitted, samples, rows, options, most_folds=FOLDS_OF_MANY)
-    # 2. Otherwise the answers of the choice are good, where there are enough of them.
+    # 2. Otherwise the answers of the choice serve as well, where there are enough of them.
     if answers is not None and len(answers.rows) >= LEAST_FOR_CALIBRATION:
         return answers
     return answers_in_folds(bundle, fitted, samples, rows, options)
@@ -407,11 +410,12 @@ def shared_statistics(bundle: Bundle, class_names: tuple[str, ...]) -> Tensors |
     statistics = bundle.shared_statistics()
     if statistics is None:
         return None
-    # 1. Means over the samples that were counted. Those in the bundle are over all samples, also those of classes of
-    #    which a client had too few to send anything (`min_class_count` of method `afl`), so that shares are below 1.
+    # 1. The bundle has means over all samples. Of classes with few samples a client sends nothing (`min_class_count` of
+    #    method `afl`), so the shares of the classes sum to less than 1. Here they become means over the samples sent.
     counted = float(statistics["shares"].sum())
     statistics = {name: array / counted for name, array in statistics.items()}
-    # 2. Before classes that this device lacks are dropped: their samples are part of the mean, as of the products.
+    # 2. The mean feature is taken before classes that this device lacks are dropped: their samples are part of it, as
+    #    they are of the products.
     mean = statistics["sums"].sum(axis=0, dtype=np.float64)
     row_of = {name: row for row, name in enumerate(bundle.manifest.task.class_names)}
     sums = np.zeros((len(class_names), len(mean)), np.float32)

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..bundle.manifest import EncoderPrecision
 from ..bundle.unpacked import Bundle
-from ..core.errors import HeadwaterError, StateError, UsageError
+from ..core.errors import HeadwaterError, StateError
 from ..data import Samples, split
 from ..data.base import same_sitting
 from ..heads import Head, saved
@@ -438,12 +438,13 @@ def with_doubtful_labels(features: Features, result: Result) -> Result:
 
 
 def _with_doubtful_labels(features: Features, result: Result, rows: Rows) -> Result:
-    """Return what `with_doubtful_labels` does; ``rows``: what the head takes."""
+    """Return the result as `with_doubtful_labels` does; ``rows``: the features that the head takes."""
     train = features.train
     test = features.test
     answers = result.answers
-    # Answers by which the head was chosen or calibrated serve here, too, if they are to all samples. Otherwise heads
-    # learn from as many samples as heads are compared on: time does not grow with what was collected.
+    # 1. The answers to training samples. Those by which the head was chosen or calibrated serve here, too, if they are
+    # to all samples. Otherwise heads learn from as many samples as heads are compared on, so that the time does not
+    # grow with the samples that were collected.
     if answers is None or len(answers.rows) < len(train):
         try:
             answers = answers_in_folds(
@@ -453,8 +454,8 @@ def _with_doubtful_labels(features: Features, result: Result, rows: Rows) -> Res
             _log.warning("labels_not_looked_at head=%s reason=%s", result.head.name, error)
             answers = None
     probabilities = result.head.predict_proba(rows.test)
-    # A head of small probabilities, such as prototype, would have nearly all samples listed, right answers too. They
-    # are compared as they are given: calibrated where the answers are enough for that.
+    # 2. Probabilities are compared as the device gives them: calibrated, where there are answers enough for that.
+    # Otherwise a head with small ones, such as prototype, would have right answers among the worst samples.
     if answers is not None:
         calibration = calibrate(answers.probabilities, train.labels[answers.rows], answers.folds)
         if calibration is not None:
@@ -483,11 +484,12 @@ def curve(features: Features, result: Result) -> LearningCurve:
 
 
 def _fit_and_score(features: Features, options: FitOptions) -> tuple[Result, Rows]:
-    """Fit a head on the training samples and score it on the held-out ones; returns what it takes of them, too.
+    """Fit a head on the training samples and score it on the held-out ones; return what it takes of them, too.
 
     Raises:
         HeadwaterError: as `fit`.
     """
+    # 1. The head, or its blend with the local model.
     names = features.train.class_names
     train = features.train
     encoder = features.encoder
@@ -495,13 +497,15 @@ def _fit_and_score(features: Features, options: FitOptions) -> tuple[Result, Row
     chosen = choose_model(features.bundle, train, features.train_features, options, local)
     rows = features.rows(chosen.takes)
     fitted = fit(features.bundle, rows.train, train.labels, chosen.options, names)
+    # 2. How closely it follows the head of the method.
     exactness = NOT_STATED
     card = features.bundle.manifest.heads.get(fitted.name)
     if card is not None:
         exactness = card.exactness
-    is_withheld = chosen.options.withholds_shared
-    if fitted.uses_shared and (is_withheld or shared_classifier(features.bundle, names) is None):
-        exactness = "approximate"  # it answers without the shared classifier
+    lacks_shared = chosen.options.withholds_shared or shared_classifier(features.bundle, names) is None
+    if fitted.uses_shared and lacks_shared:
+        exactness = "approximate"
+    # 3. Its answers to the held-out samples.
     answers = fitted.predict_proba(rows.test)
     test = features.test
     result = Result(
@@ -651,13 +655,7 @@ def probabilities(bundle: Bundle, head: SavedHead | None, features: np.ndarray) 
     """
     if head is not None:
         return head.predict_proba(features)
-    shared = bundle.global_head()
-    if shared is None:
-        raise UsageError(
-            f"bundle '{bundle.manifest.name}' has no shared classifier, and no head was named; fit one with this "
-            "bundle first ('edge-agent fit'), and name its folder (--head)"
-        )
-    return global_probabilities(shared, features)
+    return global_probabilities(bundle.require_global_head(), features)
 
 
 def alone(

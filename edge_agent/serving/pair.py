@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 
 from ..bundle.unpacked import Bundle
-from ..core.errors import DataError, UsageError
+from ..core.errors import DataError
 from ..core.storage import sha256_of
 from ..core.task import InputSpec
 from ..heads import saved
@@ -93,12 +93,8 @@ class Pair:
             is_numeric = saved.is_numeric(head_folder)
             load = load_numeric_head if is_numeric else load_head
             head = load(head_folder, bundle, precision)
-        elif bundle.global_head() is None:
-            raise UsageError(
-                f"bundle '{bundle.manifest.name}' has no shared classifier, and no head was named; fit one with "
-                "this bundle first ('edge-agent fit'), and name its folder (--head)"
-            )
         if head is None:
+            bundle.require_global_head()
             encoder = Encoder.open(bundle, "fp32" if precision == "auto" else precision, threads)
         else:
             encoder = Encoder.open(bundle, head.precision, threads, norm=head.norm)

@@ -55,7 +55,7 @@ def read_bundle_weights(path: Path) -> Tensors:
     weights = dict[str, np.ndarray]()
     renamed = set[str]()
     for node in graph.node:
-        # A node without constant statistics has none to give: they are then missing, and reported as such.
+        # Of a node without constant statistics none are read: they are reported as missing weights later.
         if node.op_type != "BatchNormalization" or len(node.input) <= max(_STATISTICS):
             continue
         if any(node.input[position] not in constants for position in _STATISTICS):

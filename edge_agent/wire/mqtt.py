@@ -788,6 +788,22 @@ def tls_context(config: BrokerConfig, ca: Path | None) -> ssl.SSLContext:
     return context
 
 
+def blob_tls_context(config: BrokerConfig) -> ssl.SSLContext:
+    """Return the TLS settings for fetching blobs by HTTPS: this agent's certificate, and whom it trusts.
+
+    The coordinator's endpoint is certified by the authority of the broker, an object store by one of the system.
+
+    Raises:
+        OSError: A file cannot be read.
+        ssl.SSLError: A file holds no certificate or key.
+    """
+    context = tls_context(config, None)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    if config.tls is not None and config.tls.ca is not None:
+        context.load_verify_locations(config.tls.ca)
+    return context
+
+
 def _refused_login(config: BrokerConfig, client_id: str, code: ReasonCode, advice: LoginAdvice) -> tuple[str, str]:
     """Return the reason of a refused login, and its remedy, which is empty where waiting may help."""
     user = user_of(config, client_id)

@@ -6,8 +6,9 @@ signature, whose public key is beside the agent's key. Both cover the whole mess
 A recorded command stays authentic, so each agent also requires that commands are new. Its start has a random id, and a
 `Welcome` that does not name it is of an earlier start. Other commands are obeyed only after that welcome, from the
 coordinator's start that sent it, above its sequence number, and once; a rejection also before, if it names the agent's
-start. So a restarted agent refuses everything that was recorded before, and writes nothing to its disk for each
-message; an old image of the disk opens no gap either.
+start. Grants and acknowledgements of an update may be of an aggregator, whose start begins with the coordinator's. So a
+restarted agent refuses everything that was recorded before, and writes nothing to its disk for each message; an old
+image of the disk opens no gap either.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from ..core.storage import IDENTITY, read_json
 from ..core.task import Frozen, parse_json
 from ..identity.signed_request import ANNOUNCEMENT, COMMAND, command_bytes
 from .messages.codec import proof_of
-from .messages.down import Announce, Refused, Welcome, Who
-from .messages.fields import Command, Name
+from .messages.down import Ack, Announce, Grant, Queued, Refused, Welcome, Who
+from .messages.fields import Command, Name, start_of_partition
 
 log = logging.getLogger(__name__)
 
@@ -233,6 +234,9 @@ class Guard:
             return message.answers == self._boot and message.boot not in self._before
         if message.boot == self._coordinator:
             return True
+        # An aggregator takes updates in the name of the coordinator, and commands nothing else.
+        if self._coordinator is not None and isinstance(message, Grant | Queued | Ack):
+            return message.boot.startswith(start_of_partition(self._coordinator, ""))
         is_rejection_of_this_start = isinstance(message, Refused) and message.whom == self._boot
         return is_rejection_of_this_start and message.boot not in self._before
 

@@ -28,17 +28,26 @@ class Topics:
         self.coordinators = f"{self.root}/co"
         """The topic on which coordinators of the same federation detect each other."""
 
-    def up(self, agent: str) -> str:
-        """Return the topic of control messages from an agent."""
-        return f"{self.root}/a/{agent}/up"
+        self.aggregators_up = f"{self.root}/g/up"
+        """The topic of the messages of aggregators to their coordinator."""
+
+        self.aggregators_down = f"{self.root}/g/dn"
+        """The topic of the coordinator's messages to its aggregators."""
+
+    def up(self, agent: str, partition: str = "") -> str:
+        """Return the topic of control messages from an agent; with a ``partition`` those about its update alone."""
+        return f"{self._uploads_of(agent, partition)}/up"
 
     def down(self, agent: str) -> str:
         """Return the topic of control messages to an agent."""
         return f"{self.root}/a/{agent}/dn"
 
-    def up_chunks(self, agent: str) -> str:
-        """Return the topic of chunks from an agent."""
-        return f"{self.root}/a/{agent}/ub"
+    def up_chunks(self, agent: str, partition: str = "") -> str:
+        """Return the topic of chunks from an agent, to the coordinator or to whoever serves a ``partition``."""
+        return f"{self._uploads_of(agent, partition)}/ub"
+
+    def _uploads_of(self, agent: str, partition: str) -> str:
+        return f"{self.root}/p/{partition}/{agent}" if partition else f"{self.root}/a/{agent}"
 
     def down_chunks(self, agent: str) -> str:
         """Return the topic of chunks to one agent."""
@@ -61,6 +70,10 @@ class Topics:
         from_agents = (f"{self.root}/a/+/up", f"{self.root}/a/+/ub", f"{self.root}/s/+", f"{self.root}/h/+")
         return (*from_agents, self.coordinators)
 
+    def for_partition(self, partition: str) -> tuple[str, ...]:
+        """Return the filters of whoever takes the updates of a partition of the agents."""
+        return (self.up("+", partition), self.up_chunks("+", partition))
+
     def for_agent(self, agent: str) -> tuple[str, ...]:
         """Return the filters to which an agent always subscribes."""
         return (self.down(agent), self.down_chunks(agent), self.announce)
@@ -74,7 +87,7 @@ class Topics:
         prefix = f"{self.root}/"
         levels = topic.removeprefix(prefix).split("/") if topic.startswith(prefix) else []
         match levels:
-            case ["a", agent, "up" | "ub" as kind]:
+            case ["a", agent, "up" | "ub" as kind] | ["p", _, agent, "up" | "ub" as kind]:
                 pass
             case ["s" | "h" as kind, agent]:
                 pass

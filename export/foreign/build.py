@@ -14,7 +14,7 @@ from edge_agent.bundle.manifest import NEWEST_SCHEMA
 from edge_agent.core import config
 from edge_agent.core.class_names import parse_class_names
 from edge_agent.core.errors import ExportRejected, UsageError, cause
-from edge_agent.core.task import EncoderTask, Task, Tensors
+from edge_agent.core.task import EncoderTask, Task
 from edge_agent.personal import self_test
 
 from ..build import synthetic_inputs
@@ -49,7 +49,7 @@ class ForeignReport:
     """How one row of features is made; empty where the network has one."""
 
     notes: tuple[str, ...] = ()
-    """What differs from the network as it was, for people."""
+    """In what the bundle differs from the network as it was, for people."""
 
 
 @dataclass(frozen=True)
@@ -182,32 +182,34 @@ def _origin(
     point: FeaturePoint, form: InputForm, cut: Cut, settings: ForeignSettings, name: str
 ) -> tuple[Origin, list[str]]:
     """Return what the manifest says of the encoder, and notes on it."""
-    notes: list[str] = []
+    # 1. The task, which has classes where --classes names them.
     names = () if settings.classes is None else parse_class_names(settings.classes)
     content = {"input": form.spec, "encoder": name[:200]}
     task: Task = config.parse(EncoderTask, content, where="the network's name")
     if names:
         task = config.parse(Task, {**content, "class_names": names}, where="--classes")
-    head = _shared_classifier(point, cut, names, notes)
-    return Origin(task, cut.feature_dim, head, schema_version=NEWEST_SCHEMA), notes
+    # 2. The network's own classifier, which all devices share where it answers for these classes.
+    classifier = None
+    notes: list[str] = []
+    if names:
+        obstacle = _why_not_shared(point, cut, len(names))
+        if obstacle:
+            notes.append(f"no shared classifier: {obstacle}")
+        else:
+            classifier = point.classifier
+    return Origin(task, cut.feature_dim, classifier, schema_version=NEWEST_SCHEMA), notes
 
 
-def _shared_classifier(point: FeaturePoint, cut: Cut, names: tuple[str, ...], notes: list[str]) -> Tensors | None:
-    """Return the network's own classifier where it knows these classes, as the one that all devices share."""
-    classifier = point.classifier
-    if not names:
-        return None
-    if classifier is None:
-        notes.append("no shared classifier: no linear layer with constant weights alone leads from features to classes")
-        return None
-    count, width = classifier["weight"].shape
+def _why_not_shared(point: FeaturePoint, cut: Cut, num_classes: int) -> str:
+    """Return why the network's own classifier cannot be shared, for a task of so many classes; empty: it can."""
+    if point.classifier is None:
+        return "no linear layer with constant weights alone leads from features to classes"
+    count, width = point.classifier["weight"].shape
     if cut.pooling.text or width != cut.feature_dim:
-        notes.append("no shared classifier: the network's takes other features than one row for each input")
-        return None
-    if count != len(names):
-        notes.append(f"no shared classifier: the network's knows {count} classes, --classes names {len(names)}")
-        return None
-    return classifier
+        return "the network's takes other features than one row for each input"
+    if count != num_classes:
+        return f"the network's knows {count} classes, --classes names {num_classes}"
+    return ""
 
 
 def _check(network: Network, form: InputForm, cut: Cut, origin: Origin) -> Checked:

@@ -58,8 +58,11 @@ class _Writer:
         node = onnx.NodeProto.FromString(node.SerializeToString())
         for position, name in enumerate(node.input):
             node.input[position] = self._names.get(name, name)
-        if node.op_type == "Constant" and node.attribute[0].name == "value":
-            self._constants[node.output[0]] = numpy_helper.to_array(node.attribute[0].t)
+        if node.op_type == "Constant":
+            # A constant in another form than a tensor is no weight; one without any form is refused by the checks.
+            for attribute in node.attribute:
+                if attribute.name == "value":
+                    self._constants[node.output[0]] = numpy_helper.to_array(attribute.t)
         replace = {
             "QuantizeLinear": self._add_cut_off,
             "DequantizeLinear": self._add_dequantized,
@@ -73,7 +76,7 @@ class _Writer:
         try:
             replace(node)
         except (IndexError, ValueError) as error:
-            # Scales and zeros whose shapes do not fit what they belong to.
+            # The shapes of scales and zeros do not fit the values that they belong to.
             raise ExportRejected(
                 f"'{node.name}' ({node.op_type}) rounds in a form that is not understood ({error}); give the network "
                 "in fp32"
@@ -98,16 +101,18 @@ class _Writer:
         del graph.value_info[:]
 
     def _add_cut_off(self, node: Any) -> None:
-        """Let values keep their digits, within the range that their rounding would leave; weights are rounded here.
+        """Replace a rounding: values are cut off at the ends of its range, weights are rounded here and now.
 
-        Networks that were trained with rounding have their weights in float32, and round them each time.
+        Networks that were trained with rounding have their weights in float32, and round them in each run.
         """
+        # 1. Weights become integers, which the DequantizeLinear behind them turns into float32.
         scale = self._constant(node, 1)
         zero = self._constant(node, 2) if len(node.input) > 2 and node.input[2] else np.zeros((), np.uint8)
         weights = self._constants.get(node.input[0])
         if weights is not None and zero.dtype.kind in "iu":
             self._constants[node.output[0]] = _rounded(weights, scale, zero, _axis_of(node))
             return
+        # 2. Other values keep their digits, within the range that their rounding would leave.
         if scale.size != 1 or zero.dtype.kind not in "iu":
             raise ExportRejected(
                 f"'{node.name}' rounds activations in a form that is not understood; give the network in fp32"
@@ -190,7 +195,7 @@ def _in_float(values: np.ndarray, scale: np.ndarray, zero: np.ndarray | None, ax
 def _along_axis(numbers: np.ndarray, rank: int, axis: int) -> np.ndarray:
     """Return scales or zeros as float64 that are broadcast to values of ``rank`` axes: one for all, or along an axis.
 
-    Where there is one for all the axis says nothing: it is 1 where a node states none, also of a bias, which has one.
+    One number for all needs no axis, and gets none: for a node that states no axis it is 1, which a bias does not have.
     """
     if numbers.size == 1:
         return numbers.astype(np.float64).reshape(())

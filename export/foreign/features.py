@@ -29,7 +29,7 @@ _BEHIND_CLASSIFIER = frozenset(
 _KEEPS_CLASSES = frozenset(
     {*_SHARES, "ArgMax", "Cast", "Dropout", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"}
 )
-"""Operators behind a classifier that change neither which class is the likeliest, nor its logits before the shares."""
+"""Operators behind a classifier that leave its logits as they are, or make shares of them in the same order."""
 
 _SHAPING = frozenset({"Cast", "Clip", "Dropout", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 """Operators that leave the values of shares as they are."""
@@ -198,15 +198,18 @@ def _linear_layer(graph: _Network, node: Any, passed: list[Any]) -> Tensors | No
     Args:
         graph: The network.
         node: The node of the classifier.
-        passed: The nodes behind it, the last one first. Where they change logits, as a temperature does, the layer
-            alone gives other answers than the network.
+        passed: The nodes behind it, the last one first. Where they change the logits, as a temperature does, the layer
+            alone would give other answers than the network, and None is returned.
     """
+    # 1. The weight.
     matrix = _matrix_of(graph, node)
     if matrix is None:
         return None
+    # 2. Nothing behind weight and bias changes the logits.
     bias_name, behind = _bias_and_rest(graph, node, passed)
     if any(later.op_type not in _KEEPS_CLASSES for later in behind):
         return None
+    # 3. The bias.
     bias = _bias_of(graph, bias_name, len(matrix))
     if bias is None:
         return None
@@ -214,14 +217,14 @@ def _linear_layer(graph: _Network, node: Any, passed: list[Any]) -> Tensors | No
 
 
 def _matrix_of(graph: _Network, node: Any) -> np.ndarray | None:
-    """Return the weight (K, d) float32 of a node; None where it is no plain product with a constant matrix."""
+    """Return the weight (K, d) float32 of a node; None where it is not a plain product with a constant matrix."""
     weight = graph.constants.get(node.input[1])
     if weight is None or node.op_type == "Conv":
         return None
     matrix = numpy_helper.to_array(weight).astype(np.float32)
     if matrix.ndim != 2:
         return None
-    # alpha and beta scale product and bias, transA turns the features.
+    # alpha and beta scale product and bias, transA transposes the features: then it is no plain linear layer.
     attributes = {attribute.name: attribute for attribute in node.attribute}
     if any(attributes[name].f != 1.0 for name in ("alpha", "beta") if name in attributes):
         return None
@@ -236,7 +239,7 @@ def _is_set(attributes: Mapping[str, Any], name: str) -> bool:
 
 
 def _bias_and_rest(graph: _Network, node: Any, passed: list[Any]) -> tuple[str, list[Any]]:
-    """Return the name of a classifier's bias, empty where it has none, and the nodes behind both.
+    """Return the name of a classifier's bias, empty where it has none, and the nodes behind weight and bias.
 
     The bias is the third input of a Gemm, or what the next node adds.
     """
@@ -249,7 +252,7 @@ def _bias_and_rest(graph: _Network, node: Any, passed: list[Any]) -> tuple[str, 
 
 
 def _bias_of(graph: _Network, name: str, count: int) -> np.ndarray | None:
-    """Return the bias (K,) with a name, zeros where there is none; None where it is no such constant."""
+    """Return the bias (K,) with a name, zeros where there is none; None where it is not a constant of K numbers."""
     if not name:
         return np.zeros(count, np.float32)
     constant = graph.constants.get(name)

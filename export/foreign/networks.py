@@ -105,7 +105,7 @@ def load_torchvision(name: str, weights: Path | None) -> TorchNetwork:
     classifier = last.rpartition(".")[0]
     own = {key for key in expected if key.rpartition(".")[0] == classifier}
     if _has_other_classes(tensors, expected, own):
-        # Its classifier is built for as many, and cut off later.
+        # The classifier is built for as many classes, and is cut off later.
         network = build(name, weights=None, num_classes=len(tensors[last]))
     elif not own & tensors.keys():
         # An encoder alone, as `headwater export --out FILE.safetensors` writes it.
@@ -116,9 +116,9 @@ def load_torchvision(name: str, weights: Path | None) -> TorchNetwork:
 
 
 def _has_other_classes(tensors: Weights, expected: Weights, names: set[str]) -> bool:
-    """Return whether weights have all tensors of a classifier (``names``), for one other number of classes.
+    """Return whether weights have all tensors of a classifier (``names``), for another number of classes.
 
-    A network is built for that number, so all of them have to agree on it.
+    The network is built for that number, so all of these tensors have to agree on it.
     """
     if not names <= tensors.keys():
         return False

@@ -55,7 +55,7 @@ class Preprocessing:
 
 
 def _as_row(value: Any) -> Any:
-    """Return one number as a row of it."""
+    """Return a single number as a tuple of it; anything else stays as it is."""
     return (value,) if isinstance(value, int | float) else value
 
 

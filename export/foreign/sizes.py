@@ -242,7 +242,7 @@ def _evaluate(node: Any, known: Values, shapes: Mapping[str, tuple[int, ...]], l
     feeds = {name: known[name] for name in names if name in known}
     if not names or feeds.keys() != set(names):
         return None
-    # 2. Whose result is small enough to be a size: what it would be is asked before it is computed.
+    # 2. The result is small enough to be a size, which is found out before anything is computed.
     is_small = _is_small(shapes.get(node.output[0], ())) and _stays_small(node, known)
     return _run(node, feeds, light) if is_small else None
 
@@ -253,7 +253,7 @@ def _is_small(shape: tuple[int, ...]) -> bool:
 
 
 def _stays_small(node: Any, known: Values) -> bool:
-    """Return whether the result of a node that says how large it is may be computed."""
+    """Return whether the result of a node whose inputs say how large it is, is small enough to be computed."""
     if node.op_type == "ConstantOfShape":
         return int(np.prod(known[node.input[0]])) <= _MOST_VALUES
     if node.op_type in {"Expand", "Reshape"}:

@@ -25,11 +25,10 @@ _PREFIXES = ("module.", "model.", "encoder.", "_orig_mod.")
 
 _COUNTER = "num_batches_tracked"
 _SHOWN_NAMES = 10
-"""Names that are missing, and names that are not expected, are listed up to so many: the weights of another network
-differ in hundreds, and the first ones already tell it."""
+"""The most names of one kind, missing or unexpected, in a message: those of another network differ in hundreds."""
 
 _SHOWN_MISTAKES = 10
-"""Mistakes of all kinds are listed up to so many."""
+"""The most mistakes, of all kinds, in a message."""
 
 Weights = Mapping[str, torch.Tensor]
 
@@ -68,13 +67,13 @@ def read_weights(path: Path) -> Weights:
 
 
 def _check_sizes(file: BinaryIO, path: Path) -> None:
-    """Require that the records of a file of torch.save are no larger than a file may be; it is read from its beginning.
+    """Require that the records of a file of torch.save are no larger than a file may be, before any is unpacked.
 
     torch.save compresses nothing, but torch.load unpacks what somebody else has compressed: a few kilobytes can stand
-    for as many gigabytes.
+    for as many gigabytes. The file is at its beginning again afterwards.
 
     Raises:
-        WeightsError: They are larger.
+        WeightsError: The records are larger.
     """
     if zipfile.is_zipfile(file):
         size = sum(record.file_size for record in zipfile.ZipFile(file).infolist())
@@ -84,12 +83,12 @@ def _check_sizes(file: BinaryIO, path: Path) -> None:
 
 
 def _check_tensors(weights: Weights, path: Path) -> None:
-    """Require tensors as networks have them, together no larger than a file may be.
+    """Require dense tensors of real numbers, together no larger than a file may be.
 
-    A tensor may be larger than the file that it is in: its elements may all be the same one.
+    A tensor can be larger than the file that it is in, because with strides of 0 all its elements are one number.
 
     Raises:
-        WeightsError: Some are of another kind, or they are too large.
+        WeightsError: Some tensors are of another kind, or all together are too large.
     """
     others = [name for name, tensor in weights.items() if not _is_plain(tensor)]
     if others:
@@ -119,7 +118,7 @@ def _what_else(error: Exception) -> str:
 
 def _tensors_in(content: Any) -> dict[str, torch.Tensor]:
     """Return the tensors by name in what a file holds, also where they are under the keys of a training script."""
-    # A dictionary may hold itself, so not more keys are followed than there are.
+    # A dictionary may hold itself, so the search ends after one step for each key.
     for _ in _INSIDE:
         if isinstance(content, Mapping):
             inner = [content[key] for key in _INSIDE if isinstance(content.get(key), Mapping)]

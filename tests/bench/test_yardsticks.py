@@ -23,6 +23,7 @@ import yardstick_simulate as simulate
 import yardstick_stacked as stacked
 import yardstick_starter as starter
 import yardstick_starter_windows as starter_windows
+import yardstick_steps as steps
 import yardstick_tcp as tcp
 import yardstick_transport as transport
 
@@ -369,6 +370,19 @@ def test_heads_on_a_window_encoder_are_measured_beside_local_models(tmp_path):
     assert set(result) == {"1", "5", "10"}
     assert result["10"]["local"] > 0.9
     assert result["10"]["auto"] > 0.9
+
+
+def test_the_table_of_steps_has_means_over_seeds_and_gains_over_the_step_before():
+    """Two seeds by hand: 50 and 70 % alone, 80 and 90 % on the starter encoder, gains of 30 and 20 points."""
+    traffic = {"linear_probe MB": 4.0, "afl MB": 10.0, "fedavg_ft MB": 90.0}
+    rows = [
+        {"alone": alone, "linear_probe": probe, "afl": 0.8, "fedavg_ft": 0.9, **traffic}
+        for alone, probe in ((0.5, 0.8), (0.7, 0.9))
+    ]
+    lines = steps.table({10: rows})
+    assert lines[0] == "| step | MB for each device | 5 photos of each, gain |"
+    assert lines[2] == f"| {steps.NAMES['alone']} | 0.0 | 60.0 ± 14.1 |"
+    assert lines[3] == f"| {steps.NAMES['linear_probe']} | 4.0 | 85.0 ± 7.1; +25.0 (-38.5 to +88.5) |"
 
 
 def test_gains_over_local_models_are_those_of_the_same_seed():

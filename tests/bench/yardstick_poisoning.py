@@ -31,7 +31,8 @@ from coordinator.journal.entries import RoundOpened
 from coordinator.rounds import bounds
 from coordinator.rounds.aggregation import aggregate
 from coordinator.rounds.bounds import norms_of
-from coordinator.rounds.directions import Comparison
+from coordinator.rounds.directions import find_directions
+from coordinator.rounds.passes import Origin, read_here
 from coordinator.rounds.repeats import count_after_round
 from coordinator.rounds.selection import Exclusions
 from coordinator.views.runs import Accepted, OpenRound
@@ -954,8 +955,8 @@ def honest_row(name: str, clients: int, split: str, seeds: int) -> str:
             weight = np.array([update.weight for update in updates])
             for found, array in ((norms, norm), (weights, weight), (shares, norm * weight)):
                 found.append(array.max() / np.median(array))
-            comparison = Comparison(fed.method.broadcast(base), {}, by_group, start)
-            directions = comparison.directions(lambda: updates)["weights"].values()
+            finding = find_directions(Origin(fed.method, fed.method.broadcast(base), start), by_group)
+            directions = read_here(finding, lambda: updates)["weights"].values()
             to_others.append(min(direction.to_others for direction in directions))
             decisive.append(min(direction.decisive for direction in directions))
 

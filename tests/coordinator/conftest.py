@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 import pytest
+from postgres_server import PostgresServer
 
 from coordinator.cli import main
 
@@ -47,3 +48,10 @@ def call(capsys):
         return ended.value.code or 0, said.out, said.err
 
     return called
+
+
+@pytest.fixture(scope="session")
+def postgres():
+    """One server of PostgreSQL for all tests of a session; each test makes databases of its own."""
+    with PostgresServer() as server:
+        yield server

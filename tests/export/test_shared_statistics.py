@@ -15,7 +15,7 @@ from edge_agent.core.errors import BundleDamaged
 from edge_agent.data import Samples
 from edge_agent.methods import Update
 from edge_agent.methods.afl import statistics, unpack
-from edge_agent.personal.fitting import FitOptions, fit, heads_to_compare, pulls_too_much, shared_statistics
+from edge_agent.personal.fitting import FitOptions, fit, has_high_leverage, heads_to_compare, shared_statistics
 from edge_agent.training.parts import to_arrays
 from edge_agent.wire.tensors import decode, encode
 from export import BundleOptions, Calibration, TrainedEncoder, build_bundle, synthetic_inputs
@@ -128,9 +128,9 @@ def test_heads_that_know_a_devices_own_samples_are_not_compared_on_them(exported
 
 
 @pytest.mark.parametrize("own, clients, known", [(60, 4, True), (60, 90, True), (60, 91, False), (5440, 0, False)])
-def test_a_sample_pulls_by_features_over_samples(own, clients, known):
+def test_leverage_is_features_over_samples(own, clients, known):
     """544 features: a tenth of that is reached with 5,440 samples, which 60 samples have with 90.7 clients."""
-    assert pulls_too_much(own, clients, 544) is known
+    assert has_high_leverage(own, clients, 544) is known
 
 
 def test_a_bundle_without_statistics_offers_no_such_head(exported, tmp_path, task):

@@ -13,7 +13,7 @@ MODULE = "edge_agent.wire.messages"
 KINDS = ("job", "receipt")
 FIELD = """\
     colour: str = Field(
-        default_factory=lambda: "red", description="of version 4", json_schema_extra={"since": 4}
+        default_factory=lambda: "red", description="of version 5", json_schema_extra={"since": 5}
     )
 """
 
@@ -33,8 +33,8 @@ class _Finder(MetaPathFinder):
 
 def changed(source):
     """The module of messages as its next version may look."""
-    assert source.count("\nPROTOCOL = 3\n") == 1
-    source = source.replace("\nPROTOCOL = 3\n", "\nPROTOCOL = 4\n")
+    assert source.count("\nPROTOCOL = 4\n") == 1
+    source = source.replace("\nPROTOCOL = 4\n", "\nPROTOCOL = 5\n")
     for kind in KINDS:
         line = f'    type: Literal["{kind}"] = "{kind}"\n'
         assert source.count(line) == 1
@@ -47,5 +47,5 @@ if __name__ == "__main__":
     from coordinator.cli import main
     from edge_agent.wire.messages import down, fields
 
-    assert (fields.PROTOCOL, fields.OLDEST_PROTOCOL, "colour" in down.Job.model_fields) == (4, 3, True)
+    assert (fields.PROTOCOL, fields.OLDEST_PROTOCOL, "colour" in down.Job.model_fields) == (5, 3, True)
     main()

@@ -267,8 +267,12 @@ def protocol_page() -> str:
         ),
         (topics.up("AGENT"), "agent", "control messages"),
         (topics.up_chunks("AGENT"), "agent", "chunks"),
+        (topics.up("AGENT", "2-of-4"), "agent", "`update`, where a job names this partition"),
+        (topics.up_chunks("AGENT", "2-of-4"), "agent", "chunks of that update"),
         (topics.presence("AGENT"), "agent or broker", "online and offline (retained, and the last will)"),
         (topics.heartbeat("AGENT"), "agent", "heartbeats"),
+        (topics.aggregators_down, "coordinator", "messages to aggregators, which agents cannot read"),
+        (topics.aggregators_up, "aggregator", "messages to the coordinator"),
     ]
     every = {**vars(up), **vars(down)}
     kinds = [kind for kind in every.values() if inspect.isclass(kind) and issubclass(kind, Control)]

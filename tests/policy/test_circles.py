@@ -23,20 +23,23 @@ ORDER = (
     {"api", "research"},
     {"simulation"},
     {"service"},
-    {"hosted"},
-    {"runs"},
+    {"hosted", "blobs"},
+    {"runs", "capacity"},
+    {"aggregators"},
     {"rounds"},
     {"fleet", "report", "identity"},
     {"broker"},
     {"state", "processes"},
     {"views"},
+    {"config"},
     {"journal"},
-    {"config", "shadowed", "text"},
+    {"shadowed", "text"},
 )
 """Folders and root modules of ``coordinator``, the upper ones first; each imports only lower ones.
 
 ``hosted`` is above ``runs`` because its work beside the rounds (warm start, proxy) implements hooks of a run, and
-``report`` is below because a run writes its page at the end; it reads nothing but the run's folder.
+``report`` is below because a run writes its page at the end; it reads nothing but the run's folder. ``config`` asks
+``journal`` which stores a URL may name.
 """
 
 Graph = Mapping[str, set[str]]

@@ -45,6 +45,11 @@ REMOVALS = {
     ("edge_agent.core.own_folders", "_remove_below", "os.rmdir"): (
         "below the opened folder, by descriptors; no other mount"
     ),
+    ("coordinator.rounds.server_side", "OwnFunctions.next_state", "remove_folder"): "answers, by their mark",
+    ("coordinator.aggregators.open_round", "write_round", ".unlink"): "files of earlier rounds, by their names",
+    ("coordinator.aggregators.posts", "AggregatorPosts._remove_partial", ".rmdir"): "empty folders of uploads",
+    ("coordinator.aggregators.requests", "PassFiles.remove", ".unlink"): "a request and its answer, by their number",
+    ("coordinator.aggregators.requests", "PassFiles.remove_all", ".unlink"): "requests and answers, by their names",
     ("edge_agent.run_folder.layout", "remove_ended_runs", "remove_folder"): "folders of runs, by their mark",
     ("edge_agent.run_folder.layout", "remove_all_runs", "remove_folder"): "folders of runs, by their mark",
     ("edge_agent.agent.release_record", "clean", "remove_folder"): "the folder of a candidate, by its mark",
@@ -65,6 +70,11 @@ REMOVALS = {
     ("coordinator.rounds.server_side", "OwnFunctions._answers", "remove_folder"): "answers of one call, by their mark",
     ("coordinator.state.backup", "back_up", "remove_folder"): "links of one backup in the state folder, by their mark",
     ("coordinator.state.backup", "_pin", "remove_folder"): "links of one backup in the state folder, by their mark",
+    (
+        "coordinator.blobs.object_store",
+        "ServedFolder.remove",
+        ".unlink",
+    ): "a file that this program has put there, named by a SHA-256",
     # --- empty folders
     ("edge_agent.core.storage", "check_writable", ".rmdir"): (
         "only folders that this call has made; rmdir takes empty ones"
@@ -74,6 +84,11 @@ REMOVALS = {
         "_put_back_on_error",
         ".rmdir",
     ): "only the folder that this call has made; rmdir takes empty ones",
+    (
+        "coordinator.state.journal_location",
+        "_begin",
+        ".replace",
+    ): "the folder's own journal, after all of its entries are in the database",
     ("coordinator.state.store", "BlobStore.sweep", ".rmdir"): "empty folders of uploads in the state folder",
     # --- temporary folders and files
     ("edge_agent.heads.svm", "_fit_in_child", "tempfile.TemporaryDirectory"): CHILD_FILES,
@@ -142,7 +157,7 @@ REMOVALS = {
         "_remove_file",
         ".unlink",
     ): "blobs of the cache, by whole names of 64 hexadecimal digits",
-    ("coordinator.fleet.uploads", "Collector.close", ".unlink"): "partial uploads in the blob store, by whole names",
+    ("coordinator.fleet.uploads", "remove_partial", ".unlink"): "partial uploads in the blob store, by whole names",
     ("coordinator.fleet.uploads", "Collector._finish", ".unlink"): "the upload that has just arrived and is rejected",
     ("coordinator.fleet.uploads", "Collector._on_judged", ".unlink"): "the upload that has arrived and is rejected",
     ("coordinator.fleet.uploads", "Collector._accept", ".replace"): "the upload becomes the blob of its SHA-256",
@@ -186,6 +201,11 @@ REMOVALS = {
         "_put_back_on_error",
         ".unlink",
     ): "the configuration that this call has made, where the rest failed",
+    (
+        "coordinator.hosted.spread",
+        "other_processes",
+        ".unlink",
+    ): "the file at which processes meet, named by this one's id",
     ("coordinator.hosted.run_hooks", "OwnDataHooks.after_round", ".unlink"): STATE_FILE,
     ("coordinator.hosted.run_hooks", "OwnDataHooks._warm", ".unlink"): STATE_FILE,
     ("coordinator.hosted.run_hooks", "_remove", ".unlink"): "states that wait for an evaluation, by whole names",

@@ -141,8 +141,15 @@ def test_the_device_command_line_is_imported_by_itself_alone(sources):
     assert wrong == []
 
 
-OPENING = {"coordinator.state.store", "coordinator.state.backup", "coordinator.service.standby"}
-"""Who opens the file of a journal, and so knows that it is one of SQLite; all others know the contract."""
+OPENING = {
+    "coordinator.state.journal_location",
+    "coordinator.state.backup",
+    "coordinator.service.standby",
+    "coordinator.journal.postgres",
+}
+"""Who opens the file of a journal, and so knows that it is one of SQLite; all others know the contract.
+
+A journal in a database is copied to such a file."""
 
 
 def test_which_database_the_journal_is_in_is_known_where_it_is_opened_alone(sources):

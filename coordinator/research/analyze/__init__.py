@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING, Any
 
 from edge_agent.core.errors import UsageError, nearest
 
+from ...state.journal_location import has_journal
 from .settings import Location, Settings
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def find(location: Location, settings: Settings) -> AnalysisTarget:
 
         return SimulationTarget.at(simulation, location.data)
     # 2. A state folder, or the folder of one of its runs.
-    if (path / "journal.db").is_file():
+    if has_journal(path):
         return RunTarget.at(path, None, location, settings)
     if _is_folder_of_run(path):
         return RunTarget.at(path.parent.parent, path.name, location, settings)
@@ -89,7 +90,7 @@ def _simulation_at(path: Path) -> Path | None:
     """Return the folder of the simulation at a path, or around the folder of its run; None where there is none."""
     if (path / "simulation.json").is_file():
         return path
-    if _is_folder_of_run(path) and not (path / "journal.db").is_file():
+    if _is_folder_of_run(path) and not has_journal(path):
         folder = path.parent.parent
         if (folder / "simulation.json").is_file():
             return folder
@@ -98,7 +99,7 @@ def _simulation_at(path: Path) -> Path | None:
 
 def _is_folder_of_run(path: Path) -> bool:
     """Return whether a path is STATE/runs/RUN of a state folder."""
-    return path.parent.name == "runs" and (path.parent.parent / "journal.db").is_file()
+    return path.parent.name == "runs" and has_journal(path.parent.parent)
 
 
 def _what_is_wrong_at(path: Path) -> str:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sqlite3
 import threading
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,7 +32,7 @@ from ...state.status_file import BrokerTraffic, read_status
 from ...state.store import StateFolder
 from ...views.runs import replay
 from .fleet_agents import AgentLink, FleetAgent, Models, Timers
-from .measuring import FleetPlan, Row, Usage, module, usage, wait_for
+from .measuring import FleetPlan, Measured, Row, Usage, module, usage, wait_for
 from .rounds import FEDERATION, PROGRAMS, RUN_LIMIT_S, START_LIMIT_S, broker, round_seconds
 from .workloads import NOOP, register
 
@@ -42,6 +43,10 @@ ROUNDS = "a message of the rounds"
 
 STATUS_S = 2.0
 """Seconds after which ``status.json`` shows what has happened."""
+
+
+WELCOME_LIMIT_S = 0.06
+"""Seconds for each agent in which all have to be welcomed: ten times what a busy machine of two cores takes."""
 
 
 def pause(seconds: float) -> None:
@@ -69,6 +74,62 @@ class Moved:
         return Moved(self.published - before.published, self.models - before.models, self.received - before.received)
 
 
+@dataclass(frozen=True)
+class Spent:
+    """What the coordinator and the broker of a fleet have used so far, or between two moments.
+
+    Attributes:
+        messages: Messages that the coordinator has received.
+        cpu_s: CPU seconds of the coordinator.
+        broker_cpu_s: CPU seconds of the broker; 0 in memory.
+        received_bytes: Bytes that the coordinator has received.
+        seconds: Seconds of the clock.
+    """
+
+    messages: int = 0
+    cpu_s: float = 0.0
+    broker_cpu_s: float = 0.0
+    received_bytes: int = 0
+    seconds: float = 0.0
+
+    def since(self, before: Spent) -> Spent:
+        """Return what has been used since then."""
+        return Spent(
+            self.messages - before.messages,
+            self.cpu_s - before.cpu_s,
+            self.broker_cpu_s - before.broker_cpu_s,
+            self.received_bytes - before.received_bytes,
+            self.seconds - before.seconds,
+        )
+
+    @property
+    def message_us(self) -> float:
+        """CPU of the coordinator divided by its messages, in microseconds."""
+        return 1e6 * self.cpu_s / max(1, self.messages)
+
+
+@dataclass(frozen=True)
+class JournalSize:
+    """The size of a journal.
+
+    Attributes:
+        rows: Its entries.
+        size_bytes: Its bytes on disk, without the space that SQLite's log takes beside it.
+    """
+
+    rows: int = 0
+    size_bytes: int = 0
+
+    @classmethod
+    def of_folder(cls, folder: Path) -> JournalSize:
+        """Return the size of the journal in a state folder, which a coordinator may be writing to."""
+        with contextlib.closing(sqlite3.connect(f"{(folder / 'journal.db').as_uri()}?mode=ro", uri=True)) as journal:
+            (pages,) = journal.execute("PRAGMA page_count").fetchone()
+            (page_bytes,) = journal.execute("PRAGMA page_size").fetchone()
+        with StateFolder(folder).look() as state:
+            return cls(state.journal.last_id(), pages * page_bytes)
+
+
 @dataclass
 class FleetFigures:
     """The figures that were measured of a fleet."""
@@ -87,8 +148,23 @@ class FleetFigures:
 
     updates: int = 0
     usage: Usage | None = None
+    aggregators: list[Usage] = field(default_factory=list)
+    """What each aggregator has used, with the CPU of the rounds alone."""
+
+    dropped: int | None = None
+    """Messages that the coordinator's transport has dropped; None in memory, where there is none."""
+
     welcome_s: list[float] = field(default_factory=list)
     """Seconds from hello to welcome of one agent during a flood."""
+
+    phases: dict[str, Spent] = field(default_factory=dict)
+    """Phase -> what was used in it."""
+
+    broker_usage: Usage | None = None
+    """What the broker has used at the end of the rounds; None in memory."""
+
+    journal: JournalSize = JournalSize()
+    """The journal at the end of the rounds."""
 
     def rows(self) -> list[Row]:
         """Return the figures in the order of the table."""
@@ -105,11 +181,14 @@ class FleetFigures:
         rows += [
             Row("updates aggregated", self.updates, ""),
             Row("CPU for each update", self._update_ms, "ms"),
+            *self._of_aggregators(),
             Row("models published / needed", models_mb / (rounds + 1) / payload_mb, ""),
             Row("other messages for each agent and round", 1e3 * (published_mb - models_mb) / downloads, "kB"),
             Row("received by agents / needed", received_mb / downloads / payload_mb, ""),
         ]
         # 3. What only some measurements have.
+        if self.dropped is not None:
+            rows.append(Row("messages dropped by the coordinator", self.dropped, ""))
         if self.welcome_s:
             rows += [
                 Row("hello to welcome in a flood, median", median(self.welcome_s), "s"),
@@ -118,6 +197,17 @@ class FleetFigures:
         if self.usage is not None:
             rows += [Row("coordinator now", self.usage.rss_mb, "MB"), Row("coordinator peak", self.usage.peak_mb, "MB")]
         return rows
+
+    def _of_aggregators(self) -> list[Row]:
+        """Return the rows of the aggregators; none where there are none."""
+        if not self.aggregators:
+            return []
+        each_ms = 1e3 * sum(used.cpu_s for used in self.aggregators) / max(1, self.updates)
+        peak_mb = max(used.peak_mb for used in self.aggregators)
+        return [
+            Row(f"CPU of {len(self.aggregators)} aggregators for each update", each_ms, "ms"),
+            Row("largest aggregator peak", peak_mb, "MB"),
+        ]
 
     @property
     def _update_ms(self) -> float:
@@ -145,6 +235,7 @@ def settings(plan: FleetPlan) -> dict[str, Any]:
         "cohort": {"min_agents": plan.cohort_size, "max_agents": plan.cohort_size},
         "round": {"quorum": 1.0},
         "export": {"after_run": False},
+        "aggregators": {"partitions": plan.aggregators},
     }
 
 
@@ -325,25 +416,26 @@ class MemoryFleet:
 
 @dataclass
 class Phases:
-    """The CPU and the messages of the phases of a measurement; a phase lasts from one call of `end` to the next."""
+    """What was used in each phase of a measurement; a phase lasts from one call of `end` to the next."""
 
-    read: Callable[[], tuple[int, float]]
-    """Returns how many messages the coordinator has received so far, and the CPU seconds that it has used."""
+    read: Callable[[], Spent]
+    """Returns what has been used so far."""
 
-    before: tuple[int, float] = (0, 0.0)
+    before: Spent = Spent()
     """What `read` returned when the phase began."""
 
-    figures: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """Phase -> (number of messages, mean CPU for one in microseconds)."""
+    spent: dict[str, Spent] = field(default_factory=dict)
+    """Phase -> what was used in it."""
 
     def end(self, name: str) -> None:
         """End the phase, under this name, and begin the next one."""
-        messages_before, seconds_before = self.before
-        messages_now, seconds_now = self.read()
-        messages = messages_now - messages_before
-        seconds = seconds_now - seconds_before
-        self.figures[name] = (messages, 1e6 * seconds / max(1, messages))
-        self.before = (messages_now, seconds_now)
+        now = self.read()
+        self.spent[name] = now.since(self.before)
+        self.before = now
+
+    def cpu_us(self) -> dict[str, tuple[int, float]]:
+        """Return for each phase the number of messages, and the mean CPU for one in microseconds."""
+        return {name: (spent.messages, spent.message_us) for name, spent in self.spent.items()}
 
 
 def measure_in_memory(plan: FleetPlan, folder: Path) -> FleetFigures:
@@ -360,7 +452,14 @@ def measure_in_memory(plan: FleetPlan, folder: Path) -> FleetFigures:
         fleet = MemoryFleet(plan, state)
         traffic = fleet.transport.traffic
         agents = fleet.agents.values()
-        phases = Phases(lambda: (traffic.messages_down, sum(fleet.cpu_ns.values()) / 1e9))
+        phases = Phases(
+            lambda: Spent(
+                traffic.messages_down,
+                sum(fleet.cpu_ns.values()) / 1e9,
+                received_bytes=traffic.bytes_down,
+                seconds=fleet.clock(),
+            )
+        )
         # 1. All agents join, then send heartbeats for a while.
         fleet.coordinator.start()
         fleet.until(lambda: all(agent.welcomed for agent in agents), START_LIMIT_S)
@@ -377,11 +476,60 @@ def measure_in_memory(plan: FleetPlan, folder: Path) -> FleetFigures:
         fleet.coordinator.close()
         seconds = round_seconds(state.journal, run)
         updates = len(state.journal.entries(run, ("update_accepted",)))
+        journal = JournalSize.of_folder(state.path)
     kinds = {}
     for kind, count in sorted(fleet.count.items()):
         if kind:
             kinds[kind] = (count, fleet.cpu_ns[kind] / count / 1000)
-    return FleetFigures("memory", plan, seconds, phases.figures | kinds, moved, updates, usage(os.getpid()))
+    return FleetFigures(
+        "memory",
+        plan,
+        seconds,
+        phases.cpu_us() | kinds,
+        moved,
+        updates,
+        usage(os.getpid()),
+        phases=phases.spent,
+        journal=journal,
+    )
+
+
+class AggregatorProcesses:
+    """The aggregators of a measurement, as processes, and what they use."""
+
+    def __init__(self, count: int, config: Path, folder: Path, stack: contextlib.ExitStack) -> None:
+        """Start so many aggregators for a coordinator of this configuration; they end with ``stack``."""
+        self.running: list[Measured] = []
+        for number in range(1, count + 1):
+            command = ["aggregate", "--partition", f"{number}/{count}", "--config", str(config)]
+            process = module(f"aggregator-{number}", command, folder, module="coordinator")
+            self.running.append(stack.enter_context(process))
+        self._before: list[Usage] = []
+
+    def wait_until_they_serve(self, state: Path) -> None:
+        """Return once each partition has an aggregator of its own, by the coordinator's status.
+
+        Raises:
+            MeasuringFailed: An aggregator ended, or nothing happened for a long time.
+        """
+
+        def do_serve() -> bool:
+            holders = {row.aggregator for row in read_status(state).partitions} - {""}
+            return len(holders) == len(self.running)
+
+        wait_for(do_serve, self.running, what="all partitions to be served", limit_s=START_LIMIT_S)
+
+    def begin(self) -> None:
+        """Count CPU from now on."""
+        self._before = [usage(process.pid) for process in self.running]
+
+    def used(self) -> list[Usage]:
+        """Return what each has used since `begin`, and its memory."""
+        result = []
+        for process, before in zip(self.running, self._before, strict=True):
+            after = usage(process.pid)
+            result.append(replace(after, cpu_s=after.cpu_s - before.cpu_s))
+        return result
 
 
 def measure(plan: FleetPlan, folder: Path) -> FleetFigures:
@@ -401,6 +549,7 @@ def measure(plan: FleetPlan, folder: Path) -> FleetFigures:
         arguments = ["coordinator", "--config", config]
         coordinator = stack.enter_context(module("coordinator", arguments, folder, module=PROGRAMS))
         coordinator.answer()
+        aggregators = AggregatorProcesses(plan.aggregators, config, folder, stack)
         to_agents = [address.host, address.port, plan.agents, FEDERATION]
         fleet = stack.enter_context(module("fleet", to_agents, folder, module=f"{__package__}.fleet_mqtt"))
 
@@ -411,24 +560,37 @@ def measure(plan: FleetPlan, folder: Path) -> FleetFigures:
         def traffic() -> BrokerTraffic:
             return read_status(state_path).traffic
 
+        def spent() -> Spent:
+            counts = traffic()
+            return Spent(
+                messages=counts.messages_received,
+                cpu_s=usage(coordinator.pid).cpu_s,
+                broker_cpu_s=usage(running.pid or 0).cpu_s,
+                received_bytes=counts.bytes_received,
+                seconds=time.monotonic(),
+            )
+
         def moved() -> Moved:
             received = ask_fleet()["received_bytes"]
             counts = traffic()
             return Moved(counts.bytes_published, counts.blob_bytes_published, received)
 
         def until(condition: Callable[[], bool], what: str, limit_s: float) -> None:
-            wait_for(condition, [coordinator, fleet], what=what, limit_s=limit_s, every_s=1.0)
+            wait_for(condition, [coordinator, fleet, *aggregators.running], what=what, limit_s=limit_s, every_s=1.0)
             pause(STATUS_S)
 
         # 1. All agents join, then send heartbeats for a while. The CPU of the start itself is in no figure.
-        phases = Phases(lambda: (traffic().messages_received, usage(coordinator.pid).cpu_s))
+        phases = Phases(spent)
+        aggregators.wait_until_they_serve(state_path)
         phases.end(JOINING)
-        until(lambda: ask_fleet()["welcomed"] == plan.agents, f"{plan.agents} welcomes", START_LIMIT_S)
+        joining_s = START_LIMIT_S + WELCOME_LIMIT_S * plan.agents
+        until(lambda: ask_fleet()["welcomed"] == plan.agents, f"{plan.agents} welcomes", joining_s)
         phases.end(JOINING)
         pause(plan.idle_s)
         phases.end(IDLE)
         # 2. A run from its request to its end.
         before = moved()
+        aggregators.begin()
         with StateFolder(state_path).look() as state:
             run = state.journal.request_run(request_for(plan).to_fact())
             ends = ("run_finished", "run_failed", "run_cancelled")
@@ -438,8 +600,26 @@ def measure(plan: FleetPlan, folder: Path) -> FleetFigures:
             seconds = round_seconds(state.journal, run)
             updates = len(state.journal.entries(run, ("update_accepted",)))
         used = usage(coordinator.pid)
+        of_aggregators = aggregators.used()
+        dropped = traffic().dropped
+        broker_usage = usage(running.pid or 0)
+        journal = JournalSize.of_folder(state_path)
         # 3. A flood, whose CPU is in no figure.
         welcome_s = []
         if plan.flood != "none":
             welcome_s = ask_fleet(plan.flood)["welcome_s"]
-    return FleetFigures(plan.transport, plan, seconds, phases.figures, moved_in_rounds, updates, used, welcome_s)
+    return FleetFigures(
+        plan.transport,
+        plan,
+        seconds,
+        phases.cpu_us(),
+        moved_in_rounds,
+        updates,
+        used,
+        aggregators=of_aggregators,
+        dropped=dropped,
+        welcome_s=welcome_s,
+        phases=phases.spent,
+        broker_usage=broker_usage,
+        journal=journal,
+    )

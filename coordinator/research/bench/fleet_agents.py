@@ -182,7 +182,7 @@ class FleetAgent:
         if not self.welcomed:
             self.hello()
         elif self._manifest is not None and silent_s >= self._again_s:
-            self._send(self._manifest, "manifest again")
+            self._offer("manifest again")
         elif self._ref is not None and silent_s >= AGAIN_S:
             self._want("want again")
         elif now - self._beat_at >= heartbeat_s:
@@ -324,7 +324,17 @@ class FleetAgent:
         self._manifest = up.UpdateManifest(run=job.run, round=job.round, blob=blob.ref, samples=1)
         self._again_s = AGAIN_S
         self._stop_sending()
-        self._send(self._manifest, "manifest")
+        self._offer("manifest")
+
+    def _offer(self, kind: str) -> None:
+        """Announce the update to whom the job names; ``kind`` is that of the message, for the figures."""
+        if self._manifest is not None:
+            self._send(self._manifest, kind, self._topics.up(self.id, self._partition))
+
+    @property
+    def _partition(self) -> str:
+        """The partition whose aggregator takes the update; empty: the coordinator takes it."""
+        return "" if self._job is None else self._job.partition
 
     def _on_grant(self, message: down.Grant) -> None:
         """Send the chunks of the update that the coordinator is ready for."""
@@ -357,7 +367,7 @@ class FleetAgent:
         self._sending.lacks(missing, now)
         for frame in self._sending.due(now):
             kind = "last chunk" if self._sending.is_over else "chunk"
-            self._publish(self._topics.up_chunks(self.id), frame, kind)
+            self._publish(self._topics.up_chunks(self.id, self._partition), frame, kind)
 
     def _stop_sending(self) -> None:
         if self._sending is not None:
@@ -410,6 +420,11 @@ class Timers:
         self._heap = [(agent.due_at, number) for number, agent in enumerate(agents)]
         self._agents = agents
         heapq.heapify(self._heap)
+
+    def add(self, agent: FleetAgent) -> None:
+        """Call this agent, too, when it is due."""
+        heapq.heappush(self._heap, (agent.due_at, len(self._agents)))
+        self._agents.append(agent)
 
     def run(self, now: float) -> int:
         """Call `FleetAgent.tick` of all agents that are due, and return how many there were."""

@@ -84,6 +84,9 @@ class FleetPlan(Frozen):
     transport: Literal["memory", "mosquitto", "amqtt"] = Field(
         "memory", description="memory (CPU by kind of message), mosquitto or amqtt"
     )
+    aggregators: int = Field(
+        0, ge=0, le=64, description="over a broker: so many aggregators take and sum the updates; 0 = the coordinator"
+    )
     flood: Literal["none", "junk", "hello", "update"] = Field(
         "none", description="over a broker, at the end: 5,000 such messages a second from one agent, for 10 s"
     )
@@ -101,6 +104,15 @@ class FleetPlan(Frozen):
             UsageError: The setting is not a size, or of a model that cannot be sent.
         """
         return size_bytes(self.payload)
+
+
+class CostPlan(Frozen):
+    """The settings of ``bench costs``, which measures what ``headwater plan`` computes with."""
+
+    largest: int = Field(10_000, ge=1000, le=100_000, description="fleets with more agents are not measured")
+    idle_s: int = Field(60, ge=10, le=3600, description="seconds of heartbeats alone, for each fleet")
+    repeats: int = Field(1, ge=1, le=10, description="measurements of each fleet")
+    transport: Literal["mosquitto", "amqtt"] = Field("mosquitto", description="broker that is measured")
 
 
 class SimulationSize(Frozen):

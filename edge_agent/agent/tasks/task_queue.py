@@ -25,13 +25,14 @@ from ...core.errors import (
     UsageError,
 )
 from ...core.task import Tensors
+from ...core.time_and_text import utc_text
 from ...run_folder.receipts import note_receipt
 from ...wire.messages import down, fields, up
 from ...wire.messages.down import job_key
 from ...wire.messages.fields import JobKey
 from ..health import Condition, Kind
 from ..local_state import make_room
-from ..release_record import START_GRACE_S, WaitFile, Waiting, utc_text
+from ..release_record import START_GRACE_S, WaitFile, Waiting
 from ..transfers import Downloads, Link, Uploads
 from .runner import TaskRunner
 from .table import TASKS
@@ -124,7 +125,7 @@ class TaskQueue:
         self._closes_at = self._downloads.clock() + job.deadline_s
         if self._uploads.holds(key):
             if self._tasks.outbox.is_as_asked(job.privacy):
-                self._uploads.offer_again()
+                self._uploads.offer_to(job.partition)
                 return
             self._uploads.drop(key)  # another noise is asked for now
         error = self._cannot_hold(job.refs)
@@ -503,8 +504,8 @@ class TaskQueue:
         if isinstance(result, up.Report):
             self.last_report = result
             self._link.send(result)
-        elif is_wanted:
-            self._uploads.offer(result)
+        elif is_wanted and self.job is not None:
+            self._uploads.offer(result, self.job.partition)
 
     def _handle_failure(self, job: down.Job, error: BaseException, *, is_wanted: bool) -> bool:
         """Repair or report what ended a job early.

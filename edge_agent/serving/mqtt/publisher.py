@@ -14,10 +14,10 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
 from typing import Any
 
 from ...core.errors import BrokerAway, MessageError
+from ...core.time_and_text import utc_text
 from ...data.pictures import image_type
 from ...heads.saved import SavedNumeric
 from ...wire.transport import Connected, Disconnected, Message, Transport, Will, WillOf
@@ -280,7 +280,7 @@ def remove_device(transport: Transport, topics: AnswerTopics, limit_s: float, cl
 def state_message(state: State) -> dict[str, Any]:
     """Return the message that describes the state, as a JSON object."""
     answer = state.answer
-    since = datetime.fromtimestamp(state.since, timezone.utc).isoformat(timespec="seconds")
+    since = utc_text(state.since)
     if isinstance(answer, ClassAnswer):
         label = UNKNOWN if answer.is_unknown else answer.label
         content: dict[str, Any] = {"class": label, "probability": round(100 * answer.probability, 2)}

@@ -2,9 +2,9 @@
 
 The block is found by the order in which modules are defined, which is that of their use in all encoders that ship: the
 last child with a weight of two axes or more, and the layers behind it, such as its batch norm. Plain sequences are
-looked into, and modules around a stack of equal blocks, as transformers have; blocks of a network are not. So it is the
-last residual block of a ResNet, the last of the twelve blocks of a vision transformer, and the last convolution or
-linear layer of a network that is one sequence of layers.
+looked into, and so are modules that hold little but a stack of blocks of one class, as transformers have; blocks
+themselves are not. So it is the last residual block of a ResNet, the last of the twelve blocks of a vision transformer,
+and the last convolution or linear layer of a network that is one sequence of layers.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def last_block(encoder: nn.Module) -> tuple[str, ...]:
 
 
 def _is_around_stack(module: nn.Module) -> bool:
-    """Return whether the matrices of a module are in one plain sequence, which is a stack of blocks of one class.
+    """Return whether all matrices of a module are in one plain sequence of two or more blocks of one class.
 
-    The sequence inside a single block, such as an inverted residual, has layers of several classes.
+    The sequence in a single block, such as an inverted residual, is no such stack: its layers are of several classes.
     """
     with_matrices = [child for child in module.children() if _has_matrix(child)]
     if len(with_matrices) != 1 or type(with_matrices[0]) is not nn.Sequential:

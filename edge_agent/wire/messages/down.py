@@ -17,6 +17,7 @@ from edge_agent.wire.messages.fields import (
     MAX_CREDITS,
     MAX_HEARTBEAT_S,
     MAX_TASK_BYTES,
+    MAX_URLS,
     MAX_WAIT_S,
     SHA256,
     Base64,
@@ -26,6 +27,7 @@ from edge_agent.wire.messages.fields import (
     Epoch,
     JobKey,
     Name,
+    Partition,
     Purpose,
     Ranges,
     RoundNumber,
@@ -33,6 +35,7 @@ from edge_agent.wire.messages.fields import (
     Session,
     Start,
     Text,
+    Url,
 )
 from edge_agent.wire.messages.up import UpdateManifest
 
@@ -132,6 +135,11 @@ class Job(Command):
     evaluate: bool = True
     privacy: Noise | None = Field(None, description="clipping and noise of the update; None: as the device's file says")
     session: Session = Field("", description="attempt at a secure sum that the job is part of; empty: none")
+    partition: Partition = Field(
+        "",
+        description="whose aggregator takes the update, on topics of its own; empty: the coordinator",
+        json_schema_extra={"since": 4},
+    )
 
     @property
     def refs(self) -> tuple[BlobRef, ...]:
@@ -203,6 +211,18 @@ class Listen(Command):
     type: Literal["listen"] = "listen"
     digest: Digest
     broadcast: bool
+
+
+class Located(Command):
+    """The answer to a `Want`: fetch the missing bytes by HTTP range requests from one of these URLs.
+
+    Only agents whose hello says that they fetch blobs by HTTP get it. The URLs are short-lived, and the bytes count
+    only where the blob's SHA-256 is right. An agent that cannot use them asks for chunks, see ``Want.by_chunks``.
+    """
+
+    type: Literal["located"] = "located"
+    digest: Digest
+    urls: tuple[Url, ...] = Field(min_length=1, max_length=MAX_URLS, description="in the order to try them")
 
 
 class Grant(Command):
@@ -318,6 +338,7 @@ FromCoordinator = (
     | Job
     | Cancel
     | Listen
+    | Located
     | Grant
     | Queued
     | Ack

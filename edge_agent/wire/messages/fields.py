@@ -79,7 +79,7 @@ def metrics_of(log: Mapping[str, float]) -> dict[str, float | None]:
     return {name: value if math.isfinite(value) else None for name, value in log.items()}
 
 
-PROTOCOL = 3
+PROTOCOL = 4
 """The newest version of the protocol that this side speaks."""
 
 OLDEST_PROTOCOL = 3
@@ -88,6 +88,9 @@ OLDEST_PROTOCOL = 3
 A coordinator serves agents of the version before: messages to an agent are of the agent's version. A field that version
 4 adds to a command has a default that means what version 3 did, and is marked ``json_schema_extra={"since": 4}``, so
 that it is left out for an older agent. An agent speaks its own version alone, so coordinators are upgraded first.
+
+What is sent only to a peer that has said that it knows it needs no other version: `Located` goes to agents whose hello
+has the fact `HTTP_BLOBS`, and ``Want.by_chunks`` is an answer to it.
 """
 
 MAX_MESSAGE_BYTES = 48 * 1024
@@ -125,6 +128,15 @@ MAX_ROUND = 2_000_000
 
 MAX_SAMPLES = 1_000_000_000
 """The largest number of samples of a device."""
+
+MAX_URLS = 4
+"""The most URLs of one blob in a message."""
+
+Url = Annotated[str, Field(pattern=r"^https?://[!-~]{1,4000}$")]
+"""A URL of HTTP or HTTPS in printable ASCII."""
+
+HTTP_BLOBS = "http_blobs"
+"""The fact of a hello by which an agent says that it fetches blobs by HTTP."""
 
 Digest = Annotated[str, Field(pattern=SHA256)]
 """The SHA-256 of a blob, in hexadecimal."""
@@ -171,11 +183,19 @@ EXCHANGES: tuple[Purpose, ...] = ("secure_keys", "secure_shares", "secure_unmask
 Session = Annotated[str, Field(pattern=r"^([0-9a-f]{32})?$")]
 """The id of one attempt at a secure sum; empty where there is none."""
 
+Partition = Annotated[str, Field(pattern=r"^([0-9]{1,4}-of-[0-9]{1,4})?$")]
+"""The part of a federation's agents that one aggregator serves, such as ``2-of-4``; empty: no aggregator does."""
+
 RoundNumber = Annotated[int, Field(ge=0, le=MAX_ROUND)]
 """The number of a round."""
 
 Ranges = Annotated[tuple[tuple[int, int], ...], Field(max_length=MAX_RANGES)]
 """Half-open ranges of chunk numbers."""
+
+
+def start_of_partition(boot: str, partition: str) -> str:
+    """Return the start under which an aggregator sends commands for a coordinator whose start is ``boot``."""
+    return f"{boot}-{partition}"
 
 
 class Control(Frozen):

@@ -414,6 +414,8 @@ def test_mosquitto_rules_say_the_same():
         "pattern write fl/1/home/a/%u/ub",
         "pattern write fl/1/home/s/%u",
         "pattern write fl/1/home/h/%u",
+        "pattern write fl/1/home/p/+/%u/up",
+        "pattern write fl/1/home/p/+/%u/ub",
         "pattern read fl/1/home/a/%u/dn",
         "pattern read fl/1/home/a/%u/db",
         "pattern read fl/1/home/b/+",

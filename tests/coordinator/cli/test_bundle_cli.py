@@ -129,7 +129,7 @@ def test_neither_the_network_nor_a_device_is_replaced(call, tmp_path):
     content = network.read_bytes()
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    for out, message in ((network, "is the network itself"), (pipe, "is a device, socket or pipe")):
+    for out, message in ((network, "is the file of the network itself"), (pipe, "is a device, socket or pipe")):
         code, _, err = call("bundle", network, "--out", out)
         assert code == 2
         assert message in err

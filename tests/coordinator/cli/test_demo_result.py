@@ -56,7 +56,7 @@ def test_the_text_says_what_noise_is_and_names_programs_that_a_shell_finds(tmp_p
     monkeypatch.setenv("PATH", os.defpath)  # the environment of the tests may be activated
     bundle = tmp_path / "a folder" / "b.hwb"
     summary = RunSummary.from_json({**SUMMARY, "bundle": {"bundle_id": "0" * 64, "path": str(bundle)}})
-    text = "\n".join(demo._reading(summary, {}, "All of it took 70 s."))
+    text = "\n".join(demo._describe_results(summary, {}, "All of it took 70 s."))
     assert "As good as alone: the difference of 3 devices is within the noise of 300 held-out samples" in text
     commands = [shlex.split(line) for line in text.splitlines() if line.startswith("  ")]
     assert [command for words in commands for command in ("fit", "evaluate", "serve") if command in words] == [
@@ -74,14 +74,15 @@ def test_the_text_says_what_noise_is_and_names_programs_that_a_shell_finds(tmp_p
     "starter, said",
     [
         (0.80, "Training together helps them by more than noise"),
-        (0.89, "Of the first two the difference is within noise"),
+        (0.89, "The first two differ within noise"),
         (0.99, "Training together harms them by more than noise"),
     ],
 )
 def test_what_training_together_adds_to_the_starter_encoder_is_said(starter, said):
     """Both new devices: 0.883 and 0.907 of 300 samples, 0.895 in the mean, against the same on the starter."""
     summary = RunSummary.from_json(SUMMARY)
-    text = "\n".join(demo._reading(summary, {"head-a": starter, "head-b": starter}, "All of it took 70 s."))
+    on_starter = {"head-a": starter, "head-b": starter}
+    text = "\n".join(demo._describe_results(summary, on_starter, "All of it took 70 s."))
     mean = "get 0.895 with a personal head on the shared encoder"
     assert f"{mean}, {starter:.3f} with one on the starter encoder before anybody trained it, 0.791 with" in text
     assert said in text
@@ -89,7 +90,7 @@ def test_what_training_together_adds_to_the_starter_encoder_is_said(starter, sai
 
 def test_a_device_without_a_figure_is_not_in_the_mean():
     summary = RunSummary.from_json(SUMMARY)
-    text = "\n".join(demo._reading(summary, {"head-b": 0.9, "train-d": 0.9}, ""))
+    text = "\n".join(demo._describe_results(summary, {"head-b": 0.9, "train-d": 0.9}, ""))
     assert "The 1 new devices" not in text
     assert "The new device, without torch, gets 0.907" in text
 

@@ -216,7 +216,7 @@ def test_a_network_that_cannot_be_trained_here_is_refused(configured, tmp_path):
     task = EncoderTask(input=ImageInput(channels=3, height=224, width=224), encoder="theirs")
     start = Start("theirs.hwb", tmp_path / "theirs.hwb", task)
     with pytest.raises(UsageError, match="its network 'theirs' cannot be trained here"):
-        start.configured(load_config(configured(), None))
+        start.configure(load_config(configured(), None))
     with pytest.raises(UsageError, match="its network 'theirs' cannot be trained here"):
         start.options({})
 
@@ -230,7 +230,7 @@ def test_parameters_and_normalization_that_give_way_are_named(configured, tmp_pa
     )
     start = Start("theirs.hwb", tmp_path / "theirs.hwb", task)
     assert start.differences(own) == "encoder parameters {'width': 3} (not {}), mean (0.25,) (not (0.5,))"
-    assert start.configured(load_config(configured(), None)).task.encoder_params == {"width": 3}
+    assert start.configure(load_config(configured(), None)).task.encoder_params == {"width": 3}
 
 
 def test_the_configuration_stays_as_it_is(call, configured):

@@ -135,7 +135,7 @@ def test_a_forged_message_of_another_protocol_ends_nobody_and_costs_nothing(fed,
     fed.mallory.raw(json.dumps(raw).encode(), fed.topics.down("a0"))
     fed.mallory.raw(b'{"v":3}', fed.topics.announce)
     fed.settle()
-    assert "speaks protocol 3..3: peer speaks protocol" in caplog.text
+    assert "speaks protocol 3..4: peer speaks protocol" in caplog.text
     assert upgrade in caplog.text
     fed.wait(4)
     for agent in fed.agents.values():

@@ -10,12 +10,12 @@ import torch
 
 from coordinator.cli.run import request_for
 from coordinator.config import CoordinatorConfig, ProxyConfig, WarmStartConfig
-from coordinator.hosted import transport
 from coordinator.hosted.transport import HostedTransport
 from coordinator.service import preflight
 from coordinator.service.preflight import check_defaults, overlaps
 from edge_agent import data
 from edge_agent.client import choose_device
+from edge_agent.core import capabilities
 from edge_agent.core.config import load, parse
 from edge_agent.core.errors import ConfigError
 from edge_agent.data import partition
@@ -146,11 +146,11 @@ def test_auto_takes_the_gpu_where_there_is_one_and_else_the_cpu(monkeypatch):
 
 def test_one_process_serves_a_gpu_and_several_serve_cores(tmp_path, monkeypatch):
     config = configured({"id": "a"}, {"id": "b"}, {"id": "c"}, state=tmp_path)
-    able = transport.capabilities.find()
+    able = capabilities.find()
 
     def processes(accelerators, cores, **changes):
         found = able.model_copy(update={"accelerators": accelerators, "cores": cores})
-        monkeypatch.setattr(transport.capabilities, "find", lambda: found)
+        monkeypatch.setattr(capabilities, "find", lambda: found)
         hosts = HostedTransport.of(config.model_copy(update=changes), lambda: None)
         return [[client.id for client in process.configs] for process in hosts.processes]
 
@@ -158,3 +158,45 @@ def test_one_process_serves_a_gpu_and_several_serve_cores(tmp_path, monkeypatch)
     assert processes((), 2) == [["a", "c"], ["b"]]
     assert processes((), 8) == [["a"], ["b"], ["c"]]
     assert processes((), 8, hosted_processes=2) == [["a", "c"], ["b"]]
+
+
+def placed(*clients, devices, state):
+    """Return (client, device) of each process."""
+    config = configured(*clients, state=state, hosted_devices=list(devices))
+    hosts = HostedTransport.of(config, lambda: None)
+    return [[(client.id, client.training.device) for client in process.configs] for process in hosts.processes]
+
+
+def test_hosted_clients_are_spread_over_the_devices_of_the_configuration(tmp_path):
+    clients = [{"id": name} for name in "abcde"]
+    assert placed(*clients, devices=("cuda:0", "cuda:1"), state=tmp_path) == [
+        [("a", "cuda:0"), ("c", "cuda:0"), ("e", "cuda:0")],
+        [("b", "cuda:1"), ("d", "cuda:1")],
+    ]
+    # A device that is named twice has two processes; one that gets no client has none.
+    assert placed(*clients[:2], devices=("cpu", "cpu", "cpu"), state=tmp_path) == [[("a", "cpu")], [("b", "cpu")]]
+
+
+def test_a_hosted_client_keeps_the_device_that_it_names(tmp_path):
+    clients = [{"id": "a"}, {"id": "b", "device": "cuda:1"}, {"id": "c", "device": "cuda:1"}, {"id": "d"}]
+    assert placed(*clients, devices=("cuda:0", "cuda:1"), state=tmp_path) == [
+        [("a", "cuda:0"), ("d", "cuda:0")],
+        [("b", "cuda:1"), ("c", "cuda:1")],
+    ]
+
+
+def test_devices_that_do_not_fit_the_hosted_clients_are_refused_together(tmp_path):
+    with pytest.raises(ConfigError) as refused:
+        configured({"device": "cuda:2"}, hosted_devices=["cuda:0", "auto"], hosted_processes=2, state=tmp_path)
+    assert "exclude each other" in str(refused.value)
+    assert "name devices" in str(refused.value)
+    assert "hosted client 'h' has device = 'cuda:2'" in str(refused.value)
+
+
+def test_devices_that_this_machine_lacks_are_told_before_a_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    config = configured({}, hosted_devices=["cuda:0", "cuda:1", "cpu"], state=tmp_path)
+    with pytest.raises(ConfigError) as refused:
+        check_defaults(config, None)
+    for device in ("cuda:0", "cuda:1"):
+        assert f"hosted_devices: device = '{device}': this machine has 0 CUDA devices" in str(refused.value)

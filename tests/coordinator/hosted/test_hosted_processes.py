@@ -75,14 +75,14 @@ def processes(folder, **commands):
             process.wait()
 
 
-def coordinator_toml(task, url):
+def coordinator_toml(task, url, clients=("c0", "c1"), placement="hosted_processes = 1"):
     hosted = "".join(
         f'[[hosted]]\nid = "{name}"\ndevice = "cpu"\ndata = {{ source = "{SOURCE}", partition = "sim/{PARTITION}" }}\n'
-        for name in ("c0", "c1")
+        for name in clients
     )
     spec = task.input
     return (
-        f'state = "state"\nhosted_processes = 1\n[broker]\nurl = "{url}"\n[cohort]\nmin_agents = 4\n'
+        f'state = "state"\n{placement}\n[broker]\nurl = "{url}"\n[cohort]\nmin_agents = 4\n'
         "[round]\nquorum = 1.0\n[export]\nafter_run = false\n"
         "[aggregation]\nmax_loss = 1000\n"  # the loss does explode with this step size, also in the simulation
         f'[task]\nclass_names = {json.dumps(task.class_names)}\nencoder = "linear"\nencoder_params.feature_dim = 8\n'
@@ -122,6 +122,31 @@ def test_two_hosted_clients_and_two_agents_over_a_broker_end_in_the_bits_of_the_
     assert [agent["id"] for agent in summary["agents"]] == ["c0", "c1", "c2", "c3"]
 
 
+@pytest.mark.slow
+@pytest.mark.broker
+def test_hosted_clients_spread_over_devices_end_in_the_bits_of_one_process(tmp_path):
+    """Four clients in one process, and in three of one device each, of which two are the same device."""
+    prepared, _ = simulated(tmp_path / "sim")
+    hashes = []
+    for placement, count in (("hosted_processes = 1", 1), ('hosted_devices = ["cpu", "cpu", "cpu"]', 3)):
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        shutil.copytree(tmp_path / "sim", folder / "sim")
+        with EmbeddedBroker() as broker:
+            toml = coordinator_toml(prepared.task, broker.url, ("c0", "c1", "c2", "c3"), placement)
+            (folder / "coordinator.toml").write_text(toml)
+            serve = ("coordinator", "serve", "--config", "coordinator.toml")
+            with processes(folder, serve=serve), StateFolder(folder / "state").look(create=True) as state:
+                asked = Request("fedper", prepared.request().params, 3, 7, prepared.task)
+                run = state.journal.request_run(fact_of("run_requested", asked.body()))
+                over = ("run_finished", "run_failed")
+                words = lambda: "\n".join(path.read_text()[-2000:] for path in folder.rglob("*.log"))  # noqa: B023
+                (end,) = until(lambda: state.journal.entries(run, over), "the run is over", words)  # noqa: B023
+                hashes.append(end.body["encoder_sha256"])
+        assert len(list((folder / "state" / "hosted").glob("process-*.log"))) == count
+    assert hashes[0] == hashes[1]
+
+
 PIPE = """
 import json, socket, struct, sys, threading
 end = socket.socket(fileno=0)
@@ -151,7 +176,7 @@ def test_a_client_at_whose_work_the_process_always_dies_is_given_up(tmp_path, mo
     monkeypatch.setattr(transport, "COMMAND", (sys.executable, "-c", DIES_AT_WORK))
     woken = threading.Event()
     config = AgentConfig(id="h", state=tmp_path / "h", data=DataConfig(source="none:"))
-    hosts = HostedTransport([config], 1, tmp_path, woken.set)
+    hosts = HostedTransport([[config]], tmp_path, woken.set)
     hosts.start()
     try:
         heard = []
@@ -185,7 +210,7 @@ def one_hosted(folder, monkeypatch, script=IS_THERE):
     monkeypatch.setattr(transport, "COMMAND", (sys.executable, "-c", script))
     monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.001)
     config = AgentConfig(id="h", state=folder / "h", data=DataConfig(source="none:"))
-    hosts = HostedTransport([config], 1, folder / "words", lambda: None)
+    hosts = HostedTransport([[config]], folder / "words", lambda: None)
     hosts.start()
     try:
         yield hosts
@@ -259,7 +284,7 @@ def test_a_process_that_does_not_listen_is_not_waited_for(tmp_path, monkeypatch)
     monkeypatch.setattr(transport, "COMMAND", (sys.executable, "-c", "import threading; threading.Event().wait()"))
     monkeypatch.setattr(transport, "MAX_QUEUED_BYTES", 400_000)
     hosts = HostedTransport(
-        [AgentConfig(id="h", state=tmp_path / "h", data=DataConfig(source="none:"))], 1, tmp_path, lambda: None
+        [[AgentConfig(id="h", state=tmp_path / "h", data=DataConfig(source="none:"))]], tmp_path, lambda: None
     )
     hosts.start()
     try:
@@ -289,7 +314,7 @@ def test_a_process_hears_its_configuration_before_what_is_said_to_all_meanwhile(
 
     monkeypatch.setattr(transport, "COMMAND", (sys.executable, "-c", SAYS_WHAT_IT_HEARS_FIRST))
     config = Slow(id="h", state=tmp_path / "h", data=DataConfig(source="none:"))
-    hosts = HostedTransport([config], 1, tmp_path / "words", lambda: None)
+    hosts = HostedTransport([[config]], tmp_path / "words", lambda: None)
     hosts.start()
     try:
         said = until(lambda: hosts.receive(0), "it is there")
@@ -306,7 +331,7 @@ def test_whoever_waits_is_woken_although_it_takes_all_there_is_while_more_comes(
 
     config = AgentConfig(id="h", state=tmp_path / "h", data=DataConfig(source="none:"))
     woken = []
-    hosts = HostedTransport([config], 1, tmp_path, lambda: woken.append(1))
+    hosts = HostedTransport([[config]], tmp_path, lambda: woken.append(1))
     put = hosts._inbox.put_message
     monkeypatch.setattr(hosts._inbox, "put_message", interleaved)
     for number in range(3):
@@ -317,7 +342,7 @@ def test_whoever_waits_is_woken_although_it_takes_all_there_is_while_more_comes(
 def test_whoever_is_woken_already_is_not_woken_for_each_word(tmp_path):
     config = AgentConfig(id="h", state=tmp_path / "h", data=DataConfig(source="none:"))
     woken = []
-    hosts = HostedTransport([config], 1, tmp_path, lambda: woken.append(1))
+    hosts = HostedTransport([[config]], tmp_path, lambda: woken.append(1))
     for number in range(5):
         hosts._deliver(Message("fl/1/home/s/h", bytes([number])))
     assert len(woken) == 1

@@ -38,7 +38,7 @@ def test_classes_of_a_new_configuration_are_named_at_once(fleet, tmp_path):
     assert load_config(fleet.config).task.class_names == ("cat", 'grüner "Apfel"', "dog")
     assert "first: put the size of your inputs into [task]" in " ".join(out.split())
     code, _, err = fleet.call("init", fleet.folder / "other", "--host", "localhost", "--classes", "cat,cat")
-    assert (code, "twice: cat; give each name once" in err, (fleet.folder / "other").exists()) == (2, True, False)
+    assert (code, "given twice: cat; give each name once" in err, (fleet.folder / "other").exists()) == (2, True, False)
     (tmp_path / "names.txt").write_text("fox\n\nhen\n")
     third = tmp_path / "third"
     assert fleet.call("init", third, "--host", "localhost", "--classes", tmp_path / "names.txt")[0] == 0

@@ -20,6 +20,7 @@ from coordinator.journal.entries import (
     UpdateAccepted,
 )
 from coordinator.journal.memory import MemoryJournal
+from coordinator.journal.postgres import PostgresJournal
 from coordinator.journal.sqlite import SqliteJournal
 from coordinator.journal.store import Journal, JournalStore, Progress, follow, make_row, read_row, verify_chain
 from coordinator.views.runs import replay
@@ -106,17 +107,18 @@ class LinesJournal(Journal):
         self.lost += 1
 
 
-@pytest.fixture(params=["sqlite", "memory", "lines"])
+@pytest.fixture(params=["sqlite", "memory", "lines", "postgres"])
 def kind_of_store(request):
     return request.param
 
 
 @pytest.fixture
-def store(kind_of_store, tmp_path):
+def store(kind_of_store, tmp_path, request):
     made = {
         "sqlite": lambda: SqliteJournal(tmp_path / "journal.db").open(),
         "memory": MemoryJournal,
         "lines": lambda: LinesJournal(tmp_path / "journal.jsonl"),
+        "postgres": lambda: PostgresJournal(request.getfixturevalue("postgres").database()).open(),
     }[kind_of_store]()
     yield made
     made.close()
@@ -124,7 +126,7 @@ def store(kind_of_store, tmp_path):
 
 def reopened(kind_of_store, path):
     """The store that `copy_to` has written."""
-    if kind_of_store == "sqlite":
+    if kind_of_store in {"sqlite", "postgres"}:
         return SqliteJournal(path).open(create=False)
     return MemoryJournal.read(path) if kind_of_store == "memory" else LinesJournal(path)
 
@@ -238,21 +240,15 @@ def test_a_copy_has_what_is_durable(store, kind_of_store, tmp_path):
     assert store.verify() == 4
 
 
-def test_what_was_deferred_is_lost_when_the_store_is_closed(kind_of_store, tmp_path):
-    if kind_of_store == "memory":
-        store = MemoryJournal()
-    else:
-        store = SqliteJournal(tmp_path / "j").open() if kind_of_store == "sqlite" else LinesJournal(tmp_path / "j")
+def test_what_was_deferred_is_lost_when_the_store_is_closed(store):
     store.append(UpdateAccepted(), agent="a")
     with store.deferring():
         store.append(UpdateAccepted(), agent="b")
     store.close()
-    if kind_of_store == "sqlite":
-        store.open()
+    store.open()
     assert ids(store.entries()) == [1]
     assert store.append(UpdateAccepted(), agent="c").id == 2
     assert store.verify() == 2
-    store.close()
 
 
 # --- the queries of a coordinator, which every store derived from the contract has ---

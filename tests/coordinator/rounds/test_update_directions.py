@@ -10,7 +10,8 @@ from coordinator.config import AggregationConfig
 from coordinator.journal.entries import RoundClosed
 from coordinator.rounds.aggregation import aggregate, notes
 from coordinator.rounds.bounds import find_bounds
-from coordinator.rounds.directions import Comparison, Direction, outliers
+from coordinator.rounds.directions import Direction, find_directions, outliers
+from coordinator.rounds.passes import Origin, read_here
 from coordinator.rounds.repeats import count_after_round
 from coordinator.rounds.robust import CENTRE, centered_clipping_shares
 from edge_agent import methods
@@ -26,7 +27,8 @@ def sent(client, change, weight=10.0, received=START):
 
 
 def bounds_of(updates, received=START, start=START, repeats=None, **config):
-    return find_bounds(FEDAVG, received, lambda: updates, AggregationConfig(**config), start, repeats or {})
+    finding = find_bounds(Origin(FEDAVG, received, start), lambda: updates, AggregationConfig(**config), repeats or {})
+    return read_here(finding, lambda: updates)
 
 
 def result_of(updates, received=START, start=START, **config):
@@ -102,7 +104,8 @@ def test_cosines_are_those_of_the_sum_of_the_others_and_of_the_way():
     received = {"encoder.w": np.array([0, 3], np.float32)}
     updates = [sent("a", [1, 0], 1, received), sent("b", [0, 1], 9, received), sent("c", [10, 0], 1, received)]
     norms = {"weights": {"a": 1.0, "b": 1.0, "c": 10.0}}
-    directions = Comparison(received, {}, norms, START).directions(lambda: updates)["weights"]
+    finding = find_directions(Origin(FEDAVG, received, START), norms)
+    directions = read_here(finding, lambda: updates)["weights"]
     assert directions["a"].to_others == pytest.approx(0.5**0.5)
     assert directions["b"].to_others == pytest.approx(0)
     assert directions["c"].to_others == pytest.approx(0.5**0.5)

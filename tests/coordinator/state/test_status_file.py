@@ -113,3 +113,13 @@ def test_what_is_spent_of_the_privacy_budget_is_one_line(spent, text):
     assert spent.text == f"differential privacy: {text}"
     assert PrivacySpent.from_body(spent.to_json()) == spent
     assert PrivacySpent.from_body({"epsilon": 1.0}) is None
+
+
+def test_the_status_says_where_blobs_are_fetched_and_what_is_wrong_there():
+    assert Status({}).blobs_by_http == ""
+    assert Status({"blobs": None}).blobs_by_http == ""
+    blobs = {"by": "store", "where": "s3://models/x", "problem": ""}
+    traffic = {"blob_bytes_fetched": 5 << 20}
+    assert Status({"blobs": blobs, "traffic": traffic}).blobs_by_http == "s3://models/x, 5 MiB fetched"
+    refused = {**blobs, "problem": "no rights"}
+    assert Status({"blobs": refused}).blobs_by_http == "s3://models/x, – fetched; blobs go over MQTT: no rights"

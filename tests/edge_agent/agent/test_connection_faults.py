@@ -110,12 +110,12 @@ def test_other_protocol_is_a_fault_while_no_coordinator_answers(fed):
     agent = fed.agents["a0"]
     fed.kill_coordinator()
     agent._begin_alone()
-    refusal = down.Refused(error="ProtocolMismatch", message="coordinator 9 speaks protocol 4..4: upgrade this side")
+    refusal = down.Refused(error="ProtocolMismatch", message="coordinator 9 speaks protocol 5..5: upgrade this side")
     Stranger(fed, "newer").raw(codec.encode(refusal), fed.topics.down("a0"))
     fed.settle()
     found = local(agent)
     assert (found["condition"], found["fault"]["error"]) == ("fault", "ProtocolMismatch")
-    assert "protocol 4..4" in found["fault"]["message"]
+    assert "protocol 5..5" in found["fault"]["message"]
     assert found["fault"]["remedy"] == "upgrade the side that speaks the older protocol"
     fed.start_coordinator()
     fed.wait(5)

@@ -13,7 +13,7 @@ from edge_agent.agent.health import FINAL_S, LEAST_ANSWERS, LONGEST_PAUSE_S, Mis
 from edge_agent.core.errors import ProtocolMismatch
 from edge_agent.wire.messages import codec, down, up
 
-SEVEN_BYTES = b'{"v":4}'
+SEVEN_BYTES = b'{"v":5}'
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def newer_coordinator(fed, *, as_refusal):
     ears.transport.subscribe(fed.topics.up("+"))
     step = fed.step
     rejection = codec.encode(
-        down.Refused(error="ProtocolMismatch", message="coordinator 9 speaks protocol 4..4: upgrade")
+        down.Refused(error="ProtocolMismatch", message="coordinator 9 speaks protocol 5..5: upgrade")
     )
 
     def both():
@@ -96,7 +96,7 @@ def test_an_upgraded_coordinator_is_asked_with_growing_pauses_and_then_given_up(
     assert "speaks another protocol" in waits
     assert "ends when that goes on for 5 minutes" in waits
     fed.wait(40 + LONGEST_PAUSE_S)
-    with pytest.raises(ProtocolMismatch, match=r"agent .* speaks protocol 3\.\.3: .*for more than 5 minutes") as end:
+    with pytest.raises(ProtocolMismatch, match=r"agent .* speaks protocol 3\.\.4: .*for more than 5 minutes") as end:
         agent.raise_if_rejected()
     assert end.value.exit_code == 3
 

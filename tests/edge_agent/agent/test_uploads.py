@@ -134,8 +134,17 @@ class Bench:
         self.said = []
         self.frames = []
         self.outbox = outbox
-        link = SimpleNamespace(send=self.said.append, send_chunk=self.frames.append)
+        self.partitions = []
+        link = SimpleNamespace(send=self._send, send_chunk=self._send_chunk)
         self.uploads = Uploads(outbox, link, lambda: self.now)
+
+    def _send(self, message, partition):
+        self.said.append(message)
+        self.partitions.append(partition)
+
+    def _send_chunk(self, frame, partition):
+        self.frames.append(frame)
+        self.partitions.append(partition)
 
     def sent(self):
         frames = [decode_frame(frame) for frame in self.frames]
@@ -387,8 +396,8 @@ def test_a_job_that_asks_for_another_noise_now_is_done_again(tmp_path):
     downloads = Downloads(BlobCache(tmp_path / "cache", 10**6), link, lambda: 0.0)
     queue = TaskQueue(tasks, downloads, Uploads(outbox, link, lambda: 0.0), InlineWorker(), link)
     queue.on_job(job)
-    link.send.assert_called_once_with(waiting)
+    link.send.assert_called_once_with(waiting, "")
     queue.on_job(job.model_copy(update={"privacy": noise}))
     assert done == [noise]
-    assert link.send.call_args.args == (outbox.get(),)
+    assert link.send.call_args.args == (outbox.get(), "")
     assert outbox.get().samples == 1

@@ -124,3 +124,23 @@ def test_fractional_weights_do_not_depend_on_the_order_either():
     updates = [(weight, {"w": np.float32([weight, 1.0])}) for weight in weights]
     assert weighted_mean(updates)["w"].tobytes() == weighted_mean(reversed(updates))["w"].tobytes()
     assert weighted_mean(updates)["w"][1] == 1.0
+
+
+def test_a_difference_is_added_as_the_difference_itself(addends):
+    (one, weight), (other, _) = addends[:2]
+    direct = ExactSum((SIZE,))
+    direct.add(one.astype(np.float64) - other, weight)
+    total = ExactSum((SIZE,))
+    total.add(one, weight, other)
+    assert total.total().tobytes() == direct.total().tobytes()
+
+
+def test_a_sum_goes_on_where_another_process_has_left_it(addends):
+    first = ExactSum((SIZE,))
+    for array, weight in addends[:150]:
+        first.add(array, weight)
+    total = ExactSum.resumed(first.coarse, first.fine, first.state())
+    for array, weight in addends[150:]:
+        total.add(array, weight)
+    assert total.is_exact
+    assert total.total().tobytes() == summed(addends, range(COUNT)).tobytes()

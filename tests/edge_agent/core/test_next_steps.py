@@ -176,11 +176,22 @@ def test_steps_come_in_the_order_of_the_rules():
     assert len({rule.name for rule in FIT_RULES}) == len(FIT_RULES)
 
 
-@pytest.mark.parametrize("name", [*FROZEN_METHODS, *PERSONAL_METHODS])
-def test_methods_that_are_named_exist_with_their_defaults(name):
-    method = methods.get(name)()
-    is_analytic = method.returned is not None
-    assert is_analytic == (name in FROZEN_METHODS)
+def test_all_methods_that_send_the_encoder_and_get_none_back_are_named():
+    """A new one that is missing in the list would be advised to collect samples for training."""
+    frozen = []
+    for name in methods.names():
+        method = methods.create(name)
+        returned = method.shared if method.returned is None else method.returned
+        if "encoder" in method.shared and "encoder" not in returned:
+            frozen.append(name)
+    assert frozen == sorted(FROZEN_METHODS)
+
+
+@pytest.mark.parametrize("name", PERSONAL_METHODS)
+def test_personal_methods_that_are_named_exist_and_train_the_encoder(name):
+    method = methods.create(name)
+    assert "encoder" in method.shared
+    assert method.returned is None
 
 
 def test_a_blend_is_named_where_none_was_compared():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from edge_agent.core.time_and_text import show_time
+from edge_agent.core.time_and_text import moment_of, show_time, utc_text
 
 
 @pytest.mark.parametrize(
@@ -20,3 +20,8 @@ from edge_agent.core.time_and_text import show_time
 )
 def test_times_are_shown_in_one_form_and_other_texts_as_they_are(text, expected):
     assert show_time(text) == expected
+
+
+def test_a_time_in_seconds_is_written_as_text_in_utc():
+    assert utc_text(0.0) == "1970-01-01T00:00:00+00:00"
+    assert moment_of(utc_text(1_900_000_000.9)).timestamp() == 1_900_000_000

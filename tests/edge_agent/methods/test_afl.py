@@ -12,8 +12,9 @@ import pytest
 from edge_agent import methods
 from edge_agent.core.errors import ConfigError, TrainingFailed
 from edge_agent.core.task import Tensors
+from edge_agent.core.weighted_sum import WeightedSum
 from edge_agent.heads import FitData
-from edge_agent.methods.afl import AFL, GRAM, SHARES, SUMS, mean_on_grid, pack, solve, statistics, unpack
+from edge_agent.methods.afl import AFL, GRAM, SHARES, SUMS, pack, solve, statistics, unpack
 from edge_agent.methods.values import Update
 from edge_agent.privacy.noise import Mechanism
 from edge_agent.privacy.secure_sum import tensors as layout
@@ -162,7 +163,20 @@ def test_the_order_of_clients_changes_no_bit():
     features, labels = cloud(400)
     made = method()
     updates = updates_of(made, features, labels, divided(labels, "dirichlet 0.05"))
-    assert_same_bits(mean_on_grid(updates), mean_on_grid(updates[::-1]))
+    assert_same_bits(made.aggregate({}, updates), made.aggregate({}, updates[::-1]))
+
+
+def test_partial_sums_give_the_bits_of_the_whole():
+    features, labels = cloud(400)
+    made = method()
+    updates = updates_of(made, features, labels, divided(labels, "dirichlet 0.05"))
+    total = WeightedSum()
+    for part in (updates[::2], updates[1::2]):
+        partial = WeightedSum()
+        for update in part:
+            made.fold(partial, update)
+        total.merge(partial)
+    assert_same_bits(made.next_state({}, total), made.aggregate({}, updates))
 
 
 def test_a_secure_sum_gives_the_same_bits():

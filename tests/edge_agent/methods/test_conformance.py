@@ -13,6 +13,7 @@ import torch
 
 from edge_agent import heads, methods
 from edge_agent.core.errors import ConfigError, TrainingFailed
+from edge_agent.core.weighted_sum import WeightedSum
 from edge_agent.methods.base import Method, weighted_mean
 from edge_agent.methods.values import Update
 from edge_agent.training import peft
@@ -23,7 +24,13 @@ every_method = pytest.mark.parametrize("name", methods.names())
 OWN_PACE = {"fedadam"}
 """Methods whose server goes from the old state at its own pace: they rest only where nobody moves."""
 
-MEANS = [name for name in methods.names() if methods.get(name).aggregate is Method.aggregate]
+MEANS = [
+    name
+    for name in methods.names()
+    if (methods.get(name).aggregate, methods.get(name).fold, methods.get(name).next_state)
+    == (Method.aggregate, Method.fold, Method.next_state)
+]
+SUMS = [name for name in methods.names() if methods.create(name).server_step_is_sum()]
 """Methods that do not aggregate in their own way."""
 
 
@@ -161,6 +168,26 @@ def test_the_aggregate_does_not_depend_on_the_order_beyond_rounding(name, federa
     assert forward.keys() == backward.keys()
     for key in forward:
         np.testing.assert_allclose(forward[key], backward[key], rtol=1e-5, atol=1e-6, err_msg=key)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3])
+@pytest.mark.parametrize("name", SUMS)
+def test_sums_of_parts_of_a_round_give_the_bits_of_the_aggregate(name, parts, federation):
+    fed = federation(name)
+    fed.round = 1
+    updates = [fed.update(client) for client in sorted(fed.clients)]
+    total = WeightedSum()
+    for part in range(parts):
+        partial = WeightedSum()
+        for update in updates[part::parts]:
+            fed.method.fold(partial, update)
+        total.merge(WeightedSum.from_tensors(partial.to_tensors()))
+    assert total.is_exact
+    after = fed.method.next_state(dict(fed.state), total)
+    whole = fed.method.aggregate(dict(fed.state), updates)
+    assert after.keys() == whole.keys()
+    for key, array in whole.items():
+        assert np.asarray(after[key]).tobytes() == np.asarray(array).tobytes(), key
 
 
 @pytest.mark.parametrize("name", MEANS)

@@ -71,6 +71,8 @@ FIELDS = {
     "fingerprint": text,
     "precision": st.sampled_from(["", "fp32", "int8"]),
     "answers": starts,
+    "by_chunks": st.booleans(),
+    "urls": st.lists(st.from_regex(r"https?://[!-~]{1,60}", fullmatch=True), min_size=1, max_size=4).map(tuple),
     "question": starts,
     "code": st.sampled_from(["", "data", "bundle-damaged"]),
     "whom": starts,
@@ -135,6 +137,7 @@ FIELDS = {
     "serial": st.from_regex(r"[0-9a-f]{0,40}", fullmatch=True),
     "method_sha256": st.just("") | st.from_regex(r"[0-9a-f]{64}", fullmatch=True),
     "session": st.just("") | st.from_regex(r"[0-9a-f]{32}", fullmatch=True),
+    "partition": st.just("") | st.from_regex(r"[0-9]{1,4}-of-[0-9]{1,4}", fullmatch=True),
     "refused": text,
     "privacy": st.none()
     | st.builds(
@@ -189,27 +192,27 @@ def test_every_message_makes_the_round_trip(kind, parse, data):
     payload = codec.encode(message)
     assert parse(payload) == message
     assert len(payload) <= fields_module.MAX_MESSAGE_BYTES
-    assert (content_of(message)["v"], content_of(message)["type"]) == (3, message.type)
+    assert (content_of(message)["v"], content_of(message)["type"]) == (fields_module.PROTOCOL, message.type)
 
 
 class Later(down.Receipt):
-    """A message of which version 4 has one field more."""
+    """A message of which version 5 has one field more."""
 
-    colour: str = pydantic.Field(default_factory=lambda: "red", json_schema_extra={"since": 4})
+    colour: str = pydantic.Field(default_factory=lambda: "red", json_schema_extra={"since": 5})
 
 
 def test_a_message_to_an_older_side_is_of_its_version():
     receipt = Later(run="r-1", digest=DIGEST, accepted=True)
-    older, newer = (json.loads(codec.unsealed(codec.encode(receipt, protocol))) for protocol in (3, 4))
-    assert (older["v"], newer["v"]) == (3, 4)
+    older, newer = (json.loads(codec.unsealed(codec.encode(receipt, protocol))) for protocol in (4, 5))
+    assert (older["v"], newer["v"]) == (4, 5)
     assert set(newer) - set(older) == {"colour"}
     assert codec.parse_from_coordinator(codec.encode(receipt, 3)).accepted
 
 
 def test_fields_at_their_default_do_not_travel():
-    assert content_of(up.Heartbeat()) == {"v": 3, "type": "heartbeat"}
+    assert content_of(up.Heartbeat()) == {"v": 4, "type": "heartbeat"}
     assert content_of(down.Ack(run="r-1", digest=DIGEST, missing=((0, 3),))) == {
-        "v": 3,
+        "v": 4,
         "type": "ack",
         "run": "r-1",
         "digest": DIGEST,
@@ -450,12 +453,12 @@ def test_hostile_messages_are_refused_shortly(payload):
 
 
 def test_the_largest_message_is_read():
-    padded = b'{"v":3,"type":"bye"}'.ljust(fields_module.MAX_MESSAGE_BYTES)
+    padded = b'{"v":4,"type":"bye"}'.ljust(fields_module.MAX_MESSAGE_BYTES)
     assert codec.parse_from_agent(padded) == up.Bye()
 
 
 def test_a_newer_peer_is_refused_with_both_versions_and_what_to_upgrade():
-    with pytest.raises(ProtocolMismatch, match=r"protocol 99, this side up to 3; upgrade this side"):
+    with pytest.raises(ProtocolMismatch, match=r"protocol 99, this side up to 4; upgrade this side"):
         codec.parse_from_agent(b'{"v":99,"type":"something-new","whatever":[]}')
 
 
@@ -471,9 +474,16 @@ def test_mistakes_in_a_message_are_told_by_field_with_the_nearest_name():
 
 def test_a_new_field_or_purpose_of_a_message_raises_the_protocol_number():
     """A peer of the version before then says what to upgrade, not that a key is unknown."""
-    kinds = (*get_args(up.FromAgent), *get_args(down.FromCoordinator), down.Present)
-    known = (3, "f6b4877d73bf0c52")
-    assert (fields_module.PROTOCOL, fields_digest(*kinds)) == known, "raise wire.messages.PROTOCOL for changed messages"
+    kinds = {*get_args(up.FromAgent), *get_args(down.FromCoordinator), down.Present} - {down.Located}
+    known = (4, "c95f23284aaa1d92")
+    digest = fields_digest(*kinds, without=("Want.by_chunks",))
+    assert (fields_module.PROTOCOL, digest) == known, "raise wire.messages.PROTOCOL for changed messages"
+
+
+def test_a_field_that_only_answers_a_negotiated_message_is_not_on_the_wire_otherwise():
+    """A coordinator that knows no URLs of blobs never gets it: the agent sends it after a `Located` alone."""
+    sent = codec.encode(up.Want(digest=DIGEST, ranges=((0, 1),), direct=True))
+    assert b"by_chunks" not in sent
 
 
 def test_every_text_of_a_peer_is_made_printable_or_held_to_a_pattern():

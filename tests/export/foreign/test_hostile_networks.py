@@ -109,6 +109,23 @@ def test_nodes_with_too_few_inputs_or_results(tmp_path, behind):
     assert f"have too few or too many inputs or results (classes {behind.op_type})" in message
 
 
+def test_a_constant_without_a_value(tmp_path):
+    """In a network that was quantized it ended in a traceback."""
+    rounded = {"rounded": np.ones((6, 3, 1, 1), np.int8), "step": np.array(0.1, np.float32)}
+    nodes = [
+        node("DequantizeLinear", "rounded step", "kernel"),
+        node("Conv", "images kernel", "maps"),
+        node("GlobalAveragePool", "maps", "means"),
+        node("Flatten", "means", "logits"),
+    ]
+    nothing = node("Constant", "", "nothing")
+    nodes[1].input[1] = "nothing"
+    assert "a Constant has 0 attributes, expected one" in refusal(graph_of([nothing, *nodes], rounded), tmp_path)
+    nodes[1].input[1] = "kernel"
+    made = bundle(graph_of([nothing, *nodes], rounded), tmp_path, features="logits")
+    assert made.report.manifest.feature_dim == 6, "nothing reads the constant"
+
+
 def test_weights_whose_bytes_are_not_those_of_their_shape(tmp_path):
     for change in ({"raw_data": b"123"}, {"dims": [1 << 40, 3, 3, 3]}, {"data_type": 999}):
         model = network()

@@ -179,7 +179,7 @@ def test_a_name_that_is_not_there_gets_near_ones(network, tmp_path):
         ({"kind": "window"}, ["as N1CL has 3 where 1 is expected"]),
         ({"layout": "NCL"}, ["has 3 axes, the network's input has 4 [?, 3, 32, 32]"]),
         ({"pool": "first"}, ["expected [tokens, features]"]),
-        ({"classes": "a,b,a"}, ["twice: a"]),
+        ({"classes": "a,b,a"}, ["given twice: a"]),
     ],
 )
 def test_options_that_contradict_the_network(network, tmp_path, settings, words):

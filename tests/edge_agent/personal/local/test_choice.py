@@ -108,7 +108,7 @@ def test_a_head_whose_answers_are_no_numbers_is_not_the_best():
 
     choice = choose(["broken", "knn"], fit_with_nan, features, labels, divided(labels))
     assert choice.name == "knn"
-    assert choice.trials[1].dropped == "its answers are no numbers"
+    assert choice.trials[1].dropped == "its answers hold NaN or infinity"
 
 
 def test_one_sample_of_each_class_takes_the_first_head_that_can_be_fitted():

@@ -1,0 +1,470 @@
+"""An aggregator: it takes, checks and stores the updates of its partitions, and reads them for the coordinator.
+
+It remembers nothing that is not on disk or with the coordinator: an update that it has stored counts once the
+coordinator has noted it, and only then the coordinator sends the agent its receipt.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from edge_agent import __version__
+from edge_agent.core.children import InlineWorker, Worker
+from edge_agent.core.errors import HeadwaterError, MessageError, StateError, UsageError
+from edge_agent.wire.blobs.chunks import decode_frame
+from edge_agent.wire.messages import codec
+from edge_agent.wire.messages.down import Receipt
+from edge_agent.wire.messages.fields import Command, start_of_partition
+from edge_agent.wire.messages.up import UpdateManifest
+from edge_agent.wire.topics import Topics
+from edge_agent.wire.transport import Connected, Disconnected, Message, Transport
+
+from ..fleet.partitions import Partition, partition_of
+from ..fleet.rejections import Rejections
+from ..fleet.uploads import Collector
+from ..journal.memory import MemoryJournal
+from ..state.command_keys import CommandKeys
+from ..state.store import BlobStore
+from ..text import reason_of
+from .messages import (
+    MOST_UPDATES,
+    Dismissed,
+    MakePass,
+    Noted,
+    PassDone,
+    Sealed,
+    ServedPartition,
+    ServePartitions,
+    Serving,
+    Stored,
+    Updates,
+)
+from .open_round import partial_folder, read_round
+from .requests import PassFiles
+
+log = logging.getLogger(__name__)
+
+SERVING_EVERY_S = 1.0
+"""Seconds between two messages by which an aggregator says that it is online."""
+
+TICK_S = 0.5
+"""The longest wait for a message in seconds: timers are looked at after it."""
+
+COLLECT_EVERY_S = 0.02
+"""The least seconds between two looks at all uploads while messages come."""
+
+AGAIN_S = 2.0
+"""Seconds without an answer after which the coordinator is told again what was stored."""
+
+MOST_UNREADABLE = 5
+"""Descriptions of a round in a row that cannot be read, after which the folder is taken not to be the coordinator's."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where an aggregator works, and how others know it."""
+
+    partition: Partition
+    """The partition that it was started for."""
+
+    topics: Topics
+    blobs: BlobStore
+    folder: Path
+    """The folder that coordinator and aggregators share."""
+
+    keys: CommandKeys
+    name: str
+    boot: str
+
+
+@dataclass
+class _Unnoted:
+    """Updates that the coordinator was told of, and has not noted yet."""
+
+    updates: tuple[Stored, ...]
+    sent_at: float
+
+
+@dataclass
+class _Work:
+    """What the coordinator has asked for last."""
+
+    federation: str = ""
+    epoch: int = 0
+    start: str = ""
+    """The coordinator's start; empty before it was heard."""
+
+    terms: dict[str, int] = field(default_factory=dict)
+    """Name of a partition -> the term in which it is served."""
+
+    collection: str = ""
+
+
+class Aggregator:
+    """One aggregator: call `start`, then `step` in a loop, then `close`."""
+
+    def __init__(
+        self, site: Site, transport: Transport, clock: Callable[[], float], worker: Worker | None = None
+    ) -> None:
+        """Put an aggregator together; it does nothing before `start`.
+
+        Args:
+            site: Where it works.
+            transport: Its connection to the broker.
+            clock: Seconds of a clock that never goes back.
+            worker: Makes the passes; None: they are made at once, in the loop.
+        """
+        self.site = site
+        self.transport = transport
+        self._clock = clock
+        self._worker = worker or InlineWorker()
+        self._sealed = Sealed(site.keys.for_aggregators())
+        self._files = PassFiles(site.folder)
+        self._work = _Work()
+        self._collector = self._new_collector()
+        self._manifests: dict[str, UpdateManifest] = {}
+        """Agent -> the update that it has offered last in the open round."""
+
+        self._seqs: dict[str, int] = {}
+        """Name of a partition -> how many commands were sent in its term."""
+
+        self._waiting: list[Stored] = []
+        self._unnoted: dict[int, _Unnoted] = {}
+        self._number = 0
+        self.stored = 0
+        """Updates that were stored since the start."""
+
+        self.passes_made = 0
+        self._unreadable = 0
+        self._passes: dict[str, str | None] = {}
+        """Request -> why a pass was not made, empty where it was; None while it is being made."""
+
+        self._said_at = float("-inf")
+        self._ticked_at = float("-inf")
+        self._is_connected = False
+        self.rejected = Rejections(clock)
+
+    @property
+    def waits_for(self) -> str:
+        """What it waits for; empty while it serves."""
+        if not self._is_connected:
+            return "the broker"
+        if not self._work.start:
+            return f"a coordinator of federation '{self.site.topics.federation}' with [aggregators]"
+        return ""
+
+    def start(self) -> None:
+        """Subscribe and connect."""
+        self.transport.subscribe(self.site.topics.aggregators_down)
+        self.transport.start()
+
+    def serve(self, stop: threading.Event) -> None:
+        """Call `step` until ``stop`` is set.
+
+        Raises:
+            UsageError: The federation has another number of partitions.
+            StateError: Its folder is not the coordinator's.
+        """
+        while not stop.is_set():
+            self.step(TICK_S)
+
+    def close(self) -> None:
+        """Stop serving; uploads stay on disk for the process that serves the partitions next."""
+        self._collector.pause()
+        self._worker.close()
+        self.transport.close()
+
+    def step(self, timeout_s: float) -> bool:
+        """Handle at most one event and what is due; True when there was an event.
+
+        Raises:
+            UsageError, StateError: See `serve`.
+        """
+        event = self.transport.receive(min(timeout_s, self._due_s()))
+        if isinstance(event, Message):
+            self._on_message(event)
+        elif isinstance(event, Connected):
+            self._is_connected = True
+            self._said_at = float("-inf")
+            log.info("aggregator_connected partition=%s broker=%s", self.site.partition, event.broker)
+        elif isinstance(event, Disconnected):
+            self._is_connected = False
+            log.warning("aggregator_disconnected reason=%s", event.reason)
+        self._worker.collect()
+        # All uploads are looked at: not after each message, of which there are many for each.
+        now = self._clock()
+        if event is None or now - self._ticked_at >= COLLECT_EVERY_S:
+            self._ticked_at = now
+            self._collector.tick()
+        self._tell_stored()
+        self._say()
+        return event is not None
+
+    # --- messages --------------------------------------------------------------------------------------------------
+
+    def _on_message(self, event: Message) -> None:
+        """Handle one message; whatever is wrong with one of an agent, this process serves on."""
+        if event.topic == self.site.topics.aggregators_down:
+            try:
+                message = self._sealed.to_aggregator(event.payload)
+            except MessageError as error:
+                self._ignore("coordinator", error)
+                return
+            if message.whom == self.site.name:
+                self._obey(message)
+            return
+        try:
+            agent, kind = self.site.topics.sender(event.topic)
+            if event.retained:
+                raise MessageError(f"retained message on {event.topic}; clear it at the broker")
+            self._on_upload(agent, kind, event.payload)
+        except HeadwaterError as error:
+            self._ignore(event.topic, error)
+        except OSError as error:
+            # A full disk, or a file that another process has finished meanwhile: the agent offers its update again.
+            self._collector.give_up(agent)
+            self._ignore(event.topic, error)
+
+    def _on_upload(self, agent: str, kind: str, payload: bytes) -> None:
+        """Handle what an agent sends of its update.
+
+        Raises:
+            HeadwaterError: The message is invalid; it is dropped without other effects.
+        """
+        if kind == "ub":
+            self._collector.chunk(agent, decode_frame(payload))
+            return
+        message = codec.parse_from_agent(payload)
+        if not isinstance(message, UpdateManifest):
+            raise MessageError(f"'{message.type}' on a topic of updates")
+        collection = self._collector.open_round
+        # What is not of the round that is open here is for the coordinator to answer: it may be late.
+        if collection is None or not collection.takes(agent, message):
+            self._waiting.append(Stored(manifest=message, agent=agent))
+            return
+        self._manifests[agent] = message
+        self._collector.manifest(agent, message)
+
+    def _obey(self, message: ServePartitions | Noted | MakePass | Dismissed) -> None:
+        """Do what the coordinator asks for.
+
+        Raises:
+            UsageError, StateError: See `serve`.
+        """
+        if isinstance(message, MakePass):
+            self._make(message.request)
+            return
+        if message.boot != self.site.boot:
+            return
+        if isinstance(message, Dismissed):
+            raise UsageError(f"aggregator for partition {self.site.partition}: {message.reason}")
+        if isinstance(message, Noted):
+            self._on_noted(message)
+        else:
+            self._on_partitions(message)
+
+    def _ignore(self, who: str, error: Exception) -> None:
+        counted = self.rejected.note(f"{who}: {type(error).__name__}")
+        level = logging.DEBUG if counted is None else logging.WARNING
+        log.log(level, "message_refused from=%s reason=%s", who, reason_of(error))
+
+    # --- partitions -------------------------------------------------------------------------------------------------
+
+    def _on_partitions(self, message: ServePartitions) -> None:
+        """Serve other partitions, or another round.
+
+        Raises:
+            StateError: The description of a round cannot be read, again and again.
+        """
+        of = self.site.partition.of
+        terms = {Partition(served.number, of).name: served.term for served in message.partitions}
+        before = self._work
+        # A coordinator that was suspended, and has been replaced meanwhile, may speak once more before it ends.
+        if message.federation == before.federation and message.epoch < before.epoch:
+            log.warning("earlier_coordinator_ignored epoch=%d newest=%d", message.epoch, before.epoch)
+            return
+        is_same_start = before.start == message.start
+        self._work = _Work(message.federation, message.epoch, message.start, terms, before.collection)
+        for name in sorted(before.terms.keys() - terms.keys()):
+            self.transport.unsubscribe(*self.site.topics.for_partition(name))
+        for name in sorted(terms.keys() - before.terms.keys()):
+            self.transport.subscribe(*self.site.topics.for_partition(name))
+        for name, term in terms.items():
+            if not is_same_start or before.terms.get(name) != term:
+                self._seqs[name] = 0
+        if before.terms.keys() != terms.keys():
+            log.info("partitions_served numbers=%s", ", ".join(sorted(terms)) or "none")
+        if message.collection != before.collection or not is_same_start:
+            self._open(message.collection)
+        # The coordinator waits for the answer before it asks agents to send here. A round that could not be opened is
+        # answered in the usual time, or the two would ask each other without a pause.
+        if self._work.collection == message.collection:
+            self._said_at = float("-inf")
+
+    def _open(self, digest: str) -> None:
+        """Take updates of this round from now on; empty: take none.
+
+        Raises:
+            StateError: The description of a round cannot be read, again and again.
+        """
+        if not digest:
+            self._collector.pause()
+            self._work.collection = ""
+            self._manifests.clear()
+            return
+        try:
+            content = read_round(self.site.folder, digest)
+        except StateError as error:
+            # The coordinator may have opened the next round meanwhile, whose description comes within a second.
+            self._unreadable += 1
+            if self._unreadable >= MOST_UNREADABLE:
+                raise
+            log.warning("round_unreadable reason=%s", error)
+            return
+        self._unreadable = 0
+        collection = content.collection()
+        open_round = self._collector.open_round
+        is_same_round = open_round is not None and (open_round.run, open_round.round) == (content.run, content.round)
+        if is_same_round and open_round is not None:
+            # What the coordinator has not noted yet is stored all the same.
+            for agent, update in open_round.accepted.items():
+                if agent in collection.cohort and update.digest in self.site.blobs:
+                    collection.accepted.setdefault(agent, update)
+        else:
+            self._collector.pause()
+            self._collector = self._new_collector()
+            self._manifests.clear()
+        self._collector.open(collection)
+        self._work.collection = digest
+        log.info("round_taken run=%s round=%d cohort=%d", content.run, content.round, len(content.cohort))
+
+    def _new_collector(self) -> Collector:
+        """Return a collector for one round; what it notes for itself is forgotten with it."""
+        return Collector(
+            self.site.blobs,
+            MemoryJournal(),
+            self._send,
+            self._clock,
+            is_stalled=lambda: True,
+            unread_s=lambda: self.transport.unread_s,
+            partial=partial_folder(self.site.folder, self.site.name),
+        )
+
+    # --- what was stored -------------------------------------------------------------------------------------------
+
+    def _send(self, agent: str, message: Command) -> None:
+        """Send a command of the collector to an agent, but a receipt to the coordinator, which gives it."""
+        manifest = self._manifests.get(agent)
+        if manifest is None:
+            return
+        if isinstance(message, Receipt):
+            if message.accepted:
+                self.stored += 1
+            stored = Stored(manifest=manifest, agent=agent, refused=message.reason, is_stored=message.accepted)
+            self._waiting.append(stored)
+            return
+        name = partition_of(agent, self.site.partition.of).name
+        term = self._work.terms.get(name)
+        if term is None:
+            return
+        self._seqs[name] = self._seqs.get(name, 0) + 1
+        stamp = {
+            "boot": start_of_partition(self._work.start, name),
+            "seq": (term << 32) + self._seqs[name],
+            "federation": self._work.federation,
+            "epoch": self._work.epoch,
+        }
+        payload = codec.encode(message.model_copy(update=stamp), manifest.v)
+        self.transport.publish(self.site.topics.down(agent), self.site.keys.proven(agent, payload))
+
+    def _tell_stored(self) -> None:
+        """Tell the coordinator what was stored, and again what it has not noted for a while."""
+        if not self._work.start or not self._is_connected:
+            return
+        now = self._clock()
+        while self._waiting:
+            updates = tuple(self._waiting[:MOST_UPDATES])
+            del self._waiting[:MOST_UPDATES]
+            self._number += 1
+            self._unnoted[self._number] = _Unnoted(updates, float("-inf"))
+        for number, unnoted in self._unnoted.items():
+            if now - unnoted.sent_at >= AGAIN_S:
+                unnoted.sent_at = now
+                self._publish(Updates(name=self.site.name, boot=self.site.boot, number=number, updates=unnoted.updates))
+
+    def _on_noted(self, message: Noted) -> None:
+        """Forget updates that the coordinator has.
+
+        Raises:
+            StateError: It does not find them.
+        """
+        if message.missing:
+            raise StateError(
+                f"{self.site.blobs.folder}: the coordinator does not find {len(message.missing)} updates that were "
+                f"stored here, such as {message.missing[0][:12]}; an aggregator needs the state folder of its "
+                "coordinator, on the same machine or as a shared folder"
+            )
+        self._unnoted.pop(message.number, None)
+
+    # --- passes ----------------------------------------------------------------------------------------------------
+
+    def _make(self, request: str) -> None:
+        """Have the worker make a pass; where it was made before, only say so again."""
+        if request in self._passes:
+            if self._passes[request] is not None:
+                self._say_done(request)
+            return
+        if len(self._passes) > MOST_UPDATES:
+            self._passes = {name: result for name, result in self._passes.items() if result is None}
+        self._passes[request] = None
+
+        def done(_: None, error: BaseException | None) -> None:
+            if error is None:
+                self.passes_made += 1
+                self._passes[request] = ""
+            else:
+                self._passes[request] = f"{type(error).__name__}: {reason_of(error)}"[:1000]
+            self._say_done(request)
+
+        self._worker.submit("pass", lambda: self._files.make(request, self.site.blobs), done)
+
+    def _say_done(self, request: str) -> None:
+        self._publish(PassDone(name=self.site.name, request=request, error=self._passes[request] or ""))
+
+    # --- presence --------------------------------------------------------------------------------------------------
+
+    def _due_s(self) -> float:
+        """Return for how many seconds nothing has to be said."""
+        return max(0.0, self._said_at + SERVING_EVERY_S - self._clock())
+
+    def _say(self) -> None:
+        """Say each second that this aggregator is online, and what it does."""
+        now = self._clock()
+        if not self._is_connected or now - self._said_at < SERVING_EVERY_S:
+            return
+        self._said_at = now
+        numbers = sorted((int(name.partition("-")[0]), term) for name, term in self._work.terms.items())
+        self._publish(
+            Serving(
+                name=self.site.name,
+                boot=self.site.boot,
+                software=__version__,
+                host=socket.gethostname()[:255],
+                process=os.getpid(),
+                wants=self.site.partition.number,
+                of=self.site.partition.of,
+                start=self._work.start,
+                partitions=tuple(ServedPartition(number=number, term=term) for number, term in numbers),
+                collection=self._work.collection,
+                updates=self.stored,
+            )
+        )
+
+    def _publish(self, message: Serving | Updates | PassDone) -> None:
+        self.transport.publish(self.site.topics.aggregators_up, self._sealed.encode(message))

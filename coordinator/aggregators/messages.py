@@ -1,0 +1,197 @@
+"""Messages between a coordinator and its aggregators, with a proof that both have the secret of the state folder.
+
+A message is repeated until the other side answers what it asks for; nothing depends on the broker's memory. A recorded
+message does no harm: what it says is checked against the round that is open, and against the files that it names.
+"""
+
+from __future__ import annotations
+
+import hmac
+from typing import Annotated, Literal, TypeVar
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from edge_agent.core.errors import MessageError
+from edge_agent.core.formats import printable
+from edge_agent.core.task import Frozen
+from edge_agent.wire.messages.fields import (
+    Digest,
+    Epoch,
+    FederationId,
+    Name,
+    Start,
+    Text,
+)
+from edge_agent.wire.messages.up import UpdateManifest
+
+from ..fleet.partitions import MOST_PARTITIONS
+
+T = TypeVar("T")
+
+MAX_BYTES = 96 * 1024
+"""The most bytes of one message; a broker's limit is larger."""
+
+MOST_UPDATES = 64
+"""The most updates in one message: each has up to a thousand bytes."""
+
+_MAC_BYTES = 64
+"""The bytes of a proof, in hexadecimal."""
+
+RequestId = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+Number = Annotated[int, Field(ge=1, le=MOST_PARTITIONS)]
+
+
+class ServedPartition(Frozen):
+    """A partition that an aggregator serves."""
+
+    number: Number
+    term: int = Field(ge=1, lt=1 << 20, description="counts who has served this partition")
+
+
+class Serving(Frozen):
+    """An aggregator is online. It says so each second, and what it does now."""
+
+    type: Literal["serving"] = "serving"
+    name: Name
+    boot: Start
+    software: Text = Field(max_length=40)
+    host: Text = Field("", max_length=255)
+    process: int = Field(0, ge=0)
+    wants: Number = Field(description="the partition that it was started for")
+    of: Number
+    start: Start = Field("", description="of the coordinator whose partitions it has; empty: of none yet")
+    partitions: tuple[ServedPartition, ...] = Field((), max_length=MOST_PARTITIONS)
+    collection: str = Field("", pattern=r"^([0-9a-f]{64})?$", description="of the open round; empty: none")
+    updates: int = Field(0, ge=0, description="that it has stored since its start")
+    uploading: tuple[Name, ...] = Field((), max_length=512, description="agents whose update is on its way to it")
+
+
+class Stored(Frozen):
+    """An update that an aggregator has received: it is stored, or was refused, or is of no round that it knows."""
+
+    manifest: UpdateManifest
+    agent: Name
+    refused: Text = Field("", max_length=1000, description="why it does not count; empty: it is stored, or unknown")
+    is_stored: bool = False
+
+
+class Updates(Frozen):
+    """Updates that have reached an aggregator; repeated until they are noted."""
+
+    type: Literal["updates"] = "updates"
+    name: Name
+    number: int = Field(ge=0, description="counts the messages of this kind")
+    boot: Start
+    updates: tuple[Stored, ...] = Field(max_length=MOST_UPDATES)
+
+
+class PassDone(Frozen):
+    """A pass over the updates of a partition is finished; its answer is a file beside the request."""
+
+    type: Literal["pass-done"] = "pass-done"
+    name: Name
+    request: RequestId
+    error: Text = Field("", max_length=1000, description="why there is no answer; empty: there is one")
+
+
+class ServePartitions(Frozen):
+    """What one aggregator is to do now."""
+
+    type: Literal["serve-partitions"] = "serve-partitions"
+    whom: Name
+    boot: Start = Field(description="of the aggregator")
+    federation: FederationId
+    epoch: Epoch
+    start: Start = Field(description="of the coordinator")
+    partitions: tuple[ServedPartition, ...] = Field(max_length=MOST_PARTITIONS)
+    collection: str = Field("", pattern=r"^([0-9a-f]{64})?$", description="digest of the open round's file")
+
+
+class Noted(Frozen):
+    """The coordinator has the updates of a message."""
+
+    type: Literal["noted"] = "noted"
+    whom: Name
+    boot: Start
+    number: int = Field(ge=0)
+    missing: tuple[Digest, ...] = Field((), max_length=MOST_UPDATES, description="updates that are not in the store")
+
+
+class MakePass(Frozen):
+    """Make a pass over updates of a partition: the request is a file in the shared folder."""
+
+    type: Literal["make-pass"] = "make-pass"
+    whom: Name
+    request: RequestId
+
+
+class Dismissed(Frozen):
+    """The aggregator cannot serve this federation; the reason says what to do."""
+
+    type: Literal["dismissed"] = "dismissed"
+    whom: Name
+    boot: Start
+    reason: Text = Field(max_length=1000)
+
+
+FromAggregator = Annotated[Serving | Updates | PassDone, Field(discriminator="type")]
+ToAggregator = Annotated[ServePartitions | Noted | MakePass | Dismissed, Field(discriminator="type")]
+
+_FROM_AGGREGATOR: TypeAdapter[Serving | Updates | PassDone] = TypeAdapter(FromAggregator)
+_TO_AGGREGATOR: TypeAdapter[ServePartitions | Noted | MakePass | Dismissed] = TypeAdapter(ToAggregator)
+
+
+class Sealed:
+    """Writes and reads messages with a proof, an HMAC by a key of the federation that agents do not have."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+
+    def encode(self, message: Frozen) -> bytes:
+        """Return a message and its proof as bytes.
+
+        Raises:
+            MessageError: It is too large.
+        """
+        body = message.model_dump_json(exclude_defaults=False).encode()
+        if len(body) + _MAC_BYTES > MAX_BYTES:
+            raise MessageError(f"{type(message).__name__} of {len(body)} bytes, at most {MAX_BYTES} are read")
+        return self._proof(body) + body
+
+    def from_aggregator(self, payload: bytes) -> Serving | Updates | PassDone:
+        """Return a message of an aggregator.
+
+        Raises:
+            MessageError: The payload is not such a message, or its sender has another secret.
+        """
+        return self._read(_FROM_AGGREGATOR, payload)
+
+    def to_aggregator(self, payload: bytes) -> ServePartitions | Noted | MakePass | Dismissed:
+        """Return a message of a coordinator.
+
+        Raises:
+            MessageError: The payload is not such a message, or its sender has another secret.
+        """
+        return self._read(_TO_AGGREGATOR, payload)
+
+    def _read(self, reader: TypeAdapter[T], payload: bytes) -> T:
+        if len(payload) > MAX_BYTES:
+            raise MessageError(f"message of {len(payload)} bytes, at most {MAX_BYTES} are read")
+        proof = payload[:_MAC_BYTES]
+        body = payload[_MAC_BYTES:]
+        if not hmac.compare_digest(proof, self._proof(body)):
+            raise MessageError(
+                "a message between coordinator and aggregators without the secret of this state folder; "
+                "both need the same identity/master.key"
+            )
+        try:
+            return reader.validate_json(body)
+        except ValidationError as error:
+            mistakes = "; ".join(printable(str(detail["loc"])) for detail in error.errors()[:3])
+            raise MessageError(
+                f"a message between coordinator and aggregators is not as this version knows it: {mistakes}; run both "
+                "of one version"
+            ) from error
+
+    def _proof(self, body: bytes) -> bytes:
+        return hmac.digest(self._key, body, "sha256").hex().encode()

@@ -1,0 +1,434 @@
+"""The coordinator's side of aggregators: who serves which partition, what they have stored, and the passes they make.
+
+A partition is served by the aggregator that was started for it; while there is none, by another one that is online;
+and where none is, by the coordinator itself, which then listens to its agents. Agents notice none of that: they send
+to the topics of their partition.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+from collections import Counter
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from pathlib import Path
+
+from edge_agent.core.errors import HeadwaterError
+from edge_agent.wire.topics import Topics
+
+from ..fleet.collection import Collection
+from ..fleet.partitions import Partition, partition_of
+from ..fleet.run_ids import RunIds
+from ..fleet.uploads import Collector, remove_partial
+from ..rounds.compute_requests import MethodValues, OfMethod
+from ..rounds.partitioned import Aggregators, UpdatesOfRound
+from ..rounds.passes import Answer, Pass
+from ..state.status_file import PartitionStatus
+from ..text import listed
+from .messages import (
+    Dismissed,
+    MakePass,
+    Noted,
+    PassDone,
+    Sealed,
+    ServedPartition,
+    ServePartitions,
+    Serving,
+    Stored,
+    Updates,
+)
+from .open_round import OpenRound, partial_folder, write_round
+from .requests import PassFiles
+
+log = logging.getLogger(__name__)
+
+LEASE_S = 3.0
+"""An aggregator that is silent for so long is lost; it says each second that it is there."""
+
+AGAIN_S = 2.0
+"""After so long a request for a pass is sent again."""
+
+LEAST_UPDATES = 3
+"""Rounds with fewer updates are read by the coordinator."""
+
+
+@dataclass
+class _Member:
+    """An aggregator that is online."""
+
+    says: Serving
+    heard_at: float
+
+
+@dataclass
+class _Post:
+    """Who serves a partition."""
+
+    holder: str = ""
+    """The aggregator; empty: the coordinator does."""
+
+    term: int = 0
+    """Counts the changes of the holder."""
+
+
+@dataclass
+class _PassOver:
+    """A pass over the updates of one partition, which an aggregator is to make."""
+
+    request: str
+    number: int
+    holder: str = ""
+    sent_at: float = float("-inf")
+    is_done: bool = False
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class AggregatorLink:
+    """How the coordinator speaks and listens to its aggregators, and how they know it."""
+
+    topics: Topics
+    publish: Callable[[str, bytes], None]
+    subscribe: Callable[..., None]
+    unsubscribe: Callable[..., None]
+    sealed: Sealed
+    start: str
+    """The start of the coordinator."""
+
+    unread_s: Callable[[], float] = lambda: 0.0
+    """Seconds that the oldest message has waited to be handled (`Transport.unread_s`)."""
+
+
+Take = Callable[[Stored], bool]
+"""Takes what an aggregator says of an agent's update; False: the update is not in the store."""
+
+
+class AggregatorPosts(Aggregators):
+    """Assigns partitions to aggregators, notes what they store, and has them make passes."""
+
+    def __init__(
+        self,
+        of: int,
+        link: AggregatorLink,
+        collector: Collector,
+        folder: Path,
+        run_ids: RunIds,
+        take: Take,
+        ask_again: Callable[[str], None],
+        clock: Callable[[], float],
+    ) -> None:
+        """Begin with no aggregator.
+
+        Args:
+            of: The number of partitions, 1 or more.
+            link: How it speaks and listens.
+            collector: What is collected.
+            folder: The folder that coordinator and aggregators share.
+            run_ids: The ids of runs in messages.
+            take: Takes what an aggregator says of an update.
+            ask_again: Sends an agent its job again, so that it offers its update at once.
+            clock: Seconds of a clock that never goes back.
+        """
+        self.of = of
+        self._link = link
+        self._collector = collector
+        self._folder = folder
+        self._files = PassFiles(folder)
+        self._run_ids = run_ids
+        self._take = take
+        self._ask_again = ask_again
+        self._clock = clock
+        self._members: dict[str, _Member] = {}
+        self._posts = {number: _Post() for number in range(1, of + 1)}
+        self._orphaned: set[int] = set()
+        """Partitions that have changed hands, until the new holder listens."""
+
+        self._own: set[int] = set()
+        """The partitions that the coordinator listens to itself."""
+
+        self._federation = ""
+        self._epoch = 0
+        self._serves_own_from = float("inf")
+        """When the coordinator begins to serve partitions that no aggregator has asked for."""
+
+        self._collection: Collection | None = None
+        self._digest = ""
+        """Names the file of what is collected now; empty where nothing is, or not by aggregators."""
+
+        self._passes: dict[str, _PassOver] = {}
+        self._refused: Counter[str] = Counter()
+
+    def start(self, federation: str, epoch: int) -> None:
+        """Begin to serve: aggregators that are online say so within a second."""
+        self._federation = federation
+        self._epoch = epoch
+        self._serves_own_from = self._clock() + LEASE_S
+        self._files.remove_all()
+        for folder in (self._folder / "partial").glob("*"):
+            self._remove_partial(folder.name)
+        self._link.subscribe(self._link.topics.aggregators_up)
+
+    # --- as rounds see it ------------------------------------------------------------------------------------------
+
+    def partition_of(self, agent: str) -> str:
+        """Return the name of the partition whose aggregator takes an agent's update."""
+        return partition_of(agent, self.of).name
+
+    def opens(self, collection: Collection, about: OfMethod, values: MethodValues) -> None:
+        """Tell the aggregators what is collected now, where it is the updates of a round."""
+        if collection.purpose != "train" or collection.session or type(collection) is not Collection:
+            self._collection = None
+            self._digest = ""
+        else:
+            content = OpenRound.of(collection, self._run_ids.of(collection.run), about, values)
+            self._collection = collection
+            self._digest = write_round(self._folder, content)
+        self._tell_all()
+
+    def would_read(self, updates: int) -> bool:
+        """Return whether an aggregator is online, and the round is not so small that the coordinator reads it."""
+        return updates >= LEAST_UPDATES and bool(self._members)
+
+    def make(self, one_pass: Pass[Answer], updates: UpdatesOfRound) -> Generator[str, None, Answer | None]:
+        """Yield what is waited for, and return the answer of a pass; None where the coordinator has to make it."""
+        if not self.would_read(len(updates.accepted)):
+            return None
+        agents_of: dict[int, list[str]] = {}
+        for agent in sorted(updates.accepted):
+            agents_of.setdefault(partition_of(agent, self.of).number, []).append(agent)
+        passes = []
+        try:
+            for number, agents in sorted(agents_of.items()):
+                over = _PassOver(secrets.token_hex(16), number)
+                passes.append(over)
+                self._passes[over.request] = over
+                self._files.write_request(over.request, one_pass, updates, agents)
+            self._ask_for_passes()
+            while not all(over.is_done for over in passes):
+                holders = sorted({over.holder for over in passes if not over.is_done})
+                yield f"aggregators read the updates ({one_pass.name}): {listed(holders)}"
+            errors = sorted({over.error for over in passes if over.error})
+            if errors:
+                log.warning("pass_failed name=%s: the coordinator reads all updates: %s", one_pass.name, errors[0])
+                return None
+            answer = one_pass.join([self._files.read_answer(over.request, one_pass) for over in passes])
+            return answer if one_pass.is_exact(answer) else None
+        except HeadwaterError as error:
+            log.warning("pass_failed name=%s: the coordinator reads all updates: %s", one_pass.name, error)
+            return None
+        finally:
+            for over in passes:
+                self._passes.pop(over.request, None)
+                self._files.remove(over.request)
+
+    # --- as the event loop sees it ---------------------------------------------------------------------------------
+
+    def heard(self, payload: bytes) -> None:
+        """Handle a message of an aggregator.
+
+        Raises:
+            MessageError: It is not a message of an aggregator of this coordinator.
+        """
+        message = self._link.sealed.from_aggregator(payload)
+        if isinstance(message, Serving):
+            self._on_serving(message)
+        elif isinstance(message, Updates):
+            self._on_updates(message)
+        else:
+            self._on_pass_done(message)
+
+    def tick(self) -> None:
+        """Replace aggregators that are silent, and tell all of them when nothing is collected any more."""
+        now = self._clock()
+        # Of a coordinator that is behind, what an aggregator has said may be among the messages that wait.
+        lease_s = LEASE_S + self._link.unread_s()
+        silent = [name for name, member in self._members.items() if now - member.heard_at > lease_s]
+        for name in silent:
+            log.warning("aggregator_lost name=%s silent_s=%.1f", name, now - self._members.pop(name).heard_at)
+            self._remove_partial(name)
+        if silent:
+            self._assign()
+        if self._collection is not None and self._collector.open_round is not self._collection:
+            self._collection = None
+            self._digest = ""
+            self._tell_all()
+        self._serve_own()
+        self._ask_for_passes()
+
+    def status(self) -> list[PartitionStatus]:
+        """Return who serves each partition."""
+        rows = []
+        for number, post in self._posts.items():
+            member = self._members.get(post.holder)
+            others = [name for name, one in self._members.items() if one.says.wants == number and name != post.holder]
+            rows.append(
+                PartitionStatus(
+                    partition=str(Partition(number, self.of)),
+                    aggregator=post.holder,
+                    host="" if member is None else member.says.host,
+                    process=0 if member is None else member.says.process,
+                    updates=0 if member is None else member.says.updates,
+                    stands_by=tuple(sorted(others)),
+                )
+            )
+        return rows
+
+    # --- who serves what -------------------------------------------------------------------------------------------
+
+    def _on_serving(self, message: Serving) -> None:
+        """Note that an aggregator is online, and tell it what to do where it does something else."""
+        if message.of != self.of:
+            self._dismiss(message)
+            return
+        if message.name not in self._members:
+            log.info(
+                "aggregator_joined name=%s partition=%d/%d host=%s process=%d",
+                *(message.name, message.wants, message.of, message.host, message.process),
+            )
+        self._members[message.name] = _Member(message, self._clock())
+        self._assign()
+        partitions = self._served_by(message.name)
+        does = (message.start, message.partitions, message.collection)
+        if does != (self._link.start, partitions, self._digest):
+            self._tell(message.name)
+        else:
+            self._ask_agents_of({served.number for served in partitions})
+
+    def _dismiss(self, message: Serving) -> None:
+        """Tell an aggregator for another number of partitions that it cannot serve."""
+        reason = (
+            f"this federation has {self.of} partitions ([aggregators] partitions), and it was started for "
+            f"{message.wants}/{message.of}; start it with --partition K/{self.of}"
+        )
+        self._members.pop(message.name, None)
+        self._refused[message.name] += 1
+        if self._refused[message.name] == 1:
+            log.warning("aggregator_refused name=%s host=%s reason=%s", message.name, message.host, reason)
+        self._send(Dismissed(whom=message.name, boot=message.boot, reason=reason))
+
+    def _assign(self) -> None:
+        """Give each partition to the aggregator that was started for it, or else to the one with the fewest."""
+        changed = set[str]()
+        orphaned = set[int]()
+        for number, post in self._posts.items():
+            holder = self._holder_for(number, post.holder)
+            if holder == post.holder:
+                continue
+            if post.holder:
+                orphaned.add(number)
+            changed |= {post.holder, holder}
+            post.holder = holder
+            post.term += 1
+            log.info("partition_served partition=%d/%d by=%s", number, self.of, holder or "the coordinator")
+        for name in sorted(changed & self._members.keys()):
+            self._tell(name)
+        if changed:
+            self._serve_own()
+        self._orphaned |= orphaned
+        self._ask_agents_of({number for number in orphaned if number in self._own})
+
+    def _ask_agents_of(self, partitions: set[int]) -> None:
+        """Have the agents of partitions that have changed hands offer their updates now, as somebody listens again.
+
+        By themselves they would wait for some seconds more.
+        """
+        listened = self._orphaned & partitions
+        self._orphaned -= listened
+        if not listened or self._collection is None:
+            return
+        for agent in self._collection.outstanding:
+            if partition_of(agent, self.of).number in listened:
+                self._ask_again(agent)
+
+    def _holder_for(self, number: int, holder: str) -> str:
+        """Return who is to serve a partition that ``holder`` has served; empty: nobody is online."""
+        present = self._members.get(holder)
+        if present is not None and present.says.wants == number:
+            return holder
+        for name, member in self._members.items():
+            if member.says.wants == number:
+                return name
+        if present is not None:
+            return holder
+        load = Counter(post.holder for post in self._posts.values())
+        return min(self._members, key=lambda name: (load[name], name), default="")
+
+    def _serve_own(self) -> None:
+        """Listen to the partitions that no aggregator serves, once those that are online had time to say so."""
+        if self._clock() < self._serves_own_from:
+            return
+        wanted = {number for number, post in self._posts.items() if not post.holder}
+        topics = self._link.topics
+        for number in sorted(wanted - self._own):
+            self._link.subscribe(*topics.for_partition(Partition(number, self.of).name))
+        for number in sorted(self._own - wanted):
+            self._link.unsubscribe(*topics.for_partition(Partition(number, self.of).name))
+        self._own = wanted
+
+    def _served_by(self, name: str) -> tuple[ServedPartition, ...]:
+        posts = self._posts.items()
+        return tuple(ServedPartition(number=number, term=post.term) for number, post in posts if post.holder == name)
+
+    def _tell_all(self) -> None:
+        for name in self._members:
+            self._tell(name)
+
+    def _tell(self, name: str) -> None:
+        """Send an aggregator its partitions."""
+        self._send(
+            ServePartitions(
+                whom=name,
+                boot=self._members[name].says.boot,
+                federation=self._federation,
+                epoch=self._epoch,
+                start=self._link.start,
+                partitions=self._served_by(name),
+                collection=self._digest,
+            )
+        )
+
+    def _remove_partial(self, name: str) -> None:
+        """Remove what was on its way to an aggregator that is gone; one that is only late begins these uploads anew."""
+        folder = partial_folder(self._folder, name)
+        remove_partial(folder)
+        for empty in (*folder.glob("*"), folder):
+            with contextlib.suppress(OSError):  # it is in use, or gone
+                empty.rmdir()
+
+    # --- what they have stored -------------------------------------------------------------------------------------
+
+    def _on_updates(self, message: Updates) -> None:
+        """Take the updates that an aggregator has received, and say so."""
+        missing = [stored.manifest.blob.digest for stored in message.updates if not self._take(stored)]
+        noted = Noted(whom=message.name, boot=message.boot, number=message.number, missing=tuple(missing))
+        self._send(noted)
+
+    # --- passes ----------------------------------------------------------------------------------------------------
+
+    def _ask_for_passes(self) -> None:
+        """Ask for the passes that are not made yet, whoever serves their partition now."""
+        now = self._clock()
+        for over in self._passes.values():
+            if over.is_done:
+                continue
+            holder = self._posts[over.number].holder
+            if not holder:
+                over.is_done = True
+                over.error = "no aggregator is online any more"
+            elif holder != over.holder or now - over.sent_at >= AGAIN_S:
+                over.holder = holder
+                over.sent_at = now
+                self._send(MakePass(whom=holder, request=over.request))
+
+    def _on_pass_done(self, message: PassDone) -> None:
+        """Note that a pass is made, or why it is not."""
+        over = self._passes.get(message.request)
+        if over is None or over.is_done or message.name != over.holder:
+            return
+        over.is_done = True
+        over.error = message.error
+
+    def _send(self, message: ServePartitions | Noted | MakePass | Dismissed) -> None:
+        self._link.publish(self._link.topics.aggregators_down, self._link.sealed.encode(message))

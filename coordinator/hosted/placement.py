@@ -1,0 +1,56 @@
+"""Which process has which hosted clients, and on which device.
+
+A process is bound to one device: each process that uses a GPU needs a context of its own there, which takes hundreds of
+megabytes, and clients of one process share its model. Where a client computes decides nothing else: on processors of
+one kind all divisions end in the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from edge_agent.core import capabilities
+from edge_agent.core.config import AgentConfig
+
+from ..config import CoordinatorConfig
+
+AUTO = "auto"
+"""The device of a client that leaves the choice to others."""
+
+
+def clients_of_processes(config: CoordinatorConfig) -> list[list[AgentConfig]]:
+    """Return the hosted clients of each process, those of the configuration in their order.
+
+    Without ``hosted_devices`` clients compute where they are configured to, in as many processes as are configured, or
+    as the machine has cores. With a GPU there is one in all.
+    """
+    agents = [client.agent(config.federation, config.state, config.round.lease_s) for client in config.hosted]
+    if config.hosted_devices:
+        return divide_by_device(agents, config.hosted_devices)
+    processes = config.hosted_processes
+    if not processes:
+        machine = capabilities.find()
+        uses_gpu = bool(machine.accelerators) and any(agent.training.device != "cpu" for agent in agents)
+        processes = 1 if uses_gpu else machine.cores
+    return [agents[number::processes] for number in range(min(processes, len(agents)))]
+
+
+def divide_by_device(agents: Sequence[AgentConfig], devices: Sequence[str]) -> list[list[AgentConfig]]:
+    """Return the clients of each process that has any, where there is a process for each of ``devices``.
+
+    A client that names a device goes to a process of that device; the others go to any process. Of several processes
+    that one is taken which has the fewest clients so far, the first one of these.
+
+    Args:
+        agents: The clients. A device that one of them names is among ``devices``.
+        devices: The device of each process; one that is there twice has two processes.
+    """
+    groups: list[list[AgentConfig]] = [[] for _ in devices]
+    # Those that name a device come first: the others fill up what these leave.
+    for agent in sorted(agents, key=lambda agent: agent.training.device == AUTO):
+        wanted = agent.training.device
+        allowed = [number for number, device in enumerate(devices) if wanted in {AUTO, device}]
+        number = min(allowed, key=lambda number: len(groups[number]))
+        training = agent.training.model_copy(update={"device": devices[number]})
+        groups[number].append(agent.model_copy(update={"training": training}))
+    return [group for group in groups if group]
