@@ -338,7 +338,7 @@ def federate(
     from .hosted.in_memory import agent_in_memory
     from .service.coordinator import Coordinator
     from .service.surroundings import StartOptions
-    from .state.journal_location import use_database
+    from .state.journal_location import journal_of, use_database
 
     if not agents:
         raise UsageError("agents: expected at least one, as a mapping of id -> data source")
@@ -349,7 +349,7 @@ def federate(
     broker = MemoryBroker()
     members = list[_Member]()
     use_database(config.state, config.journal)
-    with StateFolder(config.state, config.journal).open("federate") as state:
+    with StateFolder(config.state, journal_of(config.state, config.journal)).open("federate") as state:
         run = state.journal.request_run(Request(method, chosen, rounds, seed, config.run_task).to_fact())
         members.append(Coordinator(config, state, broker.transport(), start=StartOptions(probe_s=0)))
         for name, source in agents.items():

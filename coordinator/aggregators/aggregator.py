@@ -285,6 +285,10 @@ class Aggregator:
         of = self.site.partition.of
         terms = {Partition(served.number, of).name: served.term for served in message.partitions}
         before = self._work
+        # A coordinator that was suspended, and has been replaced meanwhile, may speak once more before it ends.
+        if message.federation == before.federation and message.epoch < before.epoch:
+            log.warning("earlier_coordinator_ignored epoch=%d newest=%d", message.epoch, before.epoch)
+            return
         is_same_start = before.start == message.start
         self._work = _Work(message.federation, message.epoch, message.start, terms, before.collection)
         for name in sorted(before.terms.keys() - terms.keys()):

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edge_agent.core.errors import HeadwaterError
-from edge_agent.wire.messages.up import UpdateManifest
 from edge_agent.wire.topics import Topics
 
 from ..fleet.collection import Collection
@@ -102,7 +101,7 @@ class AggregatorLink:
     """Seconds that the oldest message has waited to be handled (`Transport.unread_s`)."""
 
 
-Take = Callable[[str, UpdateManifest, Stored], bool]
+Take = Callable[[Stored], bool]
 """Takes what an aggregator says of an agent's update; False: the update is not in the store."""
 
 
@@ -402,14 +401,7 @@ class AggregatorPosts(Aggregators):
 
     def _on_updates(self, message: Updates) -> None:
         """Take the updates that an aggregator has received, and say so."""
-        missing = []
-        for stored in message.updates:
-            name = self._run_ids.name(stored.manifest.run)
-            if name is None:
-                continue
-            manifest = stored.manifest.model_copy(update={"run": name})
-            if not self._take(stored.agent, manifest, stored):
-                missing.append(stored.manifest.blob.digest)
+        missing = [stored.manifest.blob.digest for stored in message.updates if not self._take(stored)]
         noted = Noted(whom=message.name, boot=message.boot, number=message.number, missing=tuple(missing))
         self._send(noted)
 

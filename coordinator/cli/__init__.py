@@ -70,6 +70,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "prune": "Remove checkpoints and bundles of old runs.",
         "audit": "Check a run's journal, receipts and checkpoints.",
         "traces": "Send runs as traces to OpenTelemetry.",
+        "plan": "Compute machines and limits of a fleet.",
         "bench": "Measure this machine: devices, rounds, simulations.",
     },
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,6 +15,7 @@ from edge_agent.core.config import parse
 from edge_agent.core.errors import UsageError
 
 from ..research.bench.measuring import (
+    CostPlan,
     FleetPlan,
     RoundPlan,
     Row,
@@ -25,7 +27,7 @@ from ..research.bench.measuring import (
     scratch,
 )
 from .options import Given, Json, from_model
-from .output import present, table
+from .output import console, present, ready_for, table
 
 app = typer.Typer(help="Measure this machine: rounds, fleets, simulations, devices, answers.", no_args_is_help=True)
 
@@ -33,6 +35,9 @@ Folder = Annotated[
     Path | None, typer.Option("--dir", help="Work on the disk of this folder; default: the system's temporary folder.")
 ]
 Repeats = Annotated[int, typer.Option("--repeats", min=1, max=1000, help="Measured starts of an agent.")]
+
+
+Out = Annotated[Path, typer.Option("--out", help="File of costs to write.")]
 
 
 @app.command("round")
@@ -83,6 +88,36 @@ def fleet(given: Given, folder: Folder = None, as_json: Json = False) -> None:
     note = caveat(here, "Agents train nothing. In memory, idle time is skipped and both sides share one process.")
     title = f"{plan.agents} agents, {plan.cohort_size} in a round, {plan.payload}, {plan.transport}"
     _report(title, figures.rows(), {"machine": here, "caveat": note}, as_json=as_json)
+
+
+@app.command("costs")
+@from_model(CostPlan, bounds=True)
+def costs(given: Given, out: Out = Path("costs.json"), folder: Folder = None, as_json: Json = False) -> None:
+    """Measure what 'headwater plan' computes with.
+
+    Fleets of 100 to 10,000 agents over a broker, and coefficients fitted to them; some fifteen minutes.
+
+    Example: headwater bench costs --out costs.json && headwater plan --agents 50000 --costs costs.json
+    """
+    from edge_agent.core.storage import write_atomic
+
+    from ..research.bench import costs as bench
+
+    plan = parse(CostPlan, given, where="the options")
+    ready_for(out)
+    command = shlex.join(["headwater", "bench", "costs", "--out", out.name])
+    origin = bench.origin_of(machine(), plan, command)
+    with scratch(folder) as temporary:
+        fitted = bench.measure_costs(plan, temporary, origin, lambda text: console.print(text, soft_wrap=True))
+    write_atomic(out, fitted.model_dump_json(indent=1).encode())
+    rows = [
+        (check.resource, check.phase, check.predicted, check.measured, f"{check.error:+.1%}") for check in fitted.checks
+    ]
+    columns = ("resource", "phase", "predicted", "measured", "error")
+    note = caveat(machine(), "The fleet of this table was not fitted. Agents train nothing, and share these cores.")
+    checks = [{**check.model_dump(), "error": check.error} for check in fitted.checks]
+    result = {"out": str(out), "checks": checks, "caveat": note}
+    present(result, [table(f"costs written to {out}", columns, rows, left=2), note], as_json=as_json)
 
 
 @app.command("device")

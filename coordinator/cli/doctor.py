@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -50,9 +50,7 @@ def doctor(config: Config = None, as_json: Json = False) -> None:
 
     Example: headwater doctor --config coordinator.toml
     """
-    settings = None
-    if config is not None:
-        settings = load_config(config)
+    settings = None if config is None else load_config(config)
     # 1. What this machine is, and what would help.
     device = capabilities.find()
     mosquitto = find_mosquitto()
@@ -70,47 +68,66 @@ def doctor(config: Config = None, as_json: Json = False) -> None:
     if mosquitto is None:
         advice.append("no mosquitto: the embedded broker serves trials and small fleets")
     # 2. Whether 'serve' would start with the configuration, if one is named.
-    runs = None
-    journal: Step | None = None
-    blobs: Step | None = None
-    broker_steps: list[Step] = []
-    steps: list[tuple[str, Step]] = []
+    checks = _Checks()
     if settings is not None:
         serving = _serving_version(settings.state)
         if serving:
             advice.append(serving)
-        runs = try_step("runs", lambda: _check_runs(settings, config))
-        broker_steps = list(_steps(settings))
-        steps = [("runs", runs)]
-        if settings.journal is not None:
-            url = settings.journal
-            journal = try_step("journal", lambda: _check_journal(settings.state, url, advice))
-            steps.append(("journal", journal))
-        steps += ((f"broker {step.name}", step) for step in broker_steps)
-        if settings.blobs is not None:
-            blobs = try_step("blobs", lambda: _check_blobs(settings))
-            steps.append(("blobs", blobs))
+        checks = _check(settings, config, advice)
     # 3. All of it; the exit code is that of the first step that fails.
     parts: list[Table | str] = [table("this machine", ("what", "found"), list(facts.items()), left=2)]
     parts += [f"- {line}" for line in advice]
-    for name, step in steps:
+    for name, step in checks.in_order():
         outcome = "ok" if step.is_ok else "FAILED"
         parts.append(f"{name}: {outcome}: {step.detail}")
-    shown_runs = None if runs is None else _shown(runs)
-    shown_journal = None if journal is None else _shown(journal)
-    shown_blobs = None if blobs is None else _shown(blobs)
-    result = {
-        **facts,
-        "advice": advice,
-        "runs": shown_runs,
-        "journal": shown_journal,
-        "blobs": shown_blobs,
-        "broker": [_shown(step) for step in broker_steps],
-    }
-    present(result, parts, as_json=as_json)
-    for _, step in steps:
+    present({**facts, "advice": advice, **checks.to_json()}, parts, as_json=as_json)
+    for _, step in checks.in_order():
         if not step.is_ok:
             raise typer.Exit(step.exit_code)
+
+
+@dataclass(frozen=True)
+class _Checks:
+    """The steps that were tried with a configuration; None for a part that it does not name."""
+
+    runs: Step | None = None
+    journal: Step | None = None
+    broker: tuple[Step, ...] = ()
+    blobs: Step | None = None
+
+    def in_order(self) -> Iterator[tuple[str, Step]]:
+        """Yield the steps with their titles, in the order in which 'headwater serve' would meet them."""
+        if self.runs is not None:
+            yield "runs", self.runs
+        if self.journal is not None:
+            yield "journal", self.journal
+        for step in self.broker:
+            yield f"broker {step.name}", step
+        if self.blobs is not None:
+            yield "blobs", self.blobs
+
+    def to_json(self) -> dict[str, object]:
+        """Return the steps as ``--json`` prints them."""
+        return {
+            "runs": _shown(self.runs),
+            "journal": _shown(self.journal),
+            "blobs": _shown(self.blobs),
+            "broker": [_shown(step) for step in self.broker],
+        }
+
+
+def _check(settings: CoordinatorConfig, path: Path | None, advice: list[str]) -> _Checks:
+    """Try what a configuration names, and add to the advice what should be changed."""
+    runs = try_step("runs", lambda: _check_runs(settings, path))
+    broker = tuple(_steps(settings))
+    journal = None
+    if settings.journal is not None:
+        url = settings.journal
+        journal = try_step("journal", lambda: _check_journal(settings.state, url, advice))
+    blobs = None
+    if settings.blobs is not None:
+        blobs = try_step("blobs", lambda: _check_blobs(settings))
+    return _Checks(runs, journal, broker, blobs)
 
 
 def _serving_version(state: Path) -> str:
@@ -123,7 +140,10 @@ def _serving_version(state: Path) -> str:
     return other_version(serving, __version__, "'headwater serve'")
 
 
-def _shown(step: Step) -> dict[str, object]:
+def _shown(step: Step | None) -> dict[str, object] | None:
+    """Return a step as ``--json`` prints it; None where it was not tried."""
+    if step is None:
+        return None
     return {"step": step.name, "ok": step.is_ok, "detail": step.detail}
 
 

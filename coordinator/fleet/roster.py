@@ -37,6 +37,20 @@ LEASE_HEARTBEATS = 3
 """A lease is as long as so many heartbeats."""
 
 
+def stretched_heartbeat_s(agents: int, lease_s: float) -> float:
+    """Return the least seconds between heartbeats of one of so many agents without jobs; 0: as it is configured.
+
+    Args:
+        agents: How many agents wait for a job.
+        lease_s: Seconds of the lease that the coordinator is configured with.
+    """
+    stretched_s = min(LONGEST_HEARTBEAT_S, agents / HEARTBEATS_PER_S)
+    # Where a lease lasts as long anyway, there is nothing to stretch.
+    if stretched_s <= lease_s / LEASE_HEARTBEATS:
+        return 0.0
+    return stretched_s
+
+
 class Roster:
     """All agents heard of since the start. An agent that is silent for ``lease_s`` seconds counts as offline."""
 
@@ -209,11 +223,7 @@ class Roster:
 
         A small fleet sends as many as its agents like; that of thousands about `HEARTBEATS_PER_S` in total.
         """
-        stretched_s = min(LONGEST_HEARTBEAT_S, len(self._ready) / HEARTBEATS_PER_S)
-        # Where a lease lasts as long anyway, there is nothing to stretch.
-        if stretched_s <= self.lease_s / LEASE_HEARTBEATS:
-            return 0.0
-        return stretched_s
+        return stretched_heartbeat_s(len(self._ready), self.lease_s)
 
     def new_heartbeat_s(self, agent: str) -> float | None:
         """Return the `heartbeat_s` to send to an agent now; None where the one that it has is about right."""

@@ -50,6 +50,7 @@ from .store import (
     Progress,
     SharedJournal,
     StoreReport,
+    Verified,
     identified,
     make_row,
     read_row,
@@ -199,6 +200,9 @@ class PostgresJournal(SharedJournal):
 
         self._is_held: Callable[[], bool] = lambda: True
         self._successor: DuplicateCoordinator | None = None
+        self._verified = Verified()
+        """How far `verify_new` need not look again; `open` compares that the journal is the same."""
+
         self._lease: HeldLease | None = None
         """The lease of this process; None: it does not serve, and writes as commands do."""
 
@@ -474,7 +478,7 @@ class PostgresJournal(SharedJournal):
                         if row["kind"] == CoordinatorStarted.kind:
                             newest_start = row["id"]
                 _write_head(connection, last, newest_start)
-                self._verify_rows(connection)
+                self._verify_all(connection)
                 return int(last["id"])
 
         with self._lock:
@@ -573,7 +577,17 @@ class PostgresJournal(SharedJournal):
         Raises:
             StateError: An entry was changed, removed or inserted; the first one is named.
         """
-        return self._read(self._verify_rows)
+        return self._read(self._verify_all)
+
+    def verify_new(self) -> int:
+        """Return the number of entries, after checking the links that this object has not checked before.
+
+        A standby checks them while it waits, so that a takeover does not take longer with each entry.
+
+        Raises:
+            StateError: An entry was changed, removed or inserted; the first one is named.
+        """
+        return self._read(lambda connection: self._verify_rows(connection, self._verified))
 
     def examine(self) -> StoreReport:
         """Look at the database without changing it; there may be no tables yet.
@@ -712,24 +726,45 @@ class PostgresJournal(SharedJournal):
         rows = self._rows(f"SELECT {_NAMES} FROM headwater_entries WHERE {condition}", values)  # noqa: S608 - constants
         return [read_row(row) for row in rows]
 
-    def _verify_rows(self, connection: Connection) -> int:
+    def _verify_all(self, connection: Connection) -> int:
+        return self._verify_rows(connection, Verified())
+
+    def _verify_rows(self, connection: Connection, after: Verified) -> int:
+        """Return the number of entries, after checking the links after an entry.
+
+        Raises:
+            StateError: An entry was changed, removed or inserted; the first one is named.
+        """
         # 1. One statement reads the head and the highest id as they belong together.
         query = "SELECT last_id, last_hash, (SELECT max(id) FROM headwater_entries) AS highest FROM headwater_journal"
         row = connection.execute(query).fetchone()
         if row is None:
             raise StateError(f"{self.location}: the head of the journal is missing. {WHAT_TO_DO}")
-        highest = max(row["last_id"], row["highest"] or 0)
-        # 2. Entries that are appended meanwhile are not read.
-        last = {"hash": GENESIS}
+        highest = row["highest"] or 0
+        if highest > row["last_id"]:
+            raise StateError(
+                f"{self.location}: entry {highest} breaks the chain: by its head the journal ends with entry "
+                f"{row['last_id']}. {WHAT_TO_DO}"
+            )
+        # 2. Entries that are appended meanwhile are not read. Where newer ones than were verified are missing, all are
+        # read, to name the first.
+        if row["last_id"] < after.id:
+            after = Verified()
+        last = after
 
-        def noting(pages: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-            for page_row in pages:
-                last["hash"] = page_row["hash"]
-                yield page_row
+        def noting(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+            nonlocal last
+            for entry in rows:
+                last = Verified(entry["id"], entry["hash"])
+                yield entry
 
-        count = verify_chain(self.location, noting(_pages(connection, highest)), row["last_id"])
-        if last["hash"] != row["last_hash"]:
+        rows = noting(_pages(connection, highest, after.id))
+        count = verify_chain(self.location, rows, row["last_id"], after=after)
+        if last.hash != row["last_hash"]:
             raise StateError(f"{self.location}: the newest entry is not that of the head. {WHAT_TO_DO}")
+        # 3. Deferred entries may be lost yet.
+        if not self._has_deferred:
+            self._verified = last
         return count
 
     def _check_writer(self, head: Head) -> None:
@@ -972,9 +1007,8 @@ def _has_row(connection: Connection, row: Mapping[str, Any]) -> bool:
     return stored is not None and bool(stored["hash"] == row["hash"])
 
 
-def _pages(connection: Connection, highest: int) -> Iterator[dict[str, Any]]:
-    """Yield the rows up to an id in order, some thousand at a time: a journal may be larger than the memory."""
-    after = 0
+def _pages(connection: Connection, highest: int, after: int = 0) -> Iterator[dict[str, Any]]:
+    """Yield the rows after an id, up to another, in order; some thousand at a time: they may not fit memory."""
     query = f"SELECT {_NAMES} FROM headwater_entries WHERE id > %s AND id <= %s ORDER BY id LIMIT {PAGE}"  # noqa: S608 - constants
     while rows := connection.execute(query.encode(), [after, highest]).fetchall():
         yield from rows

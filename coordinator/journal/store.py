@@ -308,6 +308,14 @@ class Journal(JournalStore, Protocol):
             StateError: The journal was removed or replaced.
         """
 
+    def verify_new(self) -> int:
+        """Return the number of entries, after checking the links that this object has not checked before.
+
+        Raises:
+            StateError: An entry was changed, removed or inserted; the first one is named.
+        """
+        return self.verify()
+
     def repair_indexes(self) -> bool:
         """Return whether what finds entries did not agree with them, and was made again; call it after `verify`."""
         return False
@@ -469,19 +477,31 @@ def read_row(row: Mapping[str, Any]) -> Entry:
         raise StateError(f"journal entry {row['id']}: its body is not JSON ({error}). {WHAT_TO_DO}") from error
 
 
-def verify_chain(path: object, rows: Iterable[Mapping[str, Any]], highest: int) -> int:
+@dataclass(frozen=True)
+class Verified:
+    """How far the links of a journal were checked: up to the entry with this id, which has this hash."""
+
+    id: int = 0
+    hash: str = GENESIS
+
+
+def verify_chain(
+    path: object, rows: Iterable[Mapping[str, Any]], highest: int, *, after: Verified | None = None
+) -> int:
     """Return the number of entries, after checking every link.
 
     Args:
         path: What messages name as the journal.
-        rows: All rows in order.
+        rows: All rows in order, or those after ``after``.
         highest: The highest id that was ever given.
+        after: The entry up to which the links were checked before; None: none were.
 
     Raises:
         StateError: An entry was changed, removed or inserted; the first one is named.
     """
-    count = 0
-    previous = GENESIS
+    begin = after or Verified()
+    count = begin.id
+    previous = begin.hash
     for row in rows:
         count += 1
         if row["id"] != count:

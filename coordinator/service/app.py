@@ -33,11 +33,11 @@ from ..fleet.rate_limits import RateLimits
 from ..fleet.refusals import By, Refusals
 from ..hosted.run_hooks import OwnDataHooks
 from ..hosted.transport import CombinedTransport, HostedTransport
-from ..journal.store import utc_now
+from ..journal.store import Journal, SharedJournal, utc_now
 from ..processes.compute import Compute, ComputeProcess
 from ..state.backup import MARKER
 from ..state.command_keys import CommandKeys
-from ..state.journal_location import shared_journal_of, use_database
+from ..state.journal_location import journal_of, shared_journal_of, use_database
 from ..state.log_file import logging_to
 from ..state.starts import Takeover
 from ..state.store import StateFolder
@@ -75,8 +75,10 @@ def take_over(
     while True:
         # 1. Wait until the other one is silent. A journal that both reach has a lease. Where the broker is the other
         # one's own, both end together: its lock tells.
+        journal = None
         if config.journal is not None or shared_journal_of(config.state) is not None:
-            takeover = _wait_for_lease(config, stop)
+            journal = _wait_for_lease(config, stop)
+            takeover = None if journal is None else Takeover()
         elif config.broker is None:
             takeover = _wait_without_broker(config, stop)
         else:
@@ -85,7 +87,7 @@ def take_over(
             return None
         # 2. Start in its place. What may pass by itself, such as another standby that was faster, is waited for again.
         try:
-            return stack.enter_context(coordinator(config, stop, takeover=takeover))
+            return stack.enter_context(coordinator(config, stop, takeover=takeover, journal=journal))
         except (DuplicateCoordinator, BrokerAway, JournalAway) as error:
             log.warning("not_taken_over reason=%s", error)
         except StateError as error:
@@ -94,8 +96,11 @@ def take_over(
             log.warning("not_taken_over reason=%s", error)
 
 
-def _wait_for_lease(config: CoordinatorConfig, stop: threading.Event) -> Takeover | None:
+def _wait_for_lease(config: CoordinatorConfig, stop: threading.Event) -> SharedJournal | None:
     """Wait until no coordinator has the lease of the journal's database; None where ``stop`` is set before.
+
+    Returns:
+        The journal, closed.
 
     Raises:
         UsageError: Agents would lose their broker with the coordinator.
@@ -116,7 +121,7 @@ def _wait_for_lease(config: CoordinatorConfig, stop: threading.Event) -> Takeove
         journal = shared_journal_of(config.state, config.journal)
         if journal is None or not wait_for_lease(journal, stop):
             return None
-        return Takeover()
+        return journal
     return None
 
 
@@ -160,6 +165,7 @@ def coordinator(
     *,
     decisions: Decisions | None = None,
     takeover: Takeover | None = None,
+    journal: Journal | None = None,
 ) -> Iterator[Coordinator]:
     """Yield a started coordinator; it is closed with the context, and the next start resumes.
 
@@ -169,6 +175,7 @@ def coordinator(
         compute: Builds models and exports; by default a process that is started when torch is needed.
         decisions: What an operator has decided about a start on a backup; by default nothing.
         takeover: The coordinator that a standby has found silent; then nobody has to decide anything.
+        journal: The journal that a standby has watched, and verified, closed; None: that of the state folder.
 
     Raises:
         StateError: another process works in the state folder, it is damaged, or the database is not its own.
@@ -184,7 +191,7 @@ def coordinator(
         # 1. The state folder belongs to this process from here on. What an operator has to decide about a backup is
         # asked for before anything is written.
         use_database(config.state, config.journal)
-        folder = StateFolder(config.state, config.journal)
+        folder = StateFolder(config.state, journal or journal_of(config.state, config.journal))
         state = _when_there_is_room(config.state, stop, lambda: stack.enter_context(folder.open("headwater serve")))
         stack.enter_context(logging_to(config.state))
         if takeover is None:

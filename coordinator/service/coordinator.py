@@ -793,14 +793,20 @@ class Coordinator:
         if self.loop is not None:
             self.loop.invite(agent)
 
-    def _take_stored(self, agent: str, message: up.UpdateManifest, stored: Stored) -> bool:
+    def _take_stored(self, stored: Stored) -> bool:
         """Take what an aggregator says of an agent's update; return False where the update is not in the store."""
+        agent = stored.agent
+        try:
+            message = self.commands.with_run_name(agent, stored.manifest)
+        except MessageError as error:  # of a run that was never requested here: the agent has been told
+            self._ignore(agent, error)
+            return True
         if self.identity is not None and not self.identity.admits(agent):
             return True
         within = self._within_enrolment(agent, message)
         if not isinstance(within, up.UpdateManifest):
             return True
-        self.roster.heard(agent, message.boot)
+        self.roster.heard(agent, within.boot)
         collection = self.collector.open_round
         is_of_open_round = collection is not None and collection.takes(agent, within)
         if not is_of_open_round:

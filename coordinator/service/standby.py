@@ -50,6 +50,9 @@ QUIET_S = 10.0
 
 QUERY_S = 2.0
 LOOK_S = 0.5
+VERIFY_S = 10.0
+"""Seconds between two times that a standby verifies what was added to a journal."""
+
 LEASE_LOOK_S = 0.2
 """Seconds between two looks at the lease."""
 
@@ -108,11 +111,12 @@ def wait_for_lease(
     lease not renewed: when a database has restarted, its holder gets as long to renew it.
 
     Raises:
-        StateError: The database answers, and does not have the journal that is expected.
+        StateError: The database answers, and does not have the journal that is expected, or a damaged one.
     """
     wait = pause or stop.wait
     seen: LeaseState | None = None
     seen_since = 0.0
+    verified_at = float("-inf")
     logged_holder = ""
     is_away = False
     with contextlib.closing(journal):
@@ -122,6 +126,10 @@ def wait_for_lease(
             try:
                 if not journal.is_open:
                     journal.open()
+                # The entries are verified before they are needed, so that the takeover has only the newest to verify.
+                if clock() - verified_at >= VERIFY_S:
+                    journal.verify_new()
+                    verified_at = clock()
                 lease = journal.read_lease()
             except JournalAway as error:
                 if not is_away:

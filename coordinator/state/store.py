@@ -220,15 +220,15 @@ class StateFolder:
 
     Args:
         path: The folder.
-        journal: The address by which this process reaches the database of the journal; None: as the folder names it.
+        journal: Its journal, not opened; None: the one that the folder names.
 
     Raises:
         StateError: The file that names the database is damaged.
     """
 
-    def __init__(self, path: Path, journal: str | None = None) -> None:
+    def __init__(self, path: Path, journal: Journal | None = None) -> None:
         self.path = path
-        self.journal: Journal = journal_of(path, journal)
+        self.journal = journal or journal_of(path)
         self.blobs = BlobStore(path / "blobs")
         self._lock: Hold | None = None
 
@@ -241,7 +241,7 @@ class StateFolder:
             StateError: another process works here, or the journal is damaged, truncated or missing.
         """
         with self.journal.hold(self.path, owner, self._has_content) as self._lock:
-            self.journal.verify()
+            self.journal.verify_new()
             if self.journal.repair_indexes():
                 log.warning("journal_repaired path=%s: an index was damaged, and made again", self.journal.location)
             self.blobs.sweep()

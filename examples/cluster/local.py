@@ -5,8 +5,9 @@ Three nodes of NATS, PostgreSQL, two coordinators of which one serves, four aggr
     python examples/cluster/local.py --folder cluster
     headwater run --config cluster/coordinator.toml --rounds 5        (in another terminal)
 
-Ctrl-C ends all of it; the folder stays, and the next start goes on where this one ended. It needs the programs
-``nats-server`` and ``postgres`` (Debian packages nats-server and postgresql) and the extras ``all`` and ``postgres``.
+Ctrl-C or SIGTERM ends all of it; the folder stays, and the next start continues where this one ended. It needs the
+programs ``nats-server`` and ``postgres`` (Debian packages nats-server and postgresql) and the extras ``all`` and
+``postgres``.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import json
 import os
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -31,7 +33,7 @@ AGGREGATORS = 4
 START_LIMIT_S = 120.0
 
 FIRST_PORT = 18830
-"""Of some twenty ports of this machine's own address that the cluster takes, one after another."""
+"""The first of ten ports of 127.0.0.1 that the cluster takes, one after another."""
 
 DATABASE_USER = "postgres"
 """The account of the Debian package: PostgreSQL refuses to run as root."""
@@ -45,19 +47,19 @@ class Ports:
 
     @property
     def database(self) -> int:
-        """Of PostgreSQL."""
+        """The port of PostgreSQL."""
         return self.first
 
     def mqtt(self, node: int) -> int:
-        """Of MQTT at a node of NATS."""
+        """Return the port of MQTT at a node of NATS."""
         return self.first + 1 + node
 
     def client(self, node: int) -> int:
-        """Of NATS' own protocol, which nobody here speaks."""
+        """Return the port of NATS' own protocol at a node, which nobody here speaks."""
         return self.first + 1 + NODES + node
 
     def route(self, node: int) -> int:
-        """Between the nodes."""
+        """Return the port at which other nodes reach a node."""
         return self.first + 1 + 2 * NODES + node
 
     @property
@@ -84,10 +86,10 @@ class Cluster:
             )
 
     def wait_for_port(self, name: str, port: int) -> None:
-        """Return once a process listens.
+        """Wait until a process listens on a port.
 
         Raises:
-            SystemExit: It has ended, or does not listen in time.
+            SystemExit: The process has ended, or does not listen in time.
         """
         until = time.monotonic() + START_LIMIT_S
         pause = threading.Event()
@@ -142,6 +144,7 @@ mqtt {{ listen: 127.0.0.1:{ports.mqtt(node)}, max_ack_pending: 256 }}
 
 def start_database(cluster: Cluster) -> str:
     """Start PostgreSQL, after making its data folder at the first start, and return the URL of the journal."""
+    # 1. The programs, and the account that runs them.
     programs = sorted(Path("/usr/lib/postgresql").glob("*/bin"), key=lambda path: int(path.parent.name))
     if not programs:
         sys.exit("PostgreSQL is not installed; apt install postgresql")
@@ -153,25 +156,33 @@ def start_database(cluster: Cluster) -> str:
     if os.geteuid() == 0:
         as_user = ["setpriv", f"--reuid={DATABASE_USER}", f"--regid={DATABASE_USER}", "--clear-groups"]
         shutil.chown(folder, DATABASE_USER)
-    if not passfile.exists():
+    # 2. The data folder and its password, in files that no other user can read.
+    if not (data / "PG_VERSION").exists():
         password = secrets.token_hex(16)
-        given = folder / "password"
-        given.write_text(password, encoding="utf-8")
+        write_private(passfile, f"*:*:*:*:{password}\n")
+        password_file = folder / "password"
+        write_private(password_file, password)
         if os.geteuid() == 0:
-            shutil.chown(given, DATABASE_USER)
-        options = ["-U", "headwater", "--auth=scram-sha-256", f"--pwfile={given}", "--encoding=UTF8", "--locale=C"]
-        command = [*as_user, str(programs[-1] / "initdb"), "-D", str(data), *options]
+            shutil.chown(password_file, DATABASE_USER)
+        options = ["-U", "headwater", "--auth=scram-sha-256", f"--pwfile={password_file}", "--encoding=UTF8"]
+        command = [*as_user, str(programs[-1] / "initdb"), "-D", str(data), *options, "--locale=C"]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-        given.unlink()
+        password_file.unlink()
         if done.returncode != 0:
             sys.exit(f"the data folder of PostgreSQL could not be made: {done.stderr.strip()}")
-        passfile.touch(mode=0o600)
-        passfile.write_text(f"*:*:*:*:{password}\n", encoding="utf-8")
+    # 3. The server.
     port = cluster.ports.database
     settings = [f"--port={port}", "--listen_addresses=127.0.0.1", "--unix_socket_directories="]
     cluster.run("database", *as_user, programs[-1] / "postgres", "-D", data, *settings)
     cluster.wait_for_port("database", port)
     return f"postgresql://headwater@127.0.0.1:{port}/postgres?passfile={passfile}"
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a file that only this user can read."""
+    path.unlink(missing_ok=True)
+    path.touch(mode=0o600)
+    path.write_text(text, encoding="utf-8")
 
 
 # --- Headwater -------------------------------------------------------------------------------------------------------
@@ -246,17 +257,23 @@ source = "digits:optdigits?client={number}&clients={agents}"
         cluster.run(name, python, "-m", "edge_agent", "run", "--insecure", "--config", settings)
 
 
+def interrupt(_number: int, _frame: object) -> None:
+    """End the cluster on SIGTERM as on Ctrl-C: its processes would outlive this one."""
+    raise KeyboardInterrupt
+
+
 def main() -> None:
-    """Start everything, and end it on Ctrl-C."""
+    """Start everything, and end it on Ctrl-C or SIGTERM."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--folder", type=Path, default=Path("cluster"), help="where everything is kept")
     parser.add_argument("--agents", type=int, default=4, help="agents with a part of the digits each")
-    parser.add_argument("--first-port", type=int, default=FIRST_PORT, help="of ten ports of 127.0.0.1")
+    parser.add_argument("--first-port", type=int, default=FIRST_PORT, help="the first of ten ports of 127.0.0.1")
     options = parser.parse_args()
     folder = options.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    # PostgreSQL runs as another user, who has to pass.
+    # PostgreSQL runs as another user, who needs the way to its own folder, and to no other.
     folder.chmod(0o711)
+    signal.signal(signal.SIGTERM, interrupt)
     cluster = Cluster(folder, Ports(options.first_port))
     try:
         print("brokers: three nodes of NATS", flush=True)

@@ -11,6 +11,7 @@ from itertools import pairwise
 from cut_line import CutLine
 from process_site import AGENTS, EVERYBODY, Site
 
+from coordinator.journal.postgres import PostgresJournal
 from coordinator.state.store import StateFolder
 
 COORDINATORS = ("c0", "c1")
@@ -37,7 +38,7 @@ class DatabaseSite(Site):
         self.until(lambda: self.leases(), "the first one has the lease")
         for name in self.coordinators[1:]:
             self.serve(name)
-        self.state = StateFolder(self.folder / "state", self.url)
+        self.state = StateFolder(self.folder / "state", PostgresJournal(self.url))
         for number, name in enumerate(self.agents):
             (self.folder / f"{name}.toml").write_text(
                 f'id = "{name}"\ntier = "train"\nstate = "{name}"\nheartbeat_s = 2\n{self.broker_toml()}\n\n'

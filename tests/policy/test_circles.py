@@ -24,7 +24,7 @@ ORDER = (
     {"simulation"},
     {"service"},
     {"hosted", "blobs"},
-    {"runs"},
+    {"runs", "capacity"},
     {"aggregators"},
     {"rounds"},
     {"fleet", "report", "identity"},

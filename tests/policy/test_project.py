@@ -352,6 +352,7 @@ def test_readme_says_where_the_programs_are_and_leads_to_the_guides_before_anyth
     left_to_the_index = {
         "aggregators",
         "blobs-by-reference",
+        "capacity",
         "certificates",
         "device-faults",
         "home-assistant",

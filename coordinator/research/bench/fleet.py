@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sqlite3
 import threading
 import time
 from collections import Counter, defaultdict, deque
@@ -44,6 +45,10 @@ STATUS_S = 2.0
 """Seconds after which ``status.json`` shows what has happened."""
 
 
+WELCOME_LIMIT_S = 0.06
+"""Seconds for each agent in which all have to be welcomed: ten times what a busy machine of two cores takes."""
+
+
 def pause(seconds: float) -> None:
     """Wait for some seconds, while other processes work."""
     threading.Event().wait(seconds)
@@ -67,6 +72,62 @@ class Moved:
     def since(self, before: Moved) -> Moved:
         """Return what has moved since then."""
         return Moved(self.published - before.published, self.models - before.models, self.received - before.received)
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What the coordinator and the broker of a fleet have used so far, or between two moments.
+
+    Attributes:
+        messages: Messages that the coordinator has received.
+        cpu_s: CPU seconds of the coordinator.
+        broker_cpu_s: CPU seconds of the broker; 0 in memory.
+        received_bytes: Bytes that the coordinator has received.
+        seconds: Seconds of the clock.
+    """
+
+    messages: int = 0
+    cpu_s: float = 0.0
+    broker_cpu_s: float = 0.0
+    received_bytes: int = 0
+    seconds: float = 0.0
+
+    def since(self, before: Spent) -> Spent:
+        """Return what has been used since then."""
+        return Spent(
+            self.messages - before.messages,
+            self.cpu_s - before.cpu_s,
+            self.broker_cpu_s - before.broker_cpu_s,
+            self.received_bytes - before.received_bytes,
+            self.seconds - before.seconds,
+        )
+
+    @property
+    def message_us(self) -> float:
+        """CPU of the coordinator divided by its messages, in microseconds."""
+        return 1e6 * self.cpu_s / max(1, self.messages)
+
+
+@dataclass(frozen=True)
+class JournalSize:
+    """The size of a journal.
+
+    Attributes:
+        rows: Its entries.
+        size_bytes: Its bytes on disk, without the space that SQLite's log takes beside it.
+    """
+
+    rows: int = 0
+    size_bytes: int = 0
+
+    @classmethod
+    def of_folder(cls, folder: Path) -> JournalSize:
+        """Return the size of the journal in a state folder, which a coordinator may be writing to."""
+        with contextlib.closing(sqlite3.connect(f"{(folder / 'journal.db').as_uri()}?mode=ro", uri=True)) as journal:
+            (pages,) = journal.execute("PRAGMA page_count").fetchone()
+            (page_bytes,) = journal.execute("PRAGMA page_size").fetchone()
+        with StateFolder(folder).look() as state:
+            return cls(state.journal.last_id(), pages * page_bytes)
 
 
 @dataclass
@@ -95,6 +156,15 @@ class FleetFigures:
 
     welcome_s: list[float] = field(default_factory=list)
     """Seconds from hello to welcome of one agent during a flood."""
+
+    phases: dict[str, Spent] = field(default_factory=dict)
+    """Phase -> what was used in it."""
+
+    broker_usage: Usage | None = None
+    """What the broker has used at the end of the rounds; None in memory."""
+
+    journal: JournalSize = JournalSize()
+    """The journal at the end of the rounds."""
 
     def rows(self) -> list[Row]:
         """Return the figures in the order of the table."""
@@ -346,25 +416,26 @@ class MemoryFleet:
 
 @dataclass
 class Phases:
-    """The CPU and the messages of the phases of a measurement; a phase lasts from one call of `end` to the next."""
+    """What was used in each phase of a measurement; a phase lasts from one call of `end` to the next."""
 
-    read: Callable[[], tuple[int, float]]
-    """Returns how many messages the coordinator has received so far, and the CPU seconds that it has used."""
+    read: Callable[[], Spent]
+    """Returns what has been used so far."""
 
-    before: tuple[int, float] = (0, 0.0)
+    before: Spent = Spent()
     """What `read` returned when the phase began."""
 
-    figures: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """Phase -> (number of messages, mean CPU for one in microseconds)."""
+    spent: dict[str, Spent] = field(default_factory=dict)
+    """Phase -> what was used in it."""
 
     def end(self, name: str) -> None:
         """End the phase, under this name, and begin the next one."""
-        messages_before, seconds_before = self.before
-        messages_now, seconds_now = self.read()
-        messages = messages_now - messages_before
-        seconds = seconds_now - seconds_before
-        self.figures[name] = (messages, 1e6 * seconds / max(1, messages))
-        self.before = (messages_now, seconds_now)
+        now = self.read()
+        self.spent[name] = now.since(self.before)
+        self.before = now
+
+    def cpu_us(self) -> dict[str, tuple[int, float]]:
+        """Return for each phase the number of messages, and the mean CPU for one in microseconds."""
+        return {name: (spent.messages, spent.message_us) for name, spent in self.spent.items()}
 
 
 def measure_in_memory(plan: FleetPlan, folder: Path) -> FleetFigures:
@@ -381,7 +452,14 @@ def measure_in_memory(plan: FleetPlan, folder: Path) -> FleetFigures:
         fleet = MemoryFleet(plan, state)
         traffic = fleet.transport.traffic
         agents = fleet.agents.values()
-        phases = Phases(lambda: (traffic.messages_down, sum(fleet.cpu_ns.values()) / 1e9))
+        phases = Phases(
+            lambda: Spent(
+                traffic.messages_down,
+                sum(fleet.cpu_ns.values()) / 1e9,
+                received_bytes=traffic.bytes_down,
+                seconds=fleet.clock(),
+            )
+        )
         # 1. All agents join, then send heartbeats for a while.
         fleet.coordinator.start()
         fleet.until(lambda: all(agent.welcomed for agent in agents), START_LIMIT_S)
@@ -398,11 +476,22 @@ def measure_in_memory(plan: FleetPlan, folder: Path) -> FleetFigures:
         fleet.coordinator.close()
         seconds = round_seconds(state.journal, run)
         updates = len(state.journal.entries(run, ("update_accepted",)))
+        journal = JournalSize.of_folder(state.path)
     kinds = {}
     for kind, count in sorted(fleet.count.items()):
         if kind:
             kinds[kind] = (count, fleet.cpu_ns[kind] / count / 1000)
-    return FleetFigures("memory", plan, seconds, phases.figures | kinds, moved, updates, usage(os.getpid()))
+    return FleetFigures(
+        "memory",
+        plan,
+        seconds,
+        phases.cpu_us() | kinds,
+        moved,
+        updates,
+        usage(os.getpid()),
+        phases=phases.spent,
+        journal=journal,
+    )
 
 
 class AggregatorProcesses:
@@ -471,6 +560,16 @@ def measure(plan: FleetPlan, folder: Path) -> FleetFigures:
         def traffic() -> BrokerTraffic:
             return read_status(state_path).traffic
 
+        def spent() -> Spent:
+            counts = traffic()
+            return Spent(
+                messages=counts.messages_received,
+                cpu_s=usage(coordinator.pid).cpu_s,
+                broker_cpu_s=usage(running.pid or 0).cpu_s,
+                received_bytes=counts.bytes_received,
+                seconds=time.monotonic(),
+            )
+
         def moved() -> Moved:
             received = ask_fleet()["received_bytes"]
             counts = traffic()
@@ -481,10 +580,11 @@ def measure(plan: FleetPlan, folder: Path) -> FleetFigures:
             pause(STATUS_S)
 
         # 1. All agents join, then send heartbeats for a while. The CPU of the start itself is in no figure.
-        phases = Phases(lambda: (traffic().messages_received, usage(coordinator.pid).cpu_s))
+        phases = Phases(spent)
         aggregators.wait_until_they_serve(state_path)
         phases.end(JOINING)
-        until(lambda: ask_fleet()["welcomed"] == plan.agents, f"{plan.agents} welcomes", START_LIMIT_S)
+        joining_s = START_LIMIT_S + WELCOME_LIMIT_S * plan.agents
+        until(lambda: ask_fleet()["welcomed"] == plan.agents, f"{plan.agents} welcomes", joining_s)
         phases.end(JOINING)
         pause(plan.idle_s)
         phases.end(IDLE)
@@ -502,6 +602,8 @@ def measure(plan: FleetPlan, folder: Path) -> FleetFigures:
         used = usage(coordinator.pid)
         of_aggregators = aggregators.used()
         dropped = traffic().dropped
+        broker_usage = usage(running.pid or 0)
+        journal = JournalSize.of_folder(state_path)
         # 3. A flood, whose CPU is in no figure.
         welcome_s = []
         if plan.flood != "none":
@@ -510,11 +612,14 @@ def measure(plan: FleetPlan, folder: Path) -> FleetFigures:
         plan.transport,
         plan,
         seconds,
-        phases.figures,
+        phases.cpu_us(),
         moved_in_rounds,
         updates,
         used,
         aggregators=of_aggregators,
         dropped=dropped,
         welcome_s=welcome_s,
+        phases=phases.spent,
+        broker_usage=broker_usage,
+        journal=journal,
     )

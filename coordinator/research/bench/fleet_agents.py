@@ -421,6 +421,11 @@ class Timers:
         self._agents = agents
         heapq.heapify(self._heap)
 
+    def add(self, agent: FleetAgent) -> None:
+        """Call this agent, too, when it is due."""
+        heapq.heappush(self._heap, (agent.due_at, len(self._agents)))
+        self._agents.append(agent)
+
     def run(self, now: float) -> int:
         """Call `FleetAgent.tick` of all agents that are due, and return how many there were."""
         count = 0

@@ -181,7 +181,10 @@ class MqttFleet:
         names = [f"agent-{number}" for number in range(count)]
         self.agents = {name: FleetAgent(name, self._topics, models, link, time.monotonic) for name in names}
         self._waiting = names[::-1]
-        self._timers: Timers | None = None
+        self._connecting: set[str] = set()
+        self._timers = Timers([])
+        """Of the agents that have subscribed to their topics."""
+
         self.sent = 0
 
     @property
@@ -195,15 +198,14 @@ class MqttFleet:
         # 1. Read what has arrived; while agents are still connecting, no timer says how long nothing will happen.
         now = time.monotonic()
         pause_s = 0.01
-        if not self._waiting and self._timers is not None:
+        if not self._waiting and not self._connecting:
             pause_s = min(0.1, self._timers.due_in(now))
         for key, events in self._selector.select(pause_s):
             if events & selectors.EVENT_READ:
                 self._read(key.data)
             self._unsent.add(key.data.name)
         # 2. Let agents speak whose time has come.
-        if self._timers is not None:
-            self._timers.run(time.monotonic())
+        self._timers.run(time.monotonic())
         # 3. Write what all of that has left to send.
         unsent = self._unsent
         self._unsent = set()
@@ -271,14 +273,11 @@ class MqttFleet:
         self._unsent.add(agent.id)
 
     def _connect(self) -> None:
-        """Connect agents that wait for it, some at once; set the timers of all when the last one is connected."""
-        if self._waiting:
-            connecting = [connection for connection in self._connections.values() if not connection.is_up]
-            for _ in range(min(len(self._waiting), CONNECTING_AT_ONCE - len(connecting))):
-                self._add(self._waiting.pop())
-            return
-        if self._timers is None and all(connection.is_up for connection in self._connections.values()):
-            self._timers = Timers(list(self.agents.values()))
+        """Begin to connect agents that wait for it, so that some are connecting at the same time."""
+        for _ in range(min(len(self._waiting), CONNECTING_AT_ONCE - len(self._connecting))):
+            name = self._waiting.pop()
+            self._connecting.add(name)
+            self._add(name)
 
     def _read(self, connection: Connection) -> None:
         """Read what has arrived on a connection, and hand it to the agent.
@@ -297,6 +296,10 @@ class MqttFleet:
                 continue
             if isinstance(event, str):
                 agent.subscribed(event)
+                # Its own topics, the first ones: from now on it sends heartbeats, while others still connect.
+                if connection.name in self._connecting:
+                    self._connecting.remove(connection.name)
+                    self._timers.add(agent)
             else:
                 agent.received(*event)
 

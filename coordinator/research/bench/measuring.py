@@ -106,6 +106,15 @@ class FleetPlan(Frozen):
         return size_bytes(self.payload)
 
 
+class CostPlan(Frozen):
+    """The settings of ``bench costs``, which measures what ``headwater plan`` computes with."""
+
+    largest: int = Field(10_000, ge=1000, le=100_000, description="fleets with more agents are not measured")
+    idle_s: int = Field(60, ge=10, le=3600, description="seconds of heartbeats alone, for each fleet")
+    repeats: int = Field(1, ge=1, le=10, description="measurements of each fleet")
+    transport: Literal["mosquitto", "amqtt"] = Field("mosquitto", description="broker that is measured")
+
+
 class SimulationSize(Frozen):
     """The settings of ``bench simulate``, which times simulated rounds; the defaults are those of workload W1."""
 

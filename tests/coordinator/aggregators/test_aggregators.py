@@ -14,13 +14,14 @@ from federation_duties import TinyDuties, quick_params
 from federation_harness import Killed
 
 from coordinator.aggregators import app
-from coordinator.aggregators.messages import Dismissed, Sealed
+from coordinator.aggregators.messages import Dismissed, Sealed, ServePartitions
 from coordinator.config import AggregatorsConfig, CoordinatorConfig
 from coordinator.fleet.partitions import Partition, partition_of
 from coordinator.fleet.uploads import Collector
 from coordinator.rounds import server_step
 from coordinator.state.command_keys import CommandKeys
 from edge_agent.core.errors import StateError, UsageError
+from edge_agent.wire.messages import down, fields, up
 
 METHODS = ("fedavg", "fedper", "repper", "afl")
 
@@ -211,6 +212,34 @@ def test_messages_without_the_secret_change_nothing(tmp_path, caplog):
         fed.wait(2)
         assert fed.coordinator.status()["aggregators"][0]["aggregator"] == "sum1"
         assert "without the secret of this state folder" in caplog.text
+
+
+def test_a_coordinator_that_was_replaced_is_obeyed_no_more(tmp_path, caplog):
+    with PartitionedFederation(tmp_path, 1, agents=1) as fed:
+        fed.wait(2)
+        aggregator = fed.aggregators["sum1"]
+        newest = aggregator._work
+        about = {"whom": "sum1", "boot": aggregator.site.boot, "federation": newest.federation, "partitions": ()}
+        earlier = ServePartitions(epoch=newest.epoch - 1, start="gone", **about)
+        stranger = fed.broker.transport()
+        stranger.start()
+        sealed = Sealed(CommandKeys.of(fed.config.state, fed.config.federation).for_aggregators())
+        stranger.publish(fed.topics.aggregators_down, sealed.encode(earlier))
+        fed.settle()
+        assert aggregator._work == newest
+        assert "earlier_coordinator_ignored" in caplog.text
+
+
+def test_an_update_of_a_run_that_nobody_knows_gets_its_answer(tmp_path):
+    with PartitionedFederation(tmp_path, 1, agents=1, capture=True) as fed:
+        fed.wait(2)
+        agent = fed.agents["a0"]
+        blob = fields.BlobRef(digest="a" * 64, size_bytes=100, chunk_bytes=100)
+        foreign = up.UpdateManifest(run=f"run-0007-{'0' * 32}", round=1, blob=blob, samples=1)
+        agent.link.send(foreign, "1-of-1")
+        fed.wait(1)
+        receipts = fed.messages(fed.topics.down("a0"), down.Receipt)
+        assert [(receipt.accepted, "unknown run run-0007" in receipt.reason) for receipt in receipts] == [(False, True)]
 
 
 def test_an_aggregator_on_another_folder_ends_and_says_so(tmp_path):

@@ -10,11 +10,10 @@ from database_site import DatabaseSite
 from process_site import DIGITS
 
 from coordinator.journal.postgres import AWAY_S
-from coordinator.journal.store import LEASE_S
 
 ROUNDS = 12
-LIMIT_S = 5.0
-"""Seconds that a takeover may take."""
+LIMIT_S = 15.0
+"""Seconds in which a takeover is over on a machine with other work; `test_database_faults` measures what it takes."""
 
 pytestmark = [pytest.mark.broker, pytest.mark.slow]
 
@@ -104,6 +103,6 @@ def test_without_the_database_the_coordinator_ends_and_the_one_that_finds_it_aga
         assert site.processes["c1"].poll() is None
         served = site.served()
         postgres.start()
-        assert site.takeover_s(time.monotonic(), served) <= LIMIT_S + LEASE_S
+        assert site.takeover_s(time.monotonic(), served) <= LIMIT_S
         assert site.finish(run) == undisturbed
         site.check_one_served_at_a_time()

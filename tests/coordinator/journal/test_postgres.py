@@ -272,7 +272,7 @@ def test_a_role_without_rights_is_told_which_it_needs(postgres, url):
         ("DELETE FROM headwater_entries WHERE id = 2", "entry 2 breaks the chain"),
         ("DELETE FROM headwater_entries WHERE id = 3", "1 newest entries are missing"),
         ("UPDATE headwater_journal SET last_hash = repeat('0', 64)", "not that of the head"),
-        ("UPDATE headwater_journal SET last_id = 2", "breaks the chain"),
+        ("UPDATE headwater_journal SET last_id = 2", "entry 3 breaks the chain: by its head"),
     ],
 )
 def test_what_was_changed_by_hand_is_found(postgres, url, journal, change, said):
@@ -282,6 +282,8 @@ def test_what_was_changed_by_hand_is_found(postgres, url, journal, change, said)
     postgres.query(change, url=url)
     with pytest.raises(StateError, match=said):
         journal.verify()
+    with PostgresJournal(url) as reader, pytest.raises(StateError, match=said):
+        reader.verify_new()
 
 
 def test_a_journal_of_sqlite_is_carried_over_with_its_chain(tmp_path, journal):

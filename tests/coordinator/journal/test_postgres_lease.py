@@ -14,6 +14,7 @@ from coordinator.journal.entries import CoordinatorStarted, RunRequested, Update
 from coordinator.journal.postgres import MIGRATIONS, PostgresJournal
 from coordinator.journal.store import LEASE_S, LeaseState
 from coordinator.service.standby import wait_for_lease
+from coordinator.state.store import StateFolder
 from edge_agent.core.errors import DuplicateCoordinator, JournalAway, StateError
 from edge_agent.core.locks import lock_holder
 
@@ -174,12 +175,16 @@ class Leases:
         self.answers = list(answers)
         self.is_open = False
         self.clock = 0.0
+        self.verified_at = []
 
     def open(self):
         self.is_open = True
 
     def close(self):
         self.is_open = False
+
+    def verify_new(self):
+        self.verified_at.append(self.clock)
 
     def read_lease(self):
         answer = self.answers.pop(0)
@@ -210,6 +215,7 @@ def test_a_standby_waits_while_a_lease_is_renewed_and_takes_one_that_has_expired
     leases = Leases(*renewed, *silent)
     assert leases.wait()
     assert leases.clock == pytest.approx(50 * 0.2 + LEASE_S, abs=0.3)
+    assert leases.verified_at == pytest.approx([0.0, 10.0], abs=0.3)
 
 
 def test_after_a_restart_of_the_database_its_holder_gets_the_time_to_renew():
@@ -218,6 +224,26 @@ def test_after_a_restart_of_the_database_its_holder_gets_the_time_to_renew():
     leases = Leases(lease("last"), *[None] * 20, *expired * 5, *[lease(number) for number in range(5)], *expired * 30)
     assert leases.wait()
     assert leases.clock > 20 * 0.5 + 10 * 0.2 + LEASE_S - 0.01
+
+
+def test_a_standby_verifies_what_was_added_and_a_takeover_the_rest(url, tmp_path, postgres):
+    watching = PostgresJournal(url)
+    with PostgresJournal(url) as journal:
+        for _ in range(3):
+            update(journal)
+        with watching:
+            assert watching.verify_new() == 3
+        # What was verified is not read again, and what was added is.
+        postgres.query("UPDATE headwater_entries SET agent = 'x' WHERE id = 2", url=url)
+        update(journal)
+        with StateFolder(tmp_path, watching).open("headwater serve") as state:
+            assert state.journal.verify_new() == 4
+            with pytest.raises(StateError, match="entry 2 breaks the chain"):
+                state.journal.verify()
+        update(journal)
+        postgres.query("UPDATE headwater_entries SET agent = 'x' WHERE id = 5", url=url)
+        with pytest.raises(StateError, match="entry 5"), StateFolder(tmp_path, watching).open("headwater serve"):
+            pass
 
 
 def test_a_standby_stops_when_it_is_asked_to():

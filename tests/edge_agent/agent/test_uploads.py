@@ -399,5 +399,5 @@ def test_a_job_that_asks_for_another_noise_now_is_done_again(tmp_path):
     link.send.assert_called_once_with(waiting, "")
     queue.on_job(job.model_copy(update={"privacy": noise}))
     assert done == [noise]
-    assert link.send.call_args.args == (outbox.get(),)
+    assert link.send.call_args.args == (outbox.get(), "")
     assert outbox.get().samples == 1

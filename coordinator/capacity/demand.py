@@ -1,0 +1,244 @@
+"""What a fleet demands of the coordinator, of its aggregators, and the brokers.
+
+The time that counts is the interval in which a round has to be done. In it fall the heartbeats and joins of that time,
+and either a round or the end of a run, when all agents get the final model: whichever demands more.
+
+With partitions, updates go to the aggregators: their bytes, checks and sums. The coordinator still asks each agent and
+keeps the list of members, which has a cost of its own, and merges one partial sum for each partition.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from edge_agent.core.config import AgentConfig
+
+from ..fleet.roster import stretched_heartbeat_s
+from .costs import Costs, of_size, of_work
+from .settings import DAY_S, PlanSettings
+from .work import MB, Size, Work
+
+PARTIAL_SUM_BYTES = 16
+"""Bytes of a partial sum for each float32 of the model: two float64, see `edge_agent.core.exact_sum`."""
+
+FLOAT_BYTES = 4
+
+KEPT_MODELS = 2
+"""Models on disk beside the updates of the open round: the newest checkpoint, and the one before until it is done."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one kind of process demands, all of its processes together.
+
+    Attributes:
+        cores: Cores that are busy on average in the interval.
+        memory_mb: Memory in MB.
+        in_mb_s: MB received in a second.
+        out_mb_s: MB sent in a second.
+        disk_mb: MB on disk.
+    """
+
+    cores: float = 0.0
+    memory_mb: float = 0.0
+    in_mb_s: float = 0.0
+    out_mb_s: float = 0.0
+    disk_mb: float = 0.0
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What a fleet demands.
+
+    Attributes:
+        agents: How many agents it has.
+        cohort: How many of them take part in a round.
+        idle: The work of one interval without a round.
+        round: The work of a round.
+        finish: The work at the end of a run.
+        coordinator: What the coordinator demands.
+        aggregators: What these demand together; zeros without partitions.
+        brokers: What all broker nodes demand together.
+        round_cpu_s: CPU seconds of the coordinator, or of the busiest aggregator, in a round.
+        journal_rows_per_day: Rows that the journal gets in a day.
+    """
+
+    agents: int
+    cohort: int
+    idle: Work
+    round: Work
+    finish: Work
+    coordinator: Load
+    aggregators: Load
+    brokers: Load
+    round_cpu_s: float
+    journal_rows_per_day: float
+
+
+def heartbeats_per_s(agents: int, lease_s: float) -> float:
+    """Return the heartbeats in a second of so many agents without jobs."""
+    configured_s: float = AgentConfig.model_fields["heartbeat_s"].default
+    return agents / max(configured_s, stretched_heartbeat_s(agents, lease_s))
+
+
+def divide_round(work: Work, partitions: int) -> tuple[Work, Work]:
+    """Return what of the work of rounds is the coordinator's, and what is that of all aggregators together."""
+    if partitions == 0:
+        return work, Work()
+    # Each aggregator looks at what is open, too, with its part of the agents.
+    summing = Work(
+        open_seconds=partitions * work.open_seconds,
+        open_member_seconds=work.open_member_seconds,
+        updates=work.updates,
+        update_mb=work.update_mb,
+    )
+    return work.model_copy(update={"update_mb": 0.0}), summing
+
+
+def round_seconds(settings: PlanSettings, costs: Costs, work: Work) -> tuple[float, float]:
+    """Return the CPU seconds of the coordinator, and those of all aggregators together, for the work of rounds."""
+    if settings.partitions == 0:
+        return of_work(costs.coordinator_cpu_s, work), 0.0
+    own, summing = divide_round(work, settings.partitions)
+    other_s = of_work(costs.coordinator_cpu_s, own.model_copy(update={"updates": 0.0}))
+    kept_s = costs.kept_update_s * own.updates
+    merge_s = settings.partitions * settings.model_mb * costs.merge_s_per_mb
+    summing_s = costs.aggregator_factor * of_work(costs.coordinator_cpu_s, summing)
+    return other_s + kept_s + merge_s, summing_s
+
+
+def demand_of(settings: PlanSettings, costs: Costs, agents: int) -> Demand:
+    """Return what a fleet of so many agents demands.
+
+    Args:
+        settings: What is asked of the fleet, and how it is divided; the number of agents there is not used.
+        costs: What one of each count costs.
+        agents: How many agents there are.
+    """
+    # 1. What happens in an interval.
+    cohort = settings.cohort_of(agents)
+    interval_s = settings.interval_s
+    idle = _idle_work(settings, agents, interval_s)
+    waiting = _waiting_work(settings, costs, cohort)
+    round_ = waiting.plus(Work(rounds=1, updates=cohort, update_mb=cohort * settings.model_mb))
+    finish = waiting.plus(Work(final_reports=agents, final_mb=agents * settings.model_mb))
+    # 2. Who does it.
+    own_round, summing = divide_round(round_, settings.partitions)
+    round_cpu_s, summing_cpu_s = round_seconds(settings, costs, round_)
+    day = _day_work(settings, agents, cohort)
+    partial_mb = settings.partitions * settings.model_mb * PARTIAL_SUM_BYTES / FLOAT_BYTES
+    journal_mb = settings.kept_days * of_work(costs.journal_bytes, day) / MB
+    updates_mb = cohort * settings.model_mb
+    models_mb = KEPT_MODELS * settings.model_mb
+    # 3. What the coordinator demands: the larger one of a round and the end of a run, in one interval.
+    finish_cpu_s = of_work(costs.coordinator_cpu_s, finish)
+    busiest_s = of_work(costs.coordinator_cpu_s, idle) + max(round_cpu_s, finish_cpu_s)
+    size = Size(processes=1, agents=agents, cohort=cohort, model_mb=settings.model_mb)
+    in_mb = max(_mb(costs.coordinator_in_bytes, own_round) + partial_mb, _mb(costs.coordinator_in_bytes, finish))
+    out_mb = settings.model_mb + max(_mb(costs.coordinator_out_bytes, round_), _mb(costs.coordinator_out_bytes, finish))
+    coordinator = Load(
+        cores=busiest_s / interval_s,
+        memory_mb=of_size(costs.coordinator_mb, size),
+        in_mb_s=(_mb(costs.coordinator_in_bytes, idle) + in_mb) / interval_s,
+        out_mb_s=out_mb / interval_s,
+        disk_mb=journal_mb + models_mb + (updates_mb if settings.partitions == 0 else partial_mb),
+    )
+    # 4. What the aggregators demand. Each is as large as a coordinator of its part of the agents.
+    aggregators = Load()
+    if settings.partitions > 0:
+        part = Size(
+            processes=1,
+            agents=agents / settings.partitions,
+            cohort=cohort / settings.partitions,
+            model_mb=settings.model_mb,
+        )
+        aggregators = Load(
+            cores=summing_cpu_s / interval_s,
+            memory_mb=settings.partitions * of_size(costs.coordinator_mb, part),
+            in_mb_s=_mb(costs.coordinator_in_bytes, summing) / interval_s,
+            out_mb_s=partial_mb / interval_s,
+            disk_mb=updates_mb + settings.partitions * models_mb,
+        )
+        round_cpu_s = max(round_cpu_s, summing_cpu_s / settings.partitions)
+    return Demand(
+        agents=agents,
+        cohort=cohort,
+        idle=idle,
+        round=round_,
+        finish=finish,
+        coordinator=coordinator,
+        aggregators=aggregators,
+        brokers=_broker_load(settings, costs, agents, idle, round_, finish),
+        round_cpu_s=round_cpu_s,
+        journal_rows_per_day=of_work(costs.journal_rows, day),
+    )
+
+
+def _idle_work(settings: PlanSettings, agents: int, seconds: float) -> Work:
+    """Return what happens in some seconds without rounds."""
+    return Work(
+        joins=settings.joins_per_day * agents * seconds / DAY_S,
+        seconds=seconds,
+        agent_seconds=agents * seconds,
+        heartbeats=heartbeats_per_s(agents, settings.lease_s) * seconds,
+    )
+
+
+def _waiting_work(settings: PlanSettings, costs: Costs, cohort: int) -> Work:
+    """Return what happens while a round is open, or the end of a run.
+
+    The coordinator looks at what is open again and again; a look takes longer the more agents there are, and the pauses
+    between looks have a limit. So looks take a share of the time that grows with the cohort, up to all of it.
+    """
+    open_s = min(settings.open_s, settings.interval_s)
+    members = float(cohort)
+    each_s = costs.coordinator_cpu_s.open_member_seconds
+    if each_s > 0:
+        most_share = max(0.0, 1 - costs.coordinator_cpu_s.open_seconds)
+        members = min(members, most_share / each_s)
+    return Work(open_seconds=open_s, open_member_seconds=open_s * members)
+
+
+def _day_work(settings: PlanSettings, agents: int, cohort: int) -> Work:
+    """Return what happens in a day."""
+    rounds = settings.rounds_per_day
+    runs = rounds / settings.run_rounds
+    updates = rounds * cohort
+    return _idle_work(settings, agents, DAY_S).plus(
+        Work(
+            rounds=rounds,
+            updates=updates,
+            update_mb=updates * settings.model_mb,
+            final_reports=runs * agents,
+            final_mb=runs * agents * settings.model_mb,
+        )
+    )
+
+
+def _broker_load(settings: PlanSettings, costs: Costs, agents: int, idle: Work, round_: Work, finish: Work) -> Load:
+    """Return what all broker nodes demand together. Each node keeps the messages of the model; agents are divided."""
+    interval_s = settings.interval_s
+    busiest_s = of_work(costs.broker_cpu_s, idle) + max(
+        of_work(costs.broker_cpu_s, round_), of_work(costs.broker_cpu_s, finish)
+    )
+    each = Size(
+        processes=1,
+        agents=agents / settings.brokers,
+        cohort=round_.updates / settings.brokers,
+        model_mb=settings.model_mb,
+    )
+    from_agents_mb = max(_mb(costs.coordinator_in_bytes, round_), _mb(costs.coordinator_in_bytes, finish))
+    to_agents_mb = max(_mb(costs.agents_in_bytes, round_), _mb(costs.agents_in_bytes, finish))
+    idle_mb = _mb(costs.coordinator_in_bytes, idle)
+    # What agents send goes on to the coordinator, and what they receive has come from it, a model once.
+    return Load(
+        cores=busiest_s / interval_s,
+        memory_mb=settings.brokers * of_size(costs.broker_mb, each),
+        in_mb_s=(idle_mb + from_agents_mb + settings.model_mb) / interval_s,
+        out_mb_s=(idle_mb + from_agents_mb + to_agents_mb) / interval_s,
+    )
+
+
+def _mb(costs: Work, work: Work) -> float:
+    """Return the MB of work whose costs are stated in bytes."""
+    return of_work(costs, work) / MB

@@ -1,0 +1,224 @@
+"""A plan: what a fleet demands of given machines, how many processes and machines it needs, and the first limit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+from .costs import Check, Costs, of_work
+from .demand import Demand, Load, demand_of, divide_round
+from .limits import RESOURCES, ROLES, Limit, fits, limits_of
+from .settings import PlanSettings
+from .work import Size, Work
+
+MOST_PROCESSES = 1024
+"""The most aggregators or broker nodes that are tried; as many as the settings allow."""
+
+
+@dataclass(frozen=True)
+class Term:
+    """A part of a figure: so many of a count, each at a cost.
+
+    Attributes:
+        figure: What it is a part of.
+        count: What is counted.
+        amount: How many there are.
+        each: The cost of one.
+        source: Where the cost comes from.
+    """
+
+    figure: str
+    count: str
+    amount: float
+    each: float
+    source: str
+
+    @property
+    def product(self) -> float:
+        """The part of the figure."""
+        return self.amount * self.each
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a fleet needs.
+
+    Attributes:
+        settings: The fleet and the machines.
+        costs: What the figures are computed from.
+        demand: What the fleet demands of the processes of the settings.
+        limits: All limits, the first one first.
+        partitions_needed: The fewest aggregators with which coordinator and these suffice; 0: the coordinator
+            alone does; None: no number of them does.
+        brokers_needed: The fewest broker nodes that suffice; None: no number of them does.
+        machines_needed: Machines that hold all of these processes; None where one of the numbers above is.
+    """
+
+    settings: PlanSettings
+    costs: Costs
+    demand: Demand
+    limits: list[Limit]
+    partitions_needed: int | None
+    brokers_needed: int | None
+    machines_needed: int | None
+
+    @property
+    def first_limit(self) -> Limit:
+        """The limit that the smallest fleet reaches."""
+        return self.limits[0]
+
+    def loads(self) -> list[tuple[str, int, Load]]:
+        """Return name, number of processes and load of each kind of process that there is."""
+        loads = []
+        for role in ROLES:
+            processes = role.processes(self.settings)
+            if processes > 0:
+                loads.append((role.name, processes, role.load(self.demand)))
+        return loads
+
+    def terms(self) -> Iterator[Term]:
+        """Yield the parts of which the figures are sums, each with the source of its cost."""
+        origin = self.costs.origin
+        measured = f"measured on {origin.processor}, {origin.date}"
+        demand = self.demand
+        stages = (
+            ("an interval without a round", demand.idle),
+            ("a round", demand.round),
+            ("end of a run", demand.finish),
+        )
+        for resource in WORK_RESOURCES:
+            costs: Work = getattr(self.costs, resource)
+            unit = Costs.model_fields[resource].description or resource
+            for stage, work in stages:
+                for count in Work.model_fields:
+                    amount = getattr(work, count)
+                    each = getattr(costs, count)
+                    if amount > 0 and each > 0:
+                        yield Term(f"{unit}, {stage}", count, amount, each, measured)
+        size = Size(processes=1, agents=demand.agents, cohort=demand.cohort, model_mb=self.settings.model_mb)
+        for resource in ("coordinator_mb", "broker_mb"):
+            for count in Size.model_fields:
+                each = getattr(getattr(self.costs, resource), count)
+                if each > 0:
+                    unit = Costs.model_fields[resource].description or resource
+                    yield Term(unit, count, getattr(size, count), each, measured)
+        sums_mb = demand.cohort * self.settings.model_mb
+        yield Term("CPU seconds of the sum alone, a round", "update_mb", sums_mb, self.costs.sum_s_per_mb, measured)
+        if self.settings.partitions > 0:
+            _, summing = divide_round(demand.round, self.settings.partitions)
+            alone_s = of_work(self.costs.coordinator_cpu_s, summing)
+            merged_mb = self.settings.partitions * self.settings.model_mb
+            parts = (
+                ("CPU seconds beside aggregators, a round", "updates", demand.cohort, self.costs.kept_update_s),
+                ("CPU seconds of merging, a round", "partial sums, MB", merged_mb, self.costs.merge_s_per_mb),
+                (
+                    "CPU seconds of all aggregators, a round",
+                    "those of the coordinator alone",
+                    alone_s,
+                    self.costs.aggregator_factor,
+                ),
+            )
+            for figure, count, amount, each in parts:
+                yield Term(figure, count, amount, each, measured)
+
+    def sums_per_s(self) -> float:
+        """Return how many updates of this model one aggregator takes in a second with all of its work on them."""
+        one = Work(updates=1, update_mb=self.settings.model_mb)
+        return 1 / (self.costs.aggregator_factor * of_work(self.costs.coordinator_cpu_s, one))
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the plan as a JSON object."""
+        return {
+            "settings": self.settings.model_dump(),
+            "cohort": self.demand.cohort,
+            "interval_s": self.settings.interval_s,
+            "loads": [
+                {"role": name, "processes": processes, **{item.name: getattr(load, item.name) for item in fields(load)}}
+                for name, processes, load in self.loads()
+            ],
+            "round_cpu_s": self.demand.round_cpu_s,
+            "updates_per_s_of_one_aggregator": self.sums_per_s(),
+            "journal_rows_per_day": self.demand.journal_rows_per_day,
+            "partitions_needed": self.partitions_needed,
+            "brokers_needed": self.brokers_needed,
+            "machines_needed": self.machines_needed,
+            "limits": [
+                {
+                    "name": limit.name,
+                    "unit": limit.unit,
+                    "needed": limit.needed,
+                    "available": limit.available,
+                    "agents": limit.agents,
+                    "is_reached": limit.is_reached,
+                    "remedy": limit.remedy,
+                }
+                for limit in self.limits
+            ],
+            "origin": self.costs.origin.model_dump(),
+            "checks": [{**check.model_dump(), "error": check.error} for check in self.costs.checks],
+        }
+
+
+WORK_RESOURCES = tuple(name for name, field in Costs.model_fields.items() if field.annotation is Work)
+"""The names of what costs by what happens, in the order of `Costs`."""
+
+
+def make_plan(settings: PlanSettings, costs: Costs) -> Plan:
+    """Return the plan of a fleet."""
+    partitions = _fewest_partitions(settings, costs)
+    brokers = _fewest_brokers(settings, costs)
+    machines = None
+    if partitions is not None and brokers is not None:
+        machines = _machines(settings.model_copy(update={"partitions": partitions, "brokers": brokers}), costs)
+    return Plan(
+        settings=settings,
+        costs=costs,
+        demand=demand_of(settings, costs, settings.agents),
+        limits=limits_of(settings, costs),
+        partitions_needed=partitions,
+        brokers_needed=brokers,
+        machines_needed=machines,
+    )
+
+
+def worst_check(costs: Costs, resource: str) -> Check | None:
+    """Return the prediction of a resource that was furthest off; None where none was checked."""
+    checks = [check for check in costs.checks if check.resource == resource]
+    return max(checks, key=lambda check: abs(check.error), default=None)
+
+
+def _fewest_partitions(settings: PlanSettings, costs: Costs) -> int | None:
+    """Return the fewest aggregators with which these and the coordinator have enough of everything."""
+    for partitions in range(MOST_PROCESSES + 1):
+        divided = settings.model_copy(update={"partitions": partitions})
+        demand = demand_of(divided, costs, settings.agents)
+        if fits(divided, demand, "coordinator") and fits(divided, demand, "aggregators"):
+            return partitions
+    return None
+
+
+def _fewest_brokers(settings: PlanSettings, costs: Costs) -> int | None:
+    """Return the fewest broker nodes that have enough of everything, connections included."""
+    for brokers in range(math.ceil(settings.agents / settings.connections), MOST_PROCESSES + 1):
+        divided = settings.model_copy(update={"brokers": brokers})
+        if fits(divided, demand_of(divided, costs, settings.agents), "broker nodes"):
+            return brokers
+    return None
+
+
+def _machines(settings: PlanSettings, costs: Costs) -> int:
+    """Return the machines that hold all processes, each of which may lie on any of them.
+
+    What processes send each other counts as if they were on different machines.
+    """
+    demand = demand_of(settings, costs, settings.agents)
+    machines = 1
+    for resource in RESOURCES:
+        demanded = sum(resource.demanded(role.load(demand)) for role in ROLES)
+        of_one = settings.busy * resource.available(settings)
+        if resource.unit == "cores":
+            of_one *= settings.cores
+        machines = max(machines, math.ceil(demanded / of_one))
+    return machines
