@@ -294,10 +294,11 @@ class BlobEndpoint:
             if grant.digest not in self._blobs:
                 raise ConnectionAbortedError("the blob is on offer no longer")
             piece = blob.data[position : min(position + SLICE_BYTES, end)]
-            sock.settimeout(SLICE_S)
-            sock.sendall(piece)
+            # Counted before it leaves: who has the bytes finds them counted.
             with self._lock:
                 self._fetched[grant.agent] += len(piece)
+            sock.settimeout(SLICE_S)
+            sock.sendall(piece)
 
     def _is_of_agent(self, sock: socket.socket, grant: Grant) -> bool:
         """Return whether the client's certificate, where one is asked for, is of the agent of the path."""
