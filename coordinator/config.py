@@ -594,6 +594,74 @@ class WebConfig(Frozen):
         return self
 
 
+class BlobsConfig(Frozen):
+    """Large blobs by HTTP, for agents that fetch them so; without this section all blobs go in chunks over MQTT.
+
+    Either the coordinator serves them itself (``serve``), or it puts them where others serve them (``store``). Agents
+    that do not reach the URLs get chunks.
+    """
+
+    serve: str | None = Field(
+        None,
+        pattern=r"^([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}$",
+        max_length=260,
+        description="address and TCP port at which the coordinator serves blobs; port 0 = any free one",
+    )
+    url: str | None = Field(
+        None,
+        pattern=r"^https?://[A-Za-z0-9._:\[\]-]+(/[A-Za-z0-9._~/-]*)?$",
+        max_length=400,
+        description="beginning of the URLs at which agents reach that address, or the folder of store; default: with "
+        "[identity] its host and the port of serve, otherwise the address of serve",
+    )
+    store: str | None = Field(
+        None,
+        max_length=400,
+        description="where blobs are put for others to serve: s3://BUCKET/PREFIX (extra 's3'), of which agents get "
+        "presigned URLs, or a folder that a web server serves at url",
+    )
+    endpoint: str | None = Field(
+        None,
+        pattern=r"^https?://[!-~]+$",
+        max_length=400,
+        description="address of an S3-compatible store that is not Amazon's; keys come from the environment",
+    )
+    above_bytes: int = Field(1_000_000, ge=0, le=1 << 40, description="only blobs of more bytes go by HTTP")
+    valid_s: float = Field(
+        600.0, ge=10, le=86_400, description="how long a URL holds; a download that has begun goes on after that"
+    )
+    cert: Path | None = Field(
+        None, description="certificate (PEM) for TLS of serve; default: with [identity], the broker's"
+    )
+    key: Path | None = Field(None, description="private key (PEM) of that certificate; default: in the same file")
+    insecure: bool = Field(
+        default=False, description="allow an address that other machines reach without TLS: models pass in clear"
+    )
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host, without brackets, and port of ``serve``."""
+        host, _, port = (self.serve or "").rpartition(":")
+        return host.strip("[]"), int(port)
+
+    @property
+    def is_object_store(self) -> bool:
+        """Whether ``store`` is reached by a protocol, and is no folder of this machine."""
+        return self.store is not None and "://" in self.store
+
+    @model_validator(mode="after")
+    def _one_way(self) -> BlobsConfig:
+        if (self.serve is None) == (self.store is None):
+            raise ValueError("[blobs] needs either serve, an address of this machine, or store, where blobs are put")
+        if self.serve is not None and self.address[1] > 65535:
+            raise ValueError(f"serve = '{self.serve}': ports end at 65535")
+        if self.store is not None and not self.is_object_store and self.url is None:
+            raise ValueError(f"store = '{self.store}' is a folder; give url, at which a web server serves it")
+        if self.key is not None and self.cert is None:
+            raise ValueError("key needs cert, the certificate that it belongs to")
+        return self
+
+
 class CoordinatorConfig(Frozen):
     """One coordinator. Without ``[broker]`` it runs its own, see ``[embedded]``."""
 
@@ -640,6 +708,9 @@ class CoordinatorConfig(Frozen):
     )
     retention: RetentionConfig = Field(default_factory=RetentionConfig, description="what stays in the state folder")
     web: WebConfig | None = Field(None, description="the web view of fleet, runs and releases; default: none")
+    blobs: BlobsConfig | None = Field(
+        None, description="large blobs by HTTP; default: all blobs go in chunks over MQTT"
+    )
     evaluate_every: Count = Field(1, description="agents evaluate every n-th round; 0 = only after the last")
     hosted: tuple[HostedConfig, ...] = Field(
         (), max_length=10_000, description="clients with data on this machine; they take part like agents"
@@ -671,7 +742,8 @@ class CoordinatorConfig(Frozen):
 
         Neither secrets nor paths can be read from them.
         """
-        sections = self.model_dump(mode="json", exclude={"state", "journal", "task", "run", "warm_start", "web"})
+        left_out = {"state", "journal", "task", "run", "warm_start", "web", "blobs"}
+        sections = self.model_dump(mode="json", exclude=left_out)
         texts = {name: json.dumps(section, sort_keys=True) for name, section in sections.items()}
         return {name: hashlib.sha256(text.encode()).hexdigest()[:8] for name, text in texts.items()}
 
@@ -723,6 +795,23 @@ class CoordinatorConfig(Frozen):
             raise ValueError(
                 f"web.listen = '{web.listen}' is reached from other machines and has no TLS; give web.cert, or make "
                 "certificates with 'headwater init', or set web.insecure = true"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _blobs_have_tls_on_a_network(self) -> CoordinatorConfig:
+        blobs = self.blobs
+        if blobs is None or blobs.serve is None or is_loopback(blobs.address[0]):
+            return self
+        has_tls = blobs.cert is not None or self.identity is not None
+        if not has_tls and not blobs.insecure:
+            raise ValueError(
+                f"blobs.serve = '{blobs.serve}' is reached from other machines and has no TLS; give blobs.cert, or "
+                "make certificates with 'headwater init', or set blobs.insecure = true"
+            )
+        if blobs.url is None and self.identity is None:
+            raise ValueError(
+                f"blobs.serve = '{blobs.serve}' does not say by which name agents reach it; give blobs.url"
             )
         return self
 

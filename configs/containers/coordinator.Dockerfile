@@ -5,6 +5,7 @@
 # With a GPU: --build-arg DEVICE=gpu (5.7 GB), and the container runtime of its maker. A mirror: --build-arg PIP_INDEX_URL=…
 FROM python:3.11-slim-bookworm AS build
 ARG DEVICE=cpu
+ARG EXTRAS=coordinator
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
 WORKDIR /src
@@ -19,7 +20,7 @@ RUN python -m venv /opt/headwater && : >/tmp/constraints \
  && /opt/headwater/bin/pip install --quiet --disable-pip-version-check --dry-run --report /tmp/report.json -c /tmp/constraints \
       torch torchvision \
  && python configs/containers/check_torch.py /tmp/report.json; fi
-RUN /opt/headwater/bin/pip install --no-cache-dir --disable-pip-version-check -c /tmp/constraints '.[coordinator]'
+RUN /opt/headwater/bin/pip install --no-cache-dir --disable-pip-version-check -c /tmp/constraints ".[$EXTRAS]"
 
 FROM python:3.11-slim-bookworm
 # 'serve' starts Mosquitto for a federation with certificates ('headwater init'). Debian keeps its versions secure.

@@ -51,15 +51,19 @@ from .requests import PassFiles
 log = logging.getLogger(__name__)
 
 SERVING_EVERY_S = 1.0
+"""Seconds between two messages by which an aggregator says that it is online."""
+
 TICK_S = 0.5
+"""The longest wait for a message in seconds: timers are looked at after it."""
+
 COLLECT_EVERY_S = 0.02
-"""Least time between two looks at all uploads while messages come."""
+"""The least seconds between two looks at all uploads while messages come."""
 
 AGAIN_S = 2.0
-"""After so long without an answer the coordinator is told again what was stored."""
+"""Seconds without an answer after which the coordinator is told again what was stored."""
 
 MOST_UNREADABLE = 5
-"""So many descriptions of a round in a row that cannot be read mean that this folder is not the coordinator's."""
+"""Descriptions of a round in a row that cannot be read, after which the folder is taken not to be the coordinator's."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,7 @@ class Site:
 
 @dataclass
 class _Unnoted:
-    """Updates that the coordinator was told of, and has yet to note."""
+    """Updates that the coordinator was told of, and has not noted yet."""
 
     updates: tuple[Stored, ...]
     sent_at: float
@@ -94,7 +98,7 @@ class _Work:
     federation: str = ""
     epoch: int = 0
     start: str = ""
-    """Of the coordinator; empty before it was heard."""
+    """The coordinator's start; empty before it was heard."""
 
     terms: dict[str, int] = field(default_factory=dict)
     """Name of a partition -> the term in which it is served."""
@@ -103,7 +107,7 @@ class _Work:
 
 
 class Aggregator:
-    """One aggregator: call `start`, then `step` again and again, then `close`."""
+    """One aggregator: call `start`, then `step` in a loop, then `close`."""
 
     def __init__(
         self, site: Site, transport: Transport, clock: Callable[[], float], worker: Worker | None = None
@@ -114,7 +118,7 @@ class Aggregator:
             site: Where it works.
             transport: Its connection to the broker.
             clock: Seconds of a clock that never goes back.
-            worker: Makes passes; by default at once, in the loop.
+            worker: Makes the passes; None: they are made at once, in the loop.
         """
         self.site = site
         self.transport = transport
@@ -161,7 +165,7 @@ class Aggregator:
         self.transport.start()
 
     def serve(self, stop: threading.Event) -> None:
-        """`step` until ``stop`` is set.
+        """Call `step` until ``stop`` is set.
 
         Raises:
             UsageError: The federation has another number of partitions.
@@ -171,7 +175,7 @@ class Aggregator:
             self.step(TICK_S)
 
     def close(self) -> None:
-        """End: uploads stay on disk, for whoever serves the partitions next."""
+        """Stop serving; uploads stay on disk for the process that serves the partitions next."""
         self._collector.pause()
         self._worker.close()
         self.transport.close()
@@ -294,6 +298,10 @@ class Aggregator:
             log.info("partitions_served numbers=%s", ", ".join(sorted(terms)) or "none")
         if message.collection != before.collection or not is_same_start:
             self._open(message.collection)
+        # The coordinator waits for the answer before it asks agents to send here. A round that could not be opened is
+        # answered in the usual time, or the two would ask each other without a pause.
+        if self._work.collection == message.collection:
+            self._said_at = float("-inf")
 
     def _open(self, digest: str) -> None:
         """Take updates of this round from now on; empty: take none.
@@ -352,7 +360,8 @@ class Aggregator:
         if manifest is None:
             return
         if isinstance(message, Receipt):
-            self.stored += message.accepted
+            if message.accepted:
+                self.stored += 1
             stored = Stored(manifest=manifest, agent=agent, refused=message.reason, is_stored=message.accepted)
             self._waiting.append(stored)
             return
@@ -383,8 +392,7 @@ class Aggregator:
         for number, unnoted in self._unnoted.items():
             if now - unnoted.sent_at >= AGAIN_S:
                 unnoted.sent_at = now
-                about = {"name": self.site.name, "boot": self.site.boot, "number": number}
-                self._publish(Updates(**about, updates=unnoted.updates))
+                self._publish(Updates(name=self.site.name, boot=self.site.boot, number=number, updates=unnoted.updates))
 
     def _on_noted(self, message: Noted) -> None:
         """Forget updates that the coordinator has.
@@ -403,18 +411,21 @@ class Aggregator:
     # --- passes ----------------------------------------------------------------------------------------------------
 
     def _make(self, request: str) -> None:
-        """Make a pass in the worker, once; of one that was made say so again."""
+        """Have the worker make a pass; where it was made before, only say so again."""
         if request in self._passes:
             if self._passes[request] is not None:
                 self._say_done(request)
             return
         if len(self._passes) > MOST_UPDATES:
-            self._passes = {one: result for one, result in self._passes.items() if result is None}
+            self._passes = {name: result for name, result in self._passes.items() if result is None}
         self._passes[request] = None
 
         def done(_: None, error: BaseException | None) -> None:
-            self.passes_made += error is None
-            self._passes[request] = "" if error is None else f"{type(error).__name__}: {reason_of(error)}"[:1000]
+            if error is None:
+                self.passes_made += 1
+                self._passes[request] = ""
+            else:
+                self._passes[request] = f"{type(error).__name__}: {reason_of(error)}"[:1000]
             self._say_done(request)
 
         self._worker.submit("pass", lambda: self._files.make(request, self.site.blobs), done)

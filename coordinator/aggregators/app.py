@@ -38,6 +38,11 @@ def check(config: CoordinatorConfig, partition: Partition) -> None:
         )
     elif of != partition.of:
         mistakes.append(f"[aggregators] partitions = {of}, and --partition names one of {partition.of}")
+    if config.identity is not None:
+        mistakes.append(
+            "with [identity] the broker lets each certificate have one session, and that of the coordinator is taken; "
+            "use [broker] url with users of your own"
+        )
     if config.round.mode != "synchronous":
         mistakes.append(f"round.mode = '{config.round.mode}', and aggregators take updates of synchronous rounds alone")
     if config.privacy.secure_sum:
@@ -91,13 +96,7 @@ def _keys_of(config: CoordinatorConfig) -> CommandKeys:
             f"{path}: not there; start the coordinator first, and give the aggregator the same state folder, on the "
             "same machine or as a shared folder"
         )
-    if config.identity is None:
-        return CommandKeys.of(config.state, config.federation)
-    from ..identity.ledger import Revoked
-
-    # Each revocation begins another generation of an agent's key, which commands have to follow.
-    folder = config.state / "identity"
-    return CommandKeys.of(config.state, config.federation, lambda agent: Revoked.read(folder).generations.get(agent, 0))
+    return CommandKeys.of(config.state, config.federation)
 
 
 def _broker_of(config: CoordinatorConfig) -> BrokerConfig:
@@ -106,12 +105,6 @@ def _broker_of(config: CoordinatorConfig) -> BrokerConfig:
     Raises:
         UsageError: The coordinator's own broker has no fixed port.
     """
-    if config.identity is not None:
-        from ..identity.enrolment import Enrolment
-        from ..identity.serving import BrokerFiles
-
-        files = BrokerFiles(Enrolment(config.state, config.federation, config.identity))
-        return files.client(f"mqtts://{config.identity.host}:{config.identity.port}")
     if config.broker is not None:
         return config.broker
     embedded = config.embedded

@@ -142,10 +142,7 @@ _TO_AGGREGATOR: TypeAdapter[ServePartitions | Noted | MakePass | Dismissed] = Ty
 
 
 class Sealed:
-    """Writes and reads messages with a proof.
-
-    The key is that of one federation, which agents do not have.
-    """
+    """Writes and reads messages with a proof, an HMAC by a key of the federation that agents do not have."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
@@ -165,7 +162,7 @@ class Sealed:
         """Return a message of an aggregator.
 
         Raises:
-            MessageError: It is none, or its sender has another secret.
+            MessageError: The payload is not such a message, or its sender has another secret.
         """
         return self._read(_FROM_AGGREGATOR, payload)
 
@@ -173,14 +170,15 @@ class Sealed:
         """Return a message of a coordinator.
 
         Raises:
-            MessageError: It is none, or its sender has another secret.
+            MessageError: The payload is not such a message, or its sender has another secret.
         """
         return self._read(_TO_AGGREGATOR, payload)
 
     def _read(self, reader: TypeAdapter[T], payload: bytes) -> T:
         if len(payload) > MAX_BYTES:
             raise MessageError(f"message of {len(payload)} bytes, at most {MAX_BYTES} are read")
-        proof, body = payload[:_MAC_BYTES], payload[_MAC_BYTES:]
+        proof = payload[:_MAC_BYTES]
+        body = payload[_MAC_BYTES:]
         if not hmac.compare_digest(proof, self._proof(body)):
             raise MessageError(
                 "a message between coordinator and aggregators without the secret of this state folder; "

@@ -117,6 +117,7 @@ class AggregatorPosts(Aggregators):
         folder: Path,
         run_ids: RunIds,
         take: Take,
+        ask_again: Callable[[str], None],
         clock: Callable[[], float],
     ) -> None:
         """Begin with no aggregator.
@@ -128,6 +129,7 @@ class AggregatorPosts(Aggregators):
             folder: The folder that coordinator and aggregators share.
             run_ids: The ids of runs in messages.
             take: Takes what an aggregator says of an update.
+            ask_again: Sends an agent its job again, so that it offers its update at once.
             clock: Seconds of a clock that never goes back.
         """
         self.of = of
@@ -137,9 +139,13 @@ class AggregatorPosts(Aggregators):
         self._files = PassFiles(folder)
         self._run_ids = run_ids
         self._take = take
+        self._ask_again = ask_again
         self._clock = clock
         self._members: dict[str, _Member] = {}
         self._posts = {number: _Post() for number in range(1, of + 1)}
+        self._orphaned: set[int] = set()
+        """Partitions that have changed hands, until the new holder listens."""
+
         self._own: set[int] = set()
         """The partitions that the coordinator listens to itself."""
 
@@ -182,9 +188,13 @@ class AggregatorPosts(Aggregators):
             self._digest = write_round(self._folder, content)
         self._tell_all()
 
+    def would_read(self, updates: int) -> bool:
+        """Return whether an aggregator is online, and the round is not so small that the coordinator reads it."""
+        return updates >= LEAST_UPDATES and bool(self._members)
+
     def make(self, one_pass: Pass[Answer], updates: UpdatesOfRound) -> Generator[str, None, Answer | None]:
-        """Return the answer of a pass that the aggregators make; None where the coordinator has to make it."""
-        if len(updates.accepted) < LEAST_UPDATES or not self._members:
+        """Yield what is waited for, and return the answer of a pass; None where the coordinator has to make it."""
+        if not self.would_read(len(updates.accepted)):
             return None
         agents_of: dict[int, list[str]] = {}
         for agent in sorted(updates.accepted):
@@ -220,7 +230,7 @@ class AggregatorPosts(Aggregators):
         """Handle a message of an aggregator.
 
         Raises:
-            MessageError: It is none of ours.
+            MessageError: It is not a message of an aggregator of this coordinator.
         """
         message = self._link.sealed.from_aggregator(payload)
         if isinstance(message, Serving):
@@ -284,6 +294,8 @@ class AggregatorPosts(Aggregators):
         does = (message.start, message.partitions, message.collection)
         if does != (self._link.start, partitions, self._digest):
             self._tell(message.name)
+        else:
+            self._ask_agents_of({served.number for served in partitions})
 
     def _dismiss(self, message: Serving) -> None:
         """Tell an aggregator for another number of partitions that it cannot serve."""
@@ -300,10 +312,13 @@ class AggregatorPosts(Aggregators):
     def _assign(self) -> None:
         """Give each partition to the aggregator that was started for it, or else to the one with the fewest."""
         changed = set[str]()
+        orphaned = set[int]()
         for number, post in self._posts.items():
             holder = self._holder_for(number, post.holder)
             if holder == post.holder:
                 continue
+            if post.holder:
+                orphaned.add(number)
             changed |= {post.holder, holder}
             post.holder = holder
             post.term += 1
@@ -312,6 +327,21 @@ class AggregatorPosts(Aggregators):
             self._tell(name)
         if changed:
             self._serve_own()
+        self._orphaned |= orphaned
+        self._ask_agents_of({number for number in orphaned if number in self._own})
+
+    def _ask_agents_of(self, partitions: set[int]) -> None:
+        """Have the agents of partitions that have changed hands offer their updates now, as somebody listens again.
+
+        By themselves they would wait for some seconds more.
+        """
+        listened = self._orphaned & partitions
+        self._orphaned -= listened
+        if not listened or self._collection is None:
+            return
+        for agent in self._collection.outstanding:
+            if partition_of(agent, self.of).number in listened:
+                self._ask_again(agent)
 
     def _holder_for(self, number: int, holder: str) -> str:
         """Return who is to serve a partition that ``holder`` has served; empty: nobody is online."""

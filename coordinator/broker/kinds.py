@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+from edge_agent.core.formats import printable
 from edge_agent.wire.broker_traits import AnswerTo5, BrokerTraits
 
 
@@ -19,6 +20,9 @@ class BrokerKind(ABC):
 
     limits: tuple[str, ...]
     """What an operator should know, each a phrase; the first one is the one that is met first."""
+
+    configurations: tuple[str, ...] = ()
+    """Files for it in the folder ``configs`` of the project."""
 
     @abstractmethod
     def is_told_by(self, traits: BrokerTraits) -> bool:
@@ -33,6 +37,7 @@ class Mosquitto(BrokerKind):
         "one thread and no cluster: two share their messages by a bridge",
         "drops messages of a slow client beyond max_queued_messages, 1,000 where none is set",
     )
+    configurations = ("mosquitto.conf", "mosquitto.acl")
 
     def is_told_by(self, traits: BrokerTraits) -> bool:
         """Return whether the version says so."""
@@ -57,8 +62,10 @@ class Nats(BrokerKind):
     limits = (
         "with QoS 1 each subscription is a consumer of JetStream: set qos = 0 in [broker] with a cluster",
         "after the loss of a node it answers no login until leaders are elected",
-        "takes messages of any size",
+        "takes messages of any size, also from a client that means harm",
+        "topic rules are an entry for each agent",
     )
+    configurations = ("brokers/nats.conf", "brokers/nats-cluster.conf", "brokers/nats-users.conf")
 
     def is_told_by(self, traits: BrokerTraits) -> bool:
         """Return whether it refuses both."""
@@ -70,10 +77,12 @@ class RabbitMq(BrokerKind):
 
     name = "RabbitMQ before 3.13"
     limits = (
-        "each subscription with QoS 1 has a queue of its own, and mqtt.prefetch, 10 where none is set, slows downloads",
-        "a cluster lets nobody in without a majority of its nodes",
+        "each client has a queue of its own, of which mqtt.prefetch messages, 10 if none is set, are under way at once",
+        "with pause_minority a cluster stops that has lost half of its nodes",
         "retained messages stay on their node",
+        "throws off a client that subscribes to a topic which its rules forbid",
     )
+    configurations = ("brokers/rabbitmq.conf", "brokers/rabbitmq-cluster.conf", "brokers/rabbitmq-users.json")
 
     def is_told_by(self, traits: BrokerTraits) -> bool:
         """Return whether it does both."""
@@ -87,8 +96,8 @@ def describe_broker(traits: BrokerTraits) -> str:
     """Return which broker shows these traits, and its limits, in a line; 'not known' where they tell none."""
     recognized = [kind for kind in KINDS if kind.is_told_by(traits)]
     if len(recognized) != 1:
-        version = f"; it calls itself '{traits.version}'" if traits.version else ""
+        version = f"; it calls itself '{printable(traits.version)}'" if traits.version else ""
         return f"not known, which is no fault{version}"
     (kind,) = recognized
-    name = traits.version or kind.name
+    name = printable(traits.version) or kind.name
     return f"{name}: {'; '.join(kind.limits)}"

@@ -46,9 +46,9 @@ GROUPS: dict[str, dict[str, str]] = {
         "status": "Show runs, agents, and what the coordinator waits for.",
         "logs": "Show what happened in a run, and for whom it waited.",
         "cancel": "End a run for good, queued or under way.",
-        "web": "Show fleet, runs and releases in a browser.",
     },
     "Fleet and releases": {
+        "web": "Show fleet, runs and releases in a browser.",
         "agents": "Show all agents or one; revoke or rename certificates.",
         "export": "Export a run's encoder as a bundle file.",
         "bundle": "Make a bundle of any network, without a run.",

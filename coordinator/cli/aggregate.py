@@ -36,6 +36,7 @@ def aggregate(
 
     Example: headwater aggregate --partition 2/4 --config coordinator.toml
     """
+    from ..aggregators.aggregator import TICK_S
     from ..aggregators.app import aggregator
     from ..fleet.partitions import Partition
 
@@ -46,11 +47,11 @@ def aggregate(
         console.print(
             f"aggregator for partition {chosen} of federation '{settings.federation}'; Ctrl-C stops", soft_wrap=True
         )
-        said = ""
+        shown = ""
         while not stop.is_set():
-            service.step(0.5)
-            waits_for = service.waits_for
-            if waits_for != said:
-                said = waits_for
-                console.print(f"waiting for {waits_for}" if waits_for else "serving", soft_wrap=True)
+            service.step(TICK_S)
+            line = f"waiting for {service.waits_for}" if service.waits_for else "serving"
+            if line != shown:
+                shown = line
+                console.print(line, soft_wrap=True)
     raise typer.Exit(INTERRUPTED if stop.signal == signal.SIGINT else 0)

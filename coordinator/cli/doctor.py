@@ -72,6 +72,7 @@ def doctor(config: Config = None, as_json: Json = False) -> None:
     # 2. Whether 'serve' would start with the configuration, if one is named.
     runs = None
     journal: Step | None = None
+    blobs: Step | None = None
     broker_steps: list[Step] = []
     steps: list[tuple[str, Step]] = []
     if settings is not None:
@@ -86,6 +87,9 @@ def doctor(config: Config = None, as_json: Json = False) -> None:
             journal = try_step("journal", lambda: _check_journal(settings.state, url, advice))
             steps.append(("journal", journal))
         steps += ((f"broker {step.name}", step) for step in broker_steps)
+        if settings.blobs is not None:
+            blobs = try_step("blobs", lambda: _check_blobs(settings))
+            steps.append(("blobs", blobs))
     # 3. All of it; the exit code is that of the first step that fails.
     parts: list[Table | str] = [table("this machine", ("what", "found"), list(facts.items()), left=2)]
     parts += [f"- {line}" for line in advice]
@@ -94,11 +98,13 @@ def doctor(config: Config = None, as_json: Json = False) -> None:
         parts.append(f"{name}: {outcome}: {step.detail}")
     shown_runs = None if runs is None else _shown(runs)
     shown_journal = None if journal is None else _shown(journal)
+    shown_blobs = None if blobs is None else _shown(blobs)
     result = {
         **facts,
         "advice": advice,
         "runs": shown_runs,
         "journal": shown_journal,
+        "blobs": shown_blobs,
         "broker": [_shown(step) for step in broker_steps],
     }
     present(result, parts, as_json=as_json)
@@ -142,6 +148,17 @@ def _check_journal(state: Path, url: str, advice: list[str]) -> str:
     report = shared_journal_at(url, expected_id).examine()
     advice += report.advice
     return report.description
+
+
+def _check_blobs(settings: CoordinatorConfig) -> str:
+    """Return how agents fetch large blobs by HTTP, where that can work.
+
+    Raises:
+        HeadwaterError: The store refuses, or the certificate cannot be used.
+    """
+    from ..blobs.opening import check_blobs
+
+    return check_blobs(settings)
 
 
 def _steps(config: CoordinatorConfig) -> Iterator[Step]:

@@ -410,13 +410,13 @@ def _lines(status: GatheredStatus) -> Iterator[Table | str]:
 
 
 def _aggregator_table(partitions: Sequence[PartitionStatus]) -> Table:
-    """Return who takes the updates of which agents."""
+    """Return the table of who takes the updates of which agents."""
     rows = []
-    for one in partitions:
-        holder = f"{one.aggregator} ({one.host}, process {one.process})"
-        if not one.aggregator:
-            holder = "the coordinator: no aggregator is online"
-        rows.append((one.partition, holder, listed(one.stands_by), one.updates))
+    for partition in partitions:
+        holder = "the coordinator: no aggregator is online"
+        if partition.aggregator:
+            holder = f"{partition.aggregator} ({partition.host}, process {partition.process})"
+        rows.append((partition.partition, holder, listed(partition.stands_by), partition.updates))
     return table("partitions", ("partition", "served by", "stands by", "updates stored"), rows, left=3)
 
 

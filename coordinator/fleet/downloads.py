@@ -1,7 +1,8 @@
 """Downloads: blobs are offered to agents, and sent to those that ask, by broadcast where several need the same.
 
 A blob that several agents ask for is broadcast once; an agent with a slow or far link gets it for itself.
-`fleet.carousel` has the order of the chunks of a broadcast.
+`fleet.carousel` has the order of the chunks of a broadcast. Where large blobs have URLs (`fleet.blob_urls`), an agent
+that fetches by HTTP gets them as the answer to its request, and chunks only when it says that they were of no use.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from statistics import median_high, median_low
 
 from edge_agent.wire.blobs import chunks
 from edge_agent.wire.blobs.flow import AHEAD_BYTES, STALL_S, Pace, Sending
-from edge_agent.wire.messages.down import Listen
+from edge_agent.wire.messages.down import Listen, Located
 from edge_agent.wire.messages.fields import Command, Ranges
 from edge_agent.wire.messages.up import Progress, Want
 from edge_agent.wire.topics import Topics
 
+from .blob_urls import BlobUrls
 from .carousel import Carousel, bits_of
 
 Send = Callable[[str, Command], None]
@@ -96,6 +98,12 @@ class _Offer:
     joining: dict[str, float] = field(default_factory=dict)
     """Invited agent -> when it was invited, until it answers. On a slow link it may listen before its answer comes."""
 
+    unlocated: dict[str, Want] = field(default_factory=dict)
+    """Agents that fetch by HTTP and have asked, until it is known where the blob is."""
+
+    fetching: set[str] = field(default_factory=set)
+    """Agents that were sent URLs, until they have the blob or ask for chunks."""
+
     median_rate: float = 0.0
     """Bytes per second of the links of all who get it, as of the last sweep or start; 0: unknown."""
 
@@ -109,7 +117,8 @@ class _Offer:
     def is_open_for(self, agent: str) -> bool:
         """Return whether the agent was offered the blob and has not said that it has it."""
         is_asking = agent in self.unanswered or agent in self.waiting or agent in self.joining
-        return is_asking or self.sending_to(agent) is not None
+        is_fetching = agent in self.unlocated or agent in self.fetching
+        return is_asking or is_fetching or self.sending_to(agent) is not None
 
     @property
     def sendings(self) -> tuple[Sending, ...]:
@@ -119,7 +128,7 @@ class _Offer:
     @property
     def is_busy(self) -> bool:
         """Whether anything is to be sent, or waits for others."""
-        return bool(self.waiting or self.joining or self.direct or self.carousel.listeners)
+        return bool(self.waiting or self.joining or self.unlocated or self.direct or self.carousel.listeners)
 
 
 class Distributor:
@@ -132,6 +141,7 @@ class Distributor:
         send: Send,
         clock: Callable[[], float],
         unread_s: Callable[[], float] = lambda: 0.0,
+        urls: BlobUrls | None = None,
     ) -> None:
         """Begin without offers.
 
@@ -141,12 +151,17 @@ class Distributor:
             send: Sends a command to an agent.
             clock: The time in seconds, which only goes forward.
             unread_s: Returns how long the oldest message that has arrived has waited to be handled, in seconds.
+            urls: The URLs of large blobs; None: all go in chunks.
         """
         self._topics = topics
         self._publish = publish
         self._say = send
         self._clock = clock
         self._unread_s = unread_s
+        self._urls = urls
+        self._by_http: set[str] = set()
+        """Agents whose hello says that they fetch blobs by HTTP."""
+
         self._offers: dict[str, _Offer] = {}
         self._busy: dict[str, _Offer] = {}
         self._touched: dict[str, _Offer] = {}
@@ -159,10 +174,28 @@ class Distributor:
         self.published_bytes = 0
         """What was published of blobs; a broadcast counts once, however many agents receive it."""
 
+        self.fetched_bytes = 0
+        """What agents have fetched of blobs by HTTP."""
+
+    def describe_urls(self) -> dict[str, str | int] | None:
+        """Return where large blobs are fetched by HTTP and how that fares, for the status; None: nowhere."""
+        return None if self._urls is None else self._urls.describe()
+
+    def note_way(self, agent: str, *, by_http: bool) -> None:
+        """Note whether an agent fetches blobs by HTTP, as its hello says."""
+        if by_http:
+            self._by_http.add(agent)
+        else:
+            self._by_http.discard(agent)
+
     def offer(self, blob: chunks.Outgoing, agents: Iterable[str]) -> None:
         """Let these agents ask for the blob from now on; each of them is expected to answer."""
-        offer = self._offers.setdefault(blob.ref.digest, _Offer(blob, Carousel(blob)))
-        offer.unanswered.update(agents)
+        digest = blob.ref.digest
+        if digest not in self._offers:
+            self._offers[digest] = _Offer(blob, Carousel(blob))
+            if self._urls is not None and blob.ref.size_bytes > self._urls.above_bytes:
+                self._urls.offered(blob)
+        self._offers[digest].unanswered.update(agents)
 
     def withdraw(self, digests: Iterable[str]) -> None:
         """Take back the offers of these blobs, which are not needed any more."""
@@ -171,6 +204,8 @@ class Distributor:
             if offer is not None:
                 for sending in offer.sendings:
                     sending.cut()
+                if self._urls is not None:
+                    self._urls.withdrawn(digest)
             self._busy.pop(digest, None)
             self._touched.pop(digest, None)
 
@@ -182,6 +217,8 @@ class Distributor:
         sending = offer.sending_to(agent)
         if sending is not None:
             sending.arrived(self._clock())
+        if self._urls is not None and agent in offer.fetching:
+            self._urls.arrived(agent, offer.blob.ref)
         self._note_answer(offer, agent)
         self._leave(offer, agent)
         self._touch(offer)
@@ -197,6 +234,12 @@ class Distributor:
             return False
         if message.direct and agent in offer.joining:
             return True  # sent before it was asked to listen
+        if self._may_fetch(offer, agent, message):
+            chunks.flags_of(message.ranges, offer.blob.count)  # only checks them, before anything is changed
+            if self._locate(offer, agent, message):
+                return True
+        offer.fetching.discard(agent)
+        offer.unlocated.pop(agent, None)
         sending = offer.sending_to(agent)
         if sending is not None and agent not in offer.held and (agent in offer.direct) == message.direct:
             self._lacks(offer, sending, message.ranges)
@@ -284,17 +327,20 @@ class Distributor:
             self._touched.update(self._busy)
             for offer in self._busy.values():
                 self._measure(offer)
+            self._count_fetched()
         touched = self._touched
         self._touched = {}
         for digest, offer in touched.items():
             if offer.waiting and self._has_gathered(offer, now):
                 self._start(offer)
+            self._locate_all(offer)
             self._send(offer, now)
             if not offer.is_busy:
                 self._busy.pop(digest, None)
             elif offer.waiting:
                 self._touched[digest] = offer
         if not self._busy:
+            self._count_fetched()
             return None
         next_start_at = min((offer.start_at for offer in self._touched.values()), default=self._sweep_at)
         return max(0.0, min(self._sweep_at, next_start_at) - now)
@@ -306,6 +352,47 @@ class Distributor:
         self._touched[digest] = offer
         if offer.is_busy:
             self._busy[digest] = offer
+
+    def _may_fetch(self, offer: _Offer, agent: str, message: Want) -> bool:
+        """Return whether an agent that asks for a blob may get its URLs instead of chunks."""
+        if self._urls is None or message.by_chunks or agent not in self._by_http:
+            return False
+        return offer.blob.ref.size_bytes > self._urls.above_bytes
+
+    def _locate(self, offer: _Offer, agent: str, message: Want) -> bool:
+        """Send an agent the URLs of a blob, or have it wait for them; return False where there will be none."""
+        if self._urls is None:
+            return False
+        digest = offer.blob.ref.digest
+        urls = self._urls.urls(agent, digest)
+        if urls is not None and not urls:
+            return False
+        # From now on it is not sent chunks, neither alone nor by broadcast.
+        self._leave(offer, agent)
+        self._note_answer(offer, agent)
+        if urls is None:
+            offer.unlocated[agent] = message
+        else:
+            offer.fetching.add(agent)
+            self._say(agent, Located(digest=digest, urls=urls))
+        self._touch(offer)
+        return True
+
+    def _locate_all(self, offer: _Offer) -> None:
+        """Answer those who wait to hear where a blob is, as soon as that is known."""
+        waiting = offer.unlocated
+        offer.unlocated = {}
+        for agent, want in waiting.items():
+            if not self._locate(offer, agent, want):
+                offer.waiting[agent] = want
+
+    def _count_fetched(self) -> None:
+        """Count the bytes that agents have fetched since the last call as bytes to them."""
+        if self._urls is None:
+            return
+        for agent, size in self._urls.take_fetched().items():
+            self.fetched_bytes += size
+            self.bytes_to[agent] = self.bytes_to.get(agent, 0) + size
 
     def _note_answer(self, offer: _Offer, agent: str) -> None:
         """While answers keep coming, the first of those who wait goes on waiting, up to a limit."""
@@ -342,6 +429,8 @@ class Distributor:
     def _leave(self, offer: _Offer, agent: str) -> None:
         offer.waiting.pop(agent, None)
         offer.joining.pop(agent, None)
+        offer.unlocated.pop(agent, None)
+        offer.fetching.discard(agent)
         for sending in (offer.direct.pop(agent, None), offer.held.pop(agent, None), offer.carousel.leave(agent)):
             if sending is not None:
                 sending.cut()

@@ -34,24 +34,25 @@ class Partition:
         """Return the partition that a person has typed, such as ``2/4``.
 
         Raises:
-            UsageError: The text names none.
+            UsageError: The text names no partition.
         """
         match = _TYPED.fullmatch(text)
-        number, of = (int(group) for group in match.groups()) if match else (0, 0)
-        if not 1 <= number <= of <= MOST_PARTITIONS:
-            raise UsageError(
-                f"partition '{text[:40]}': expected NUMBER/ALL, such as 2/4 for the second of four; "
-                f"NUMBER from 1, at most {MOST_PARTITIONS} partitions"
-            )
-        return cls(number, of)
+        if match is not None:
+            chosen = cls(int(match[1]), int(match[2]))
+            if 1 <= chosen.number <= chosen.of <= MOST_PARTITIONS:
+                return chosen
+        raise UsageError(
+            f"partition '{text[:40]}': expected NUMBER/ALL, such as 2/4 for the second of four; NUMBER from 1, at most "
+            f"{MOST_PARTITIONS} partitions"
+        )
 
 
 def partition_of(agent: str, of: int) -> Partition:
-    """Return the partition that an agent belongs to: a hash of its id decides, everywhere and always alike.
+    """Return the partition that an agent belongs to, by a hash of its id: the same in every process.
 
     Args:
         agent: The agent's id.
-        of: How many partitions there are, 1 or more.
+        of: The number of partitions, 1 or more.
     """
     digest = hashlib.sha256(agent.encode()).digest()
     return Partition(int.from_bytes(digest[:8], "big") % of + 1, of)

@@ -259,7 +259,7 @@ class Collector:
         self._reject(agent, message, reason)
 
     def give_up(self, agent: str) -> None:
-        """Forget an upload of this agent that is under way here; what is on disk stays, for whoever goes on with it."""
+        """Forget an upload of this agent that is under way here; what is on disk stays, for whoever resumes it."""
         upload = self._uploads.pop(agent, None)
         if upload is not None:
             upload.receiving.incoming.close()

@@ -83,10 +83,10 @@ class PartsOfBatches:
         """Prepare for a model.
 
         Args:
-            rank: Who computes which part.
+            rank: This process among all, which says who computes which part.
             model: The model, on the device of this process.
             loss: The mean loss of a batch; see `loops.cross_entropy`.
-            seed: What layers draw at random follows from it.
+            seed: The seed of what layers draw at random.
         """
         self._rank = rank
         self._loss = loss
@@ -107,18 +107,18 @@ class PartsOfBatches:
         before = [buffer.clone() for buffer in (*self._statistics, *self._counts)]
         after = before[len(self._statistics) :]
         # 1. The parts of this process, each from the same model.
-        own = []
+        own_rows = []
         inputs_of = torch.tensor_split(inputs, self._rank.parts)
         labels_of = torch.tensor_split(labels, self._rank.parts)
         for part in range(self._rank.parts):
             if not self._rank.owns(part):
                 continue
             _copy_into((*self._statistics, *self._counts), before)
-            own.append(self._compute(part, inputs_of[part], labels_of[part], len(inputs)))
+            own_rows.append(self._compute(part, inputs_of[part], labels_of[part], len(inputs)))
             after = [buffer.clone() for buffer in self._counts]
         # 2. Those of all processes, added up in the order of the parts.
         total = None
-        for row in self._exchange(own):
+        for row in self._exchange(own_rows):
             total = row.clone() if total is None else total.add_(row)
         # 3. Into the model. The loss is the last number.
         if total is None:  # there is no part, so no process asks
@@ -151,19 +151,19 @@ class PartsOfBatches:
         columns.append(value.detach().reshape(1))
         return (torch.cat(columns).float() * share).cpu()
 
-    def _exchange(self, own: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Yield the rows of all parts in their order; ``own``: those of this process, in their order."""
+    def _exchange(self, own_rows: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Yield the rows of all parts in their order; ``own_rows``: those of this process, in their order."""
         processes = len(self._rank.devices)
         if processes == 1:
-            yield from own
+            yield from own_rows
             return
-        length = own[0].numel()
-        rounds = -(-self._rank.parts // processes)
-        for number in range(rounds):
-            # In the last round some processes may have no part left: they send zeros, which nobody adds.
-            mine = own[number] if number < len(own) else torch.zeros(length)
+        length = own_rows[0].numel()
+        exchanges = -(-self._rank.parts // processes)
+        for number in range(exchanges):
+            # In the last exchange some processes may have no part left: they send zeros, which nobody adds.
+            row = own_rows[number] if number < len(own_rows) else torch.zeros(length)
             rows = [torch.empty(length) for _ in range(processes)]
-            distributed.all_gather(rows, mine)
+            distributed.all_gather(rows, row)
             yield from rows[: self._rank.parts - number * processes]
 
 
@@ -185,7 +185,7 @@ def step_by_parts(parts: PartsOfBatches, optimizer: torch.optim.Optimizer) -> St
 
 
 class Joining(Travelling):
-    """What another process of a training is told."""
+    """The message by which another process joins a training."""
 
     request: str = Field(description="the request of the training, as JSON")
     number: int = Field(ge=0, description="the number of the process")
@@ -284,7 +284,7 @@ def connected(rank: Rank, meeting: Path) -> Iterator[None]:
 
 
 def serve(pipe: Pipe, function: str) -> None:
-    """Run as another process: receive the request, connect, and call the function; end with the owner."""
+    """Run as one of the other processes: receive the request, connect, and call the function; end with the owner."""
     frames = queue.SimpleQueue[Frame]()
     listen(pipe, frames.put)
     joining = Joining.model_validate_json(frames.get().payload)

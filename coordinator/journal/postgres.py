@@ -6,8 +6,9 @@ follow each other whichever process writes, and a transaction has all of its ent
 `PostgresJournal.flush` commits.
 
 A lost connection is made again, and what was asked for is done again, for `AWAY_S` at most: a database that restarts
-costs a pause. Where the connection is lost within a commit, nobody knows whether the entry is there. The next attempt
-locks the head, which waits for the end of that commit, and looks for the entry by its hash: it is written once.
+costs a pause. After that each call tries it once. Where the connection is lost within a commit, nobody knows whether
+the entry is there. The next attempt locks the head, which waits for the end of that commit, and looks for the entry by
+its hash: it is written once.
 
 A coordinator appends only while its lease (`postgres_lease`) and its start are the newest: the head has the numbers of
 both, and each transaction that writes compares them after locking the head. One that was suspended, or cut off from the
@@ -100,7 +101,10 @@ MIGRATIONS = (
     ),
     LEASES,
 )
-"""The statements that lead from each version of the tables to the next; the first one makes them."""
+"""The statements that lead from each version of the tables to the next; the first one makes them.
+
+Each only adds: the coordinator of the version before may be serving while a standby of the next one begins.
+"""
 
 SCHEMA = len(MIGRATIONS)
 _MIGRATION_LOCK = 0x4865616477617465
@@ -144,7 +148,7 @@ class PostgresJournal(SharedJournal):
 
     Args:
         url: The URL of the database, as libpq reads it, without a password.
-        expected_id: The id that the database must have; empty: any.
+        expected_id: The id that the journal has, or gets where there is none yet; empty: any.
         now: The wall clock.
         clock: Returns seconds that only grow, for limits.
         away_s: Seconds for which a database that is away is waited for.
@@ -168,6 +172,9 @@ class PostgresJournal(SharedJournal):
         """The name of this process in the database's list of sessions."""
 
         self._connection: Connection | None = None
+        self._away_since: float | None = None
+        """Since when the database has not done what was asked for; None: it did at last. It is waited for once."""
+
         self._is_open = False
         self._pause = threading.Event()
         """Never set: its wait is a pause."""
@@ -341,13 +348,23 @@ class PostgresJournal(SharedJournal):
         # A lease that was not renewed in time, because this process was suspended or the database was away, may be
         # lost: nothing is done until the database has said so, or has renewed it.
         lease = self._lease
-        is_lost = lease is not None and not lease.is_certain and not lease.confirm(self._away_s)
+        is_lost = lease is not None and not lease.is_certain and not self._confirm(lease)
         if self._successor is None and is_lost:
             self._successor = self._taken_over("the lease of this one has ended")
         if self._successor is None and not self._is_held():
             self._successor = self._taken_over("it holds the state folder")
         if self._successor is not None:
             raise self._successor
+
+    def _confirm(self, lease: HeldLease) -> bool:
+        """Return whether the lease is still ours, by the word of the database.
+
+        Raises:
+            JournalAway: The database does not answer.
+        """
+        is_ours = lease.confirm(self._away_s - self._away_for_s())
+        self._away_since = None
+        return is_ours
 
     def close(self) -> None:
         """Close the connection; deferred entries are lost, as in a crash: `flush` them before."""
@@ -570,7 +587,9 @@ class PostgresJournal(SharedJournal):
             # 1. The tables, or whether they may be made.
             if _version_of(connection):
                 self._check_tables(connection, create=False)
-                state = f"journal {self._id[:12]} with {_read_head(connection).last_id} entries"
+                lease = read_lease(connection)
+                serving = "nobody serves" if lease.is_free or lease.has_expired else f"{lease.holder} serves"
+                state = f"journal {self._id[:12]} with {_read_head(connection).last_id} entries; {serving}"
             else:
                 query = "SELECT has_schema_privilege(current_schema(), 'CREATE') AS is_allowed"
                 row = connection.execute(query).fetchone()
@@ -656,12 +675,11 @@ class PostgresJournal(SharedJournal):
             StateError: The database refuses what was asked for, or deferred entries were lost.
         """
         errors = database_errors()
-        until = self._clock() + self._away_s
         while True:
             try:
-                return act(self._connected())
+                result = act(self._connected())
             except JournalAway:
-                if self._clock() >= until:
+                if self._away_for_s() >= self._away_s:
                     raise
             except errors as error:
                 failure = self._translate(error)
@@ -670,9 +688,18 @@ class PostgresJournal(SharedJournal):
                 if self._has_deferred:
                     self._drop_deferred(failure)
                     raise failure from error
-                if not _may_be_retried(error) or self._clock() >= until:
+                if not _may_be_retried(error) or self._away_for_s() >= self._away_s:
                     raise failure from error
+            else:
+                self._away_since = None
+                return result
             self._pause.wait(PAUSE_S)
+
+    def _away_for_s(self) -> float:
+        """Return since when nothing has succeeded, in seconds; the first failure begins to count."""
+        if self._away_since is None:
+            self._away_since = self._clock()
+        return self._clock() - self._away_since
 
     def _read(self, act: Callable[[Connection], T]) -> T:
         with self._lock:
@@ -853,16 +880,13 @@ class PostgresJournal(SharedJournal):
             if not version:
                 connection.execute(
                     "INSERT INTO headwater_journal (id, schema, last_hash) VALUES (%s, %s, %s)",
-                    [secrets.token_hex(16), SCHEMA, GENESIS],
+                    [self._expected_id or secrets.token_hex(16), SCHEMA, GENESIS],
                 )
             if version < SCHEMA:
                 connection.execute("UPDATE headwater_journal SET schema = %s", [SCHEMA])
             journal_id = _read_id(connection)
             self._check_id(journal_id)
             self._id = journal_id
-        # 4. A server may be told to lose what it has committed, for speed.
-        if _setting(connection, "synchronous_commit") == "off":
-            connection.execute("SET synchronous_commit = on")
 
     def _check_id(self, journal_id: str) -> None:
         """Require that the database is the one that is expected, or was opened before.
@@ -873,8 +897,9 @@ class PostgresJournal(SharedJournal):
         expected_id = self._id or self._expected_id
         if expected_id and journal_id != expected_id:
             raise StateError(
-                f"{self.location}: this database has the journal {journal_id[:12]} of another federation, expected "
-                f"{expected_id[:12]}; correct 'journal', or the state folder"
+                f"{self.location}: this database has the journal {journal_id[:12]} of another state folder, expected "
+                f"{expected_id[:12]}; correct 'journal', or give the folder that belongs to it, which coordinators "
+                "with one database share"
             )
 
 

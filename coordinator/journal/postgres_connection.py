@@ -90,6 +90,11 @@ class Database:
         try:
             connection.execute(f"SET client_encoding = 'UTF8'; SET lock_timeout = {LOCK_MS}")
             connection.execute(f"SET idle_in_transaction_session_timeout = {IDLE_MS}")
+            # A server may be told to lose what it has committed, for speed.
+            connection.execute(
+                "SELECT set_config('synchronous_commit', 'on', false) "
+                "WHERE current_setting('synchronous_commit') = 'off'"
+            )
         except psycopg.Error as error:
             connection.close()
             raise self.away(error) from error

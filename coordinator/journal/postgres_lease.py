@@ -90,6 +90,7 @@ def read_lease(connection: Connection) -> LeaseState:
 
 
 def _newest(connection: Connection) -> _Row:
+    """Return the newest lease with its session; number 0 and free where there was none."""
     row = connection.execute(_NEWEST.encode()).fetchone()
     if row is None:
         return _Row(LeaseState(0, "", is_free=True, has_expired=False, renewed_at=""), "")
@@ -110,20 +111,22 @@ def take_lease(connection: Connection, session: str, holder: str, lock_head: Cal
         DuplicateCoordinator: Another coordinator has one, and renews it.
     """
     before = _newest(connection)
-    # The answer to the attempt before was lost.
+    # 1. Where the answer to an attempt of this process was lost, it has the lease already.
     if before.session == session and not before.state.is_free:
         return before.state.fence
+    # 2. The holder before is cut off: suspended within a transaction, it would keep the head locked. The server ends
+    #    its sessions.
     _check_available(before.state)
-    # A process that was suspended within a transaction would keep the head locked: the server ends its sessions.
     if before.session:
         connection.execute(
             "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
             "WHERE datname = current_database() AND starts_with(application_name, %s) AND pid <> pg_backend_pid()",
             [before.session],
         )
+    # 3. The next lease. The row of the one before is locked and then looked at again: it may just have been renewed, or
+    #    a third coordinator may have taken the next one.
     with connection.transaction():
         lock_head(connection)
-        # Its row is locked before it is looked at again: it may just have been renewed, or taken by a third one.
         connection.execute("SELECT fence FROM headwater_leases WHERE fence = %s FOR UPDATE", [before.state.fence])
         newest = _newest(connection)
         _check_available(newest.state)
@@ -159,7 +162,7 @@ class HeldLease:
         self._clock = clock
         self._connection: Connection | None = None
         self._lock = threading.Lock()
-        """Held by the thread that renews, and by whoever wants to know at once."""
+        """Held while the lease is renewed: by the thread, or by a caller of `confirm`."""
 
         self._stop = threading.Event()
         self._renewed_at = clock()
@@ -176,11 +179,11 @@ class HeldLease:
 
     @property
     def is_certain(self) -> bool:
-        """Whether nobody can have taken over yet: the lease was renewed within its time, by the clock of this side."""
+        """Whether nobody can have taken over yet: the lease was renewed in time, by the clock of this process."""
         return not self.is_lost and self._clock() - self._renewed_at < LEASE_S
 
     def confirm(self, limit_s: float) -> bool:
-        """Return whether the lease is still ours, by the word of the database.
+        """Ask the database whether this process still has the lease.
 
         Raises:
             JournalAway: The database has not answered within ``limit_s`` seconds.
@@ -207,11 +210,11 @@ class HeldLease:
 
     def _renew_until_stopped(self) -> None:
         while not self._stop.wait(RENEW_S) and not self.is_lost:
-            with contextlib.suppress(JournalAway):  # the next look tries it again
+            with contextlib.suppress(JournalAway):  # the next renewal tries it again
                 self._renew()
 
     def _renew(self) -> bool:
-        """Renew the lease, and return whether it is still ours.
+        """Renew the lease, and return whether this process still has it.
 
         Raises:
             JournalAway: The database does not answer.

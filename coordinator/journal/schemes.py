@@ -31,7 +31,7 @@ def shared_journal_at(url: str, expected_id: str = "") -> SharedJournal:
 
     Args:
         url: A URL in which `mistakes_in` finds none.
-        expected_id: The id that the journal must have; empty: any.
+        expected_id: The id that the journal has, or gets where there is none yet; empty: any.
     """
     return STORES[urlsplit(url).scheme](url, expected_id)
 

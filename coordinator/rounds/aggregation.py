@@ -238,7 +238,7 @@ def _sum(origin: Origin, state: State, updates: Updates, bounds: Bounds, decisio
     Raises:
         TensorsError: It makes no state.
     """
-    if origin.method.sums_up():
+    if origin.method.server_step_is_sum():
         return Combined(decisions, total=(yield from read(SumBounded(bounds), origin)))
     bounded = bounds.apply(updates(), origin.received, origin.extras)
     return Combined(decisions, _next_state(origin.method, state, bounded))

@@ -455,7 +455,7 @@ class Measure(Pass[list[Measured]]):
         """Return the sizes.
 
         Raises:
-            TensorsError: They are none.
+            TensorsError: The packet holds no sizes.
         """
         try:
             return [Measured(client, weight, norms) for client, weight, norms in packet.values["sizes"]]
@@ -509,7 +509,7 @@ class SumBounded(Pass[WeightedSum]):
         """Return the sum.
 
         Raises:
-            TensorsError: It is none.
+            TensorsError: The packet holds no sum, or a damaged one.
         """
         return WeightedSum.from_tensors(packet.tensors)
 

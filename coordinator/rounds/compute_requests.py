@@ -92,7 +92,7 @@ class MethodValues(Travelling):
     needs_last_round: bool = Field(description="`Method.needs_last_round`")
     takes_contributions: bool = Field(description="`Method.takes_contributions`")
     server_step_is_mean: bool = Field(description="`Method.server_step_is_mean`")
-    sums_up: bool = Field(False, description="`Method.sums_up`")
+    server_step_is_sum: bool = Field(False, description="`Method.server_step_is_sum`")
     one_pass: bool = Field(description="`Method.one_pass`")
     own: tuple[str, ...] = Field(description="what the method computes for the coordinator by functions of its own")
 

@@ -116,7 +116,7 @@ class Shares:
     """Group of tensors -> agent -> its factor (0..1); changes of infinite length are left out."""
 
     @classmethod
-    def of(cls, norms: Mapping[str, Mapping[str, float]]) -> Shares:
+    def from_norms(cls, norms: Mapping[str, Mapping[str, float]]) -> Shares:
         """Return the factors for changes of these norms: group of tensors -> agent -> norm."""
         by_group: dict[str, dict[str, float]] = {}
         for group, by_agent in norms.items():
@@ -192,7 +192,7 @@ class SumOfChanges(Pass[dict[str, ExactSum]]):
         """Return the sums.
 
         Raises:
-            TensorsError: They are none.
+            TensorsError: The packet holds no sums, or damaged ones.
         """
         return exact_from_tensors(packet.tensors)
 
@@ -266,7 +266,7 @@ class MultiplyChanges(Pass[dict[str, Products]]):
         """Return the products.
 
         Raises:
-            TensorsError: They are none.
+            TensorsError: The packet holds no products.
         """
         try:
             return {agent: Products(sums, way) for agent, (sums, way) in packet.values["products"].items()}
@@ -286,7 +286,7 @@ def find_directions(
         norms: Group of tensors -> agent -> norm of its change.
     """
     # Step 1: the sum of all changes, each at most as long as the median, so that nobody's counts for two.
-    shares = Shares.of({group: by_agent for group, by_agent in norms.items() if group in COMPARED})
+    shares = Shares.from_norms({group: by_agent for group, by_agent in norms.items() if group in COMPARED})
     exact = yield from read(SumOfChanges(shares), origin)
     sums = {name: exact.pop(name).total().astype(np.float32) for name in sorted(exact)}
     # Step 2: the cosines of each change to that sum without itself, and to the way. They need the whole sum, so the

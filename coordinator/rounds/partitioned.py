@@ -1,4 +1,4 @@
-"""The contract of aggregators, as rounds see them: who takes an agent's update, and who reads a part of a round."""
+"""The contract of aggregators, as rounds see them: who takes an agent's update, and who reads those of a round."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class UpdatesOfRound:
 
 
 class Aggregators:
-    """Processes that take updates and read them beside the coordinator; of this class there are none."""
+    """Processes that take updates and read them in place of the coordinator; this class stands for having none."""
 
     def start(self, federation: str, epoch: int) -> None:
         """Begin to serve, in this epoch of the federation with that id."""
@@ -41,7 +41,7 @@ class Aggregators:
         """Handle a message of an aggregator.
 
         Raises:
-            MessageError: It is none of ours.
+            MessageError: It is not a message of an aggregator of this coordinator.
         """
         raise MessageError("a message of an aggregator, and this coordinator has none: set [aggregators] partitions")
 
@@ -59,15 +59,19 @@ class Aggregators:
     def opens(self, collection: Collection, about: OfMethod, values: MethodValues) -> None:
         """Tell the aggregators what is collected now."""
 
+    def would_read(self, updates: int) -> bool:  # noqa: ARG002 - for overriding methods
+        """Return whether aggregators are online that would read a round of so many updates."""
+        return False
+
     def make(
         self,
         one_pass: Pass[Answer],  # noqa: ARG002 - for overriding methods
         updates: UpdatesOfRound,  # noqa: ARG002 - for overriding methods
     ) -> Generator[str, None, Answer | None]:
-        """Return the answer of a pass that aggregators make, each over a part of the updates; yield what it waits for.
+        """Yield what is waited for, and return the answer of a pass that aggregators make, each over some updates.
 
-        None: there are no aggregators, or the result would depend on how the updates were divided; the coordinator
-        then reads all of them.
+        None is returned where there are no aggregators, and where the answer would depend on how the updates were
+        divided. The coordinator then reads all of them.
         """
         yield from ()
         return None

@@ -91,9 +91,9 @@ class Described(Method):
         """Return whether the server's step is a mean of the updates, see `Method.server_step_is_mean`."""
         return self.values.server_step_is_mean
 
-    def sums_up(self) -> bool:
-        """Return whether the server's step needs no more than a sum of the updates, see `Method.sums_up`."""
-        return self.values.sums_up
+    def server_step_is_sum(self) -> bool:
+        """Return whether the server's step needs no more than a sum of the updates, see `Method.server_step_is_sum`."""
+        return self.values.server_step_is_sum
 
     def one_pass(self) -> bool:
         """Return whether local training can be shortened, see `Method.one_pass`."""
@@ -116,7 +116,7 @@ def describe(method: Method) -> MethodValues:
         needs_last_round=method.needs_last_round,
         takes_contributions=method.takes_contributions(),
         server_step_is_mean=method.server_step_is_mean(),
-        sums_up=method.sums_up(),
+        server_step_is_sum=method.server_step_is_sum(),
         one_pass=method.one_pass(),
         own=tuple(request for request, functions in _FUNCTIONS.items() if _defines_any(type(method), functions)),
     )

@@ -198,14 +198,18 @@ class ServerStep:
     ) -> Generator[Waiting, None, tuple[State, Aggregation] | None]:
         """Return the next state and the decisions, from passes that aggregators make; None where they cannot.
 
-        The bits are those of one process: the passes that depend on how updates are divided are not used.
+        The bits are those of one process: an answer that depends on how the updates were divided is not used.
 
         Raises:
             TrainingFailed: No update has a positive weight.
         """
         run = self.active.run
+        # Of buffered rounds updates have different bases, which aggregators do not know.
+        is_buffered = bool(updates.asked)
+        if is_buffered or not run.context.aggregators.would_read(len(updates.accepted)):
+            return None
         values = describe(run.method)
-        if updates.asked or not values.sums_up:
+        if not values.server_step_is_sum:
             return None
         blobs = run.context.state.blobs
         about = OfMethod(method=run.request.method_reference, params=run.request.params)

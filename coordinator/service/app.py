@@ -27,6 +27,7 @@ from edge_agent.wire.transport import Transport
 
 from ..broker import EmbeddedBroker, OnRefused
 from ..config import CoordinatorConfig
+from ..fleet.blob_urls import BlobUrls
 from ..fleet.message_ranks import rank_by
 from ..fleet.rate_limits import RateLimits
 from ..fleet.refusals import By, Refusals
@@ -202,6 +203,9 @@ def coordinator(
             spread_by=f"{config.federation}-coordinator",
         )
         worker = ThreadWorker(mqtt.wake)
+        blob_urls = _open_blob_urls(config, mqtt)
+        if blob_urls is not None:
+            stack.callback(blob_urls.close)
         transport = _with_hosted_clients(config, mqtt, topics)
         hooks = OwnDataHooks(
             config.proxy, ComputeProcess(state.path / "hosted" / "compute.log"), ThreadWorker(mqtt.wake)
@@ -220,6 +224,7 @@ def coordinator(
                 identity=entrance.identity,
                 keys=entrance.keys,
                 refusals=refusals,
+                blob_urls=blob_urls,
             ),
             start=StartOptions(boot=boot, probe_s=probe_s, takeover=takeover),
         )
@@ -284,6 +289,15 @@ def _open_entrance(config: CoordinatorConfig, refusals: Refusals, stack: context
     broker = served.config()
     log.info("broker_started url=%s", broker.names)
     return _Entrance(broker, keys)
+
+
+def _open_blob_urls(config: CoordinatorConfig, mqtt: MqttTransport) -> BlobUrls | None:
+    """Start what large blobs are fetched from by HTTP; None where the configuration has no ``[blobs]``."""
+    if config.blobs is None:
+        return None
+    from ..blobs.opening import open_blob_urls
+
+    return open_blob_urls(config, mqtt.wake)
 
 
 def _with_hosted_clients(config: CoordinatorConfig, mqtt: MqttTransport, topics: Topics) -> Transport:

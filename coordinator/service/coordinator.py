@@ -140,7 +140,12 @@ class Coordinator:
         self.roster = Roster(clock, config.round.lease_s)
         self.duplicate_ids = DuplicateIds(self.roster, self.send, clock)
         self.distributor = Distributor(
-            self.topics, self._publish, self.send, clock, unread_s=lambda: self.transport.unread_s
+            self.topics,
+            self._publish,
+            self.send,
+            clock,
+            unread_s=lambda: self.transport.unread_s,
+            urls=access.blob_urls,
         )
         self.storage = Storage(clock)
         self._settings = config.digests()
@@ -195,9 +200,10 @@ class Coordinator:
     def _make_aggregators(self, keys: CommandKeys | None) -> Aggregators:
         """Return the side of the aggregators, or that of none where the configuration has none."""
         of = self.config.aggregators.partitions
-        # Buffered rounds take an update of several rounds, and of a secure sum nobody reads one alone.
-        has_partitions = of > 0 and self.config.round.mode == "synchronous" and not self.config.privacy.secure_sum
-        if not has_partitions or keys is None:
+        # Buffered rounds take updates of several rounds, and of a secure sum nobody reads one alone. A broker of
+        # [identity] lets the coordinator's certificate have one session.
+        has_such_rounds = self.config.round.mode == "synchronous" and not self.config.privacy.secure_sum
+        if of == 0 or not has_such_rounds or keys is None or self.identity is not None:
             return Aggregators()
         transport = self.transport
         link = AggregatorLink(
@@ -210,7 +216,9 @@ class Coordinator:
             unread_s=lambda: transport.unread_s,
         )
         folder = self.state.path / AGGREGATORS
-        return AggregatorPosts(of, link, self.collector, folder, self._run_ids, self._take_stored, self.clock)
+        return AggregatorPosts(
+            of, link, self.collector, folder, self._run_ids, self._take_stored, self._ask_again, self.clock
+        )
 
     # --- start and stop ----------------------------------------------------------------------------------------------
 
@@ -729,6 +737,7 @@ class Coordinator:
         self.commands.speaks(agent, message.v)
         self.collector.greet(agent)
         self.roster.hello(agent, message)
+        self.distributor.note_way(agent, by_http=message.facts.get(fields.HTTP_BLOBS) is True)
         self.refusals.accepted(agent)
         if has_new_connection:
             self.distributor.forget(agent)
@@ -778,6 +787,11 @@ class Coordinator:
             if trouble is not None:
                 self.storage.note(trouble, "what an aggregator has stored")
             self._ignore("aggregator", error)
+
+    def _ask_again(self, agent: str) -> None:
+        """Send an agent of the open round its job again."""
+        if self.loop is not None:
+            self.loop.invite(agent)
 
     def _take_stored(self, agent: str, message: up.UpdateManifest, stored: Stored) -> bool:
         """Take what an aggregator says of an agent's update; return False where the update is not in the store."""
@@ -842,8 +856,10 @@ class Coordinator:
                 "bytes_received": self.transport.traffic.bytes_down,
                 "bytes_published": self.transport.traffic.bytes_up,
                 "blob_bytes_published": self.distributor.published_bytes,
+                "blob_bytes_fetched": self.distributor.fetched_bytes,
                 "dropped": self.transport.traffic.dropped,
             },
+            "blobs": self.distributor.describe_urls(),
             "process": {"resident_bytes": resident_bytes()},
             "storage": self.storage.trouble or None,
             "broker_away": self._broker_wait is not None,

@@ -113,27 +113,34 @@ def wait_for_lease(
     wait = pause or stop.wait
     seen: LeaseState | None = None
     seen_since = 0.0
-    said = ""
+    logged_holder = ""
+    is_away = False
     with contextlib.closing(journal):
         while not stop.is_set():
+            # 1. The lease as it is now. Without the database its holder cannot renew it, so what was seen before does
+            #    not count.
             try:
                 if not journal.is_open:
                     journal.open()
                 lease = journal.read_lease()
             except JournalAway as error:
-                if said != "away":
+                if not is_away:
                     log.warning("journal_away reason=%s: until it is back, nothing is taken over", error)
-                said = "away"
+                is_away = True
+                logged_holder = ""
                 seen = None
                 wait(LOOK_S)
                 continue
+            is_away = False
             now = clock()
+            # 2. One that was given back is taken at once.
             if lease.is_free:
                 log.info("takes_over lease=%d from=%s: it was given back", lease.fence, lease.holder or "nobody")
                 return True
-            if lease.holder != said:
+            if lease.holder != logged_holder:
                 log.info("standing_by holder=%s lease=%d", lease.holder, lease.fence)
-                said = lease.holder
+                logged_holder = lease.holder
+            # 3. One that has expired is taken when it was seen long enough without a renewal.
             if seen is None or lease.renewed_at != seen.renewed_at:
                 seen = lease
                 seen_since = now

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from edge_agent.core.children import InlineWorker, Worker
 
+from ..fleet.blob_urls import BlobUrls
 from ..fleet.rate_limits import RateLimits
 from ..fleet.refusals import Refusals
 from ..fleet.run_ids import RunIds
@@ -60,6 +61,7 @@ class Access:
         identity: Who has a certificate; None: agents need none.
         keys: The keys of commands; None: commands carry no proof.
         refusals: The devices that the broker or the enrolment port did not let in; None: a new, empty list.
+        blob_urls: Where agents fetch large blobs by HTTP; None: all blobs go over MQTT.
     """
 
     broker_url: str = ""
@@ -67,6 +69,7 @@ class Access:
     identity: IdentityService | None = None
     keys: CommandKeys | None = None
     refusals: Refusals | None = None
+    blob_urls: BlobUrls | None = None
 
 
 @dataclass(frozen=True)

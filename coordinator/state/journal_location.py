@@ -4,13 +4,14 @@ The file has the URL of the database, without a password, and the id of the jour
 folder alone reads the right journal, and a database with another journal is refused.
 
 A folder gets its database once, by `use_database`: a new folder an empty one, and one with a journal of SQLite too,
-whose entries are carried over. Until the file is written the old journal counts. A kill between the two leaves both,
-and the next call completes it.
+whose entries are carried over. Until the file is there the old journal counts; a kill before that is completed by the
+next call.
 """
 
 from __future__ import annotations
 
 import contextlib
+import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,9 @@ from ..journal.store import Journal, SharedJournal
 
 NAME = "journal.json"
 SQLITE = "journal.db"
+BEGUN = "journal.begun.json"
+"""The same as `NAME`, before the database has the journal."""
+
 MOVED = "journal.db.moved"
 """The journal of SQLite after its entries were carried over; nothing reads it."""
 
@@ -45,17 +49,7 @@ def read_location(folder: Path) -> JournalLocation | None:
     Raises:
         StateError: The file that names it is damaged.
     """
-    content = read_json(folder / NAME)
-    if content is None:
-        return None
-    url = content.get("url")
-    journal_id = content.get("id")
-    if not isinstance(url, str) or not isinstance(journal_id, str) or mistakes_in(url):
-        raise StateError(
-            f"{folder / NAME}: damaged, expected the url and the id of a journal; put it back from a copy, or remove "
-            "it and start the coordinator with 'journal' in its configuration"
-        )
-    return JournalLocation(url, journal_id)
+    return _read(folder / NAME)
 
 
 def journal_of(folder: Path, url: str | None = None) -> Journal:
@@ -102,8 +96,7 @@ def use_database(folder: Path, url: str | None) -> None:
 
     Raises:
         JournalAway: The database does not answer.
-        StateError: It has the journal of another state folder, or a coordinator works in the folder whose journal is to
-            be carried over.
+        StateError: It has the journal of another state folder, or a coordinator works in this one.
     """
     if url is None:
         return
@@ -113,53 +106,74 @@ def use_database(folder: Path, url: str | None) -> None:
     if location is not None:
         # The database has moved to another address: it must be the same one.
         with contextlib.closing(shared_journal_at(url, location.id).open(create=False)):
-            _write(folder, url, location.id)
+            _write(folder / NAME, JournalLocation(url, location.id))
         return
-    if (folder / SQLITE).exists():
-        _carry_over(folder, url)
-        return
-    with contextlib.closing(_opened(url)) as journal:
-        if journal.last_id():
-            raise _is_of_another(journal, folder)
-        _write(folder, url, journal.id)
+    with folder_lock(folder, "headwater, which gives the folder its database"):
+        # Another coordinator may have been faster.
+        if read_location(folder) is None:
+            _begin(folder, url)
 
 
-def _opened(url: str) -> SharedJournal:
-    journal = shared_journal_at(url)
-    journal.open()
-    return journal
-
-
-def _write(folder: Path, url: str, journal_id: str) -> None:
-    with private_files():
-        folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / NAME, {"url": url, "id": journal_id})
-
-
-def _carry_over(folder: Path, url: str) -> None:
-    """Carry the entries of a folder's journal over to a database.
+def _begin(folder: Path, url: str) -> None:
+    """Give a locked folder a database without a journal, with the entries that the folder has.
 
     Raises:
-        StateError: See `use_database`.
+        JournalAway: The database does not answer.
+        StateError: It has the journal of another state folder.
     """
-    with (
-        folder_lock(folder, "headwater, which moves the journal"),
-        contextlib.closing(SqliteJournal(folder / SQLITE).open(create=False)) as before,
-        contextlib.closing(_opened(url)) as journal,
-    ):
+    # 1. The folder knows the id of the journal before the database does. So of two folders that are given one database
+    # the second one is refused, also before the first entry, and a kill costs nothing but another attempt.
+    location = _read(folder / BEGUN)
+    journal_id = secrets.token_hex(16) if location is None else location.id
+    _write(folder / BEGUN, JournalLocation(url, journal_id))
+    # 2. The tables, and the entries of SQLite.
+    has_sqlite = (folder / SQLITE).exists()
+    with contextlib.closing(shared_journal_at(url, journal_id)) as journal:
+        journal.open()
+        if has_sqlite:
+            _carry_over(folder, journal)
+    # 3. From now on the journal is in the database.
+    (folder / BEGUN).replace(folder / NAME)
+    if has_sqlite:
+        (folder / SQLITE).replace(folder / MOVED)
+
+
+def _carry_over(folder: Path, journal: SharedJournal) -> None:
+    """Carry the entries of a folder's journal over to a database, unless an attempt before has done so.
+
+    Raises:
+        StateError: The journal of the folder is damaged, or the database has other entries.
+    """
+    with contextlib.closing(SqliteJournal(folder / SQLITE).open(create=False)) as before:
         before.verify()
-        # Entries that are there are those of a move that was killed, or of somebody else.
         if journal.last_id() == 0:
             journal.fill(before.rows())
         elif (journal.last_id(), journal.first_hash()) != (before.last_id(), before.first_hash()):
-            raise _is_of_another(journal, folder)
-        _write(folder, url, journal.id)
-    (folder / SQLITE).replace(folder / MOVED)
+            raise StateError(
+                f"{journal.location}: this database has {journal.last_id()} entries, and {before.location} has "
+                f"{before.last_id()} others; name an empty database"
+            )
 
 
-def _is_of_another(journal: SharedJournal, folder: Path) -> StateError:
-    return StateError(
-        f"{journal.location}: this database has the journal of another state folder than {folder}, with "
-        f"{journal.last_id()} entries; give the folder that belongs to it, which coordinators with one database share, "
-        "or an empty database"
-    )
+def _read(file: Path) -> JournalLocation | None:
+    """Return the location that a file holds; None: there is no such file.
+
+    Raises:
+        StateError: It is damaged.
+    """
+    content = read_json(file)
+    if content is None:
+        return None
+    url = content.get("url")
+    journal_id = content.get("id")
+    if not isinstance(url, str) or not isinstance(journal_id, str) or mistakes_in(url):
+        raise StateError(
+            f"{file}: damaged, expected the url and the id of a journal; put it back from a copy, or remove it and "
+            "start the coordinator with 'journal' in its configuration"
+        )
+    return JournalLocation(url, journal_id)
+
+
+def _write(file: Path, location: JournalLocation) -> None:
+    with private_files():
+        write_json(file, {"url": location.url, "id": location.id})

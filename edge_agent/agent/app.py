@@ -21,7 +21,8 @@ from ..core.own_folders import check_own_folder
 from ..core.storage import read_json, sweep, write_atomic
 from ..identity.certificates import check_name
 from ..identity.renewal import Renewal, renew_beside
-from ..wire.mqtt import MqttTransport, refused_topics
+from ..wire.blobs.by_http import BlobFetcher
+from ..wire.mqtt import MqttTransport, blob_tls_context, refused_topics
 from .data_check import check
 from .event_loop import Agent, will_of
 from .health import problem_of
@@ -83,6 +84,7 @@ def _run(config: AgentConfig, tier: str) -> None:
             renewal=renewed,
             refused_topics=refused_topics_of(config, transport),
             leave_broker=transport.leave if len(config.broker.urls) > 1 else None,
+            fetcher=BlobFetcher(transport.wake, lambda: blob_tls_context(config.broker), config.downloads.hosts),
         )
         agent = Agent(config, transport, TaskRunner(config, tier, beside=True), runtime)
         serving = _start_serving(config)

@@ -113,7 +113,8 @@ class Agent:
 
         # What is moved, and what is worked on.
         self.cache = BlobCache(config.state / "cache", config.cache_bytes)
-        self.downloads = Downloads(self.cache, self.link, self.clock)
+        self._fetcher = runtime.fetcher if config.downloads.by_http else None
+        self.downloads = Downloads(self.cache, self.link, self.clock, self._fetcher)
         self.uploads = Uploads(tasks.outbox, self.link, self.clock)
         self.jobs = TaskQueue(tasks, self.downloads, self.uploads, self.worker, self.link)
         self._new_samples = NewSamples(config, self.clock)
@@ -169,6 +170,7 @@ class Agent:
             down.Install: self.jobs.on_install,
             down.Cancel: self.jobs.on_cancel,
             down.Listen: self.downloads.listen,
+            down.Located: self.downloads.located,
             down.Grant: self._on_grant,
             down.Queued: self.uploads.queued,
             down.Ack: self.uploads.ack,
@@ -269,7 +271,7 @@ class Agent:
         now = self.clock()
         # What needs the disk waits while that cannot be written.
         self.disk.tick(now)
-        self.disk.safely(self.downloads.tick)
+        self.disk.safely(self._move_downloads)
         self.disk.safely(self.uploads.tick)
         self.disk.safely(self.jobs.give_up_late)
         self.disk.safely(self.jobs.switch_when_due)
@@ -289,6 +291,11 @@ class Agent:
             self._repeat_hello(now)
         elif self._heartbeat.is_due(now, self.condition.name, is_busy=self.jobs.job is not None):
             self._beat(now)
+
+    def _move_downloads(self) -> None:
+        """Go on with downloads, and begin the work that has waited for a blob that came by HTTP."""
+        if self.downloads.tick():
+            self.jobs.go_on()
 
     def _learn_from_new_samples(self) -> None:
         """Have the worker fit the head on samples that were added, while it has nothing else to do."""
@@ -341,6 +348,8 @@ class Agent:
         self._sent_inputs_since = inputs_to_tell(self.config)
         if self._sent_inputs_since is not None:
             facts = {**facts, "inputs_since": self._sent_inputs_since}
+        if self._fetcher is not None:
+            facts = {**facts, fields.HTTP_BLOBS: True}
         hello = up.Hello(
             software=__version__,
             tier=self.tasks.tier,
@@ -611,6 +620,7 @@ class Agent:
                 "replayed": self.guard.replayed,
             },
             "job": None if job is None else {"run": run_name(job.run), "round": job.round, "rounds": job.rounds},
+            "downloads": vars(self.downloads.ways),
             "working": self.jobs.is_working,
             "bundle_id": self.tasks.bundles.bundle_id,
             "candidate": self.jobs.candidate(),

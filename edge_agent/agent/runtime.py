@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from ..core.children import InlineWorker, Worker
 from ..identity.renewal import Renewal
+from ..wire.blobs.by_http import BlobFetcher
 
 RefusedTopics = Callable[[Mapping[str, bytes]], "dict[str, str] | None"]
 """See `edge_agent.wire.mqtt.refused_topics`."""
@@ -50,3 +51,6 @@ class AgentRuntime:
 
     leave_broker: Callable[[str], None] | None = None
     """Leaves the connected broker for the next one of the list, with the reason; None where there is only one."""
+
+    fetcher: BlobFetcher | None = None
+    """Fetches blobs by HTTP; None: they come over MQTT alone."""

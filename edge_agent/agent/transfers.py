@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..core.config import AgentConfig, PrivacyConfig
 from ..core.errors import ChunkError, HeadwaterError, StateError
@@ -22,6 +22,9 @@ from ..wire.messages.fields import JobKey
 from ..wire.topics import Topics
 from ..wire.transport import Transport
 from .local_state import Membership
+
+if TYPE_CHECKING:
+    from ..wire.blobs.by_http import BlobFetcher, Fetch
 
 log = logging.getLogger(__name__)
 
@@ -396,18 +399,60 @@ class _Download:
 
     listening_at: float = float("-inf")
 
+    fetch: Fetch | None = None
+    """The fetch by HTTP that is under way; None: chunks come over MQTT."""
+
+    fetched_bytes: int = 0
+    """The bytes that this fetch has brought."""
+
+    fetched_at: float = float("-inf")
+    """When this fetch began, or brought bytes last."""
+
+    by_chunks: bool = False
+    """Whether URLs were of no use for this blob on this connection, so that chunks are requested."""
+
+
+FETCH_STALL_S = 15.0
+"""The seconds after which a fetch by HTTP that brings nothing is given up.
+
+A server that trickles single bytes never ends by a timeout of the connection. Whole chunks count here: less than one of
+5 kB in this time is slower than any link that a round could wait for.
+"""
+
+
+@dataclass
+class DownloadWays:
+    """What has been downloaded since the start, by way, for the status."""
+
+    http_bytes: int = 0
+    """Bytes of blobs that came by HTTP."""
+
+    mqtt_bytes: int = 0
+    """Bytes of blobs that came in chunks over MQTT."""
+
+    http_problem: str = ""
+    """Why the last fetch by HTTP brought nothing; empty: it did, or there was none."""
+
 
 class Downloads:
     """All downloads under way into ``cache``.
 
     A blob is requested for this agent alone until the coordinator asks it to listen to the broadcast, which it does
     where others need the blob, too, and the link is not much slower than theirs. That holds for one connection.
+
+    Where the coordinator answers with URLs instead, the missing bytes are fetched by HTTP, with ``fetcher``. An attempt
+    that ends early but has brought bytes is followed by another request, for fresh URLs; one that has brought none, by
+    a request for chunks.
     """
 
-    def __init__(self, cache: chunks.BlobCache, link: Link, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, cache: chunks.BlobCache, link: Link, clock: Callable[[], float], fetcher: BlobFetcher | None = None
+    ) -> None:
         self.cache = cache
         self._link = link
         self.clock = clock
+        self._fetcher = fetcher
+        self.ways = DownloadWays()
         self._listens = False
         self._budget = Budget()
         self._answer_s = 0.0
@@ -428,6 +473,7 @@ class Downloads:
         kept_ids = {chunks.transfer_id(ref.digest) for ref in refs}
         for number in [number for number in self._under_way if number not in kept_ids]:
             download = self._under_way.pop(number)
+            self._end_fetch(download)
             download.receiving.incoming.close()
             self._leave(download)
 
@@ -447,6 +493,7 @@ class Downloads:
             self._leave(download)
             download.is_direct = True
             download.receiving.meter = flow.Meter()
+            download.by_chunks = False  # another network may let HTTP pass; a fetch under way goes on by itself
 
     def listening(self, filters: Iterable[str]) -> None:
         """Request what comes on the topics of these filters, which the broker has confirmed."""
@@ -454,7 +501,7 @@ class Downloads:
         for download in list(self._under_way.values()):
             # Chunks for this agent alone have one topic, those of a broadcast the topic of their blob.
             level = "db" if download.is_direct else download.ref.digest[:16]
-            if level in last_levels:
+            if level in last_levels and download.fetch is None:
                 download.is_listening = not download.is_direct
                 download.listening_at = self.clock()
                 self._ask(download)
@@ -472,6 +519,20 @@ class Downloads:
         elif not message.broadcast:
             self._separate(download)
 
+    def located(self, message: down.Located) -> None:
+        """Fetch what is missing of a blob from the URLs that the coordinator has answered with."""
+        download = self._under_way.get(chunks.transfer_id(message.digest))
+        if self._fetcher is None or download is None or download.ref.digest != message.digest:
+            return
+        # The answer to an earlier request may come when a fetch has begun, or has failed.
+        if download.fetch is not None or download.by_chunks:
+            return
+        self._leave(download)
+        download.is_direct = True
+        download.fetched_bytes = 0
+        download.fetched_at = self.clock()
+        download.fetch = self._fetcher.begin(download.ref, message.urls, download.receiving.missing)
+
     def frame(self, frame: chunks.Frame) -> bool:
         """Handle one frame; True when it was the last one of its blob.
 
@@ -481,6 +542,7 @@ class Downloads:
         download = self._under_way.get(frame.transfer)
         if download is None:
             return False  # of a blob that is here, or for other agents: broadcasts may overshoot
+        self.ways.mqtt_bytes += len(frame.data)
         if download.receiving.add(frame, self.clock()):
             self._finish(download)
             return True
@@ -516,14 +578,89 @@ class Downloads:
         bytes_in_time = download.receiving.meter.rate * left_s
         return has_settled and download.receiving.missing_bytes > bytes_in_time > 0
 
-    def tick(self) -> None:
-        """Report progress, and request again what does not arrive."""
+    def tick(self) -> bool:
+        """Report progress, store what was fetched, and request again what does not arrive.
+
+        Returns:
+            Whether a fetch by HTTP has brought the last bytes of a blob.
+        """
         now = self.clock()
+        has_finished = False
         for download in list(self._under_way.values()):
-            if download.receiving.ask_due(now):
+            if download.fetch is not None:
+                has_finished |= self._take_fetched(download, download.fetch)
+            elif download.receiving.ask_due(now):
                 self._request(download)
             elif download.receiving.report_due(now):
                 self._report(download)
+        return has_finished
+
+    def _take_fetched(self, download: _Download, fetch: Fetch) -> bool:
+        """Store the pieces that a fetch has brought; return whether its blob is complete.
+
+        A fetch that is over before the blob is complete, or stands still, is followed by another request.
+        """
+        for piece in fetch.take_pieces():
+            now = self.clock()
+            try:
+                is_complete = download.receiving.add(piece.as_frame(download.ref), now)
+            except ChunkError as error:  # the disk is full
+                log.warning("chunk_refused reason=%s", error)
+                fetch.problems.append(str(error))
+                fetch.stop()
+                break
+            download.fetched_bytes += len(piece.data)
+            download.fetched_at = now
+            self.ways.http_bytes += len(piece.data)
+            if is_complete:
+                return self._finish_fetched(download, fetch)
+        is_stalled = self.clock() - download.fetched_at >= FETCH_STALL_S
+        if is_stalled:
+            fetch.problems.append(f"{fetch.host}: nothing has come for {FETCH_STALL_S:.0f} s")
+        if fetch.is_over or fetch.is_stopped or is_stalled:
+            self._end_fetch(download)
+            self._note_early_end(download, fetch)
+            self._ask(download)
+        return False
+
+    def _finish_fetched(self, download: _Download, fetch: Fetch) -> bool:
+        """Put a blob of which the last bytes came by HTTP into the cache; return False where its bytes were wrong."""
+        self._end_fetch(download)
+        try:
+            self._finish(download)
+        except ChunkError as error:  # it is requested again, in chunks
+            log.warning("blob_refused host=%s reason=%s", fetch.host, error)
+            self.ways.http_problem = f"{fetch.host}: {error}"
+            return False
+        log.info(
+            "blob_fetched digest=%s bytes=%d by=http host=%s fetched_bytes=%d",
+            download.ref.digest[:12],
+            download.ref.size_bytes,
+            fetch.host,
+            download.fetched_bytes,
+        )
+        self.ways.http_problem = ""
+        return True
+
+    def _note_early_end(self, download: _Download, fetch: Fetch) -> None:
+        """Note why a fetch ended early: after one that has brought nothing, chunks are requested."""
+        problem = "; ".join(fetch.problems) or "the server has not sent all that was missing"
+        download.by_chunks = not download.fetched_bytes
+        log.warning(
+            "fetch_ended digest=%s fetched_bytes=%d next=%s reason=%s",
+            download.ref.digest[:12],
+            download.fetched_bytes,
+            "chunks" if download.by_chunks else "http",
+            problem,
+        )
+        if download.by_chunks:
+            self.ways.http_problem = problem
+
+    def _end_fetch(self, download: _Download) -> None:
+        """Take no more from the fetch of a download, if there is one."""
+        if download.fetch is not None:
+            download.fetch.stop()
+        download.fetch = None
 
     def due_in(self) -> float:
         """Return seconds until `tick` may have something to do."""
@@ -533,6 +670,7 @@ class Downloads:
     def pause(self) -> None:
         """Close all downloads, because the agent stops: what has arrived stays on disk."""
         for download in self._under_way.values():
+            self._end_fetch(download)
             download.receiving.incoming.close()
         self._under_way.clear()
 
@@ -575,7 +713,8 @@ class Downloads:
         download.receiving.restart(self.clock())
         digest = download.ref.digest
         missing = download.receiving.missing
-        self._link.send(up.Want(digest=digest, ranges=missing, direct=download.is_direct))
+        want = up.Want(digest=digest, ranges=missing, direct=download.is_direct, by_chunks=download.by_chunks)
+        self._link.send(want)
 
     def _finish(self, download: _Download) -> None:
         """Put a blob that is complete into the cache and tell the coordinator.
@@ -590,6 +729,7 @@ class Downloads:
         except ChunkError:
             restarted = self._begin(ref, is_direct=download.is_direct)
             restarted.is_listening = download.is_listening
+            restarted.by_chunks = download.by_chunks or download.fetched_bytes > 0
             self._ask(restarted)
             raise
         if download.is_direct:

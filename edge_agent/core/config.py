@@ -522,6 +522,17 @@ def default_agent_id() -> str:
     return allowed.strip("-_")[:63] or "agent"
 
 
+class DownloadsConfig(Frozen):
+    """How this device gets models and bundles: in chunks over MQTT, and by HTTP where the coordinator offers that."""
+
+    by_http: bool = Field(
+        default=True, description="whether blobs are fetched by HTTP where the coordinator names URLs of them"
+    )
+    hosts: tuple[Annotated[str, Field(min_length=1, max_length=253)], ...] = Field(
+        (), max_length=32, description="the only hosts that may be asked by HTTP; default: all that it names"
+    )
+
+
 class MetricsConfig(Frozen):
     """Figures of this device for Prometheus."""
 
@@ -637,6 +648,7 @@ class AgentConfig(Frozen):
     )
     heartbeat_s: float = Field(15.0, gt=0, le=300, description="seconds between heartbeats to the coordinator")
     broker: AgentBrokerConfig = Field(default_factory=AgentBrokerConfig)
+    downloads: DownloadsConfig = Field(default_factory=DownloadsConfig)
     data: DataConfig
     training: TrainingConfig = Field(default_factory=TrainingConfig)
     privacy: PrivacyConfig = Field(default_factory=PrivacyConfig)

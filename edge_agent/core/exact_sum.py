@@ -48,7 +48,13 @@ class ExactSum:
         self._bound = 0.0
 
     def add(self, array: np.ndarray, weight: float = 1.0, minus: np.ndarray | None = None) -> None:
-        """Add ``weight`` times an array of floats, or times its difference from another one of that size."""
+        """Add an array of floats times a weight.
+
+        Args:
+            array: The array, of the size of this sum.
+            weight: Its factor.
+            minus: An array of that size, which is subtracted before; None: nothing is.
+        """
         coarse = self.coarse.reshape(-1)
         fine = self.fine.reshape(-1)
         addend = np.ascontiguousarray(array).reshape(-1)
@@ -101,12 +107,12 @@ class ExactSum:
         self._additions = 1
 
     def state(self) -> np.ndarray:
-        """Return what `resumed` needs beside both sums: exactness, additions and bound, (3,) float64."""
+        """Return what `resumed` needs beside both sums, (3,) float64: whether it is exact, its additions, its bound."""
         return np.array([float(self.is_exact), float(self._additions), self._bound])
 
     @classmethod
     def resumed(cls, coarse: np.ndarray, fine: np.ndarray, state: np.ndarray) -> ExactSum:
-        """Return the sum that has these attributes and this `state`, on copies of the arrays.
+        """Return the sum with these attributes and this `state`; the arrays are copied.
 
         Raises:
             TensorsError: The arrays are not those of a sum.
@@ -114,6 +120,8 @@ class ExactSum:
         are_floats = coarse.dtype == fine.dtype == state.dtype == np.float64
         if not are_floats or state.shape != (3,) or fine.shape != coarse.shape:
             raise TensorsError("arrays of another form than those of an exact sum, expected float64 of one shape")
+        if not np.isfinite(state).all() or state.min() < 0:
+            raise TensorsError(f"state {state.tolist()} of an exact sum, expected three numbers of 0 or more")
         total = cls(coarse.shape)
         total.coarse[...] = coarse
         total.fine[...] = fine

@@ -1,6 +1,6 @@
-"""Weighted sums of named arrays, of which the mean is taken: partial ones add up to the same bits as one for all.
+"""Weighted sums of named arrays, of which the mean is taken: partial sums add up to the bits of one sum of all.
 
-Source of the exactness: `edge_agent.core.exact_sum`.
+That is so because every array is summed exactly, see `edge_agent.core.exact_sum`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,20 @@ from .task import Tensors
 
 _COARSE = "coarse."
 _FINE = "fine."
+_STATE = "about."
+"""Beginnings of the names of the three arrays by which an exact sum travels."""
+
+_COUNT = "about"
+"""Name of the number of addends, (1,) int64."""
+
 _COUNTER = "counter."
+"""Beginning of the name of a counter."""
+
 _LIKE = "like."
-_ABOUT = "about"
-"""Names, and beginnings of names, of the arrays that `WeightedSum.to_tensors` makes."""
+"""Beginning of the name of an empty array, whose dtype is that of a mean."""
 
 _WEIGHT = "weight"
-"""The name under which the sum of the weights travels, beside those of the arrays."""
+"""Name of the sum of the weights; those of the arrays have it in front, as ``weight.encoder.conv1.weight``."""
 
 
 class WeightedSum:
@@ -32,8 +39,8 @@ class WeightedSum:
     nothing.
 
     Attributes:
-        count: How many addends it has.
-        only: The arrays of the only addend; None where there are none or several, or where it came from elsewhere.
+        count: The number of addends.
+        only: The arrays of the only addend; None where there are none or several, or where it was merged.
     """
 
     def __init__(self) -> None:
@@ -65,11 +72,11 @@ class WeightedSum:
                 self._sum_of(name, array.shape).add(array, weight)
 
     def add_products(self, weight: float, tensors: Tensors, products: Tensors) -> None:
-        """Add arrays that have been multiplied with their weight already, and maybe rounded.
+        """Add arrays that were multiplied with their weight before, and rounded where the caller wants it.
 
         Args:
             weight: The weight.
-            tensors: The arrays before that.
+            tensors: The arrays before they were multiplied, which become `only`.
             products: The arrays that are added, float64.
         """
         self._count(weight, tensors)
@@ -127,7 +134,7 @@ class WeightedSum:
 
     def to_tensors(self) -> Tensors:
         """Return the sum as named arrays, from which `from_tensors` makes it again; `only` stays behind."""
-        tensors: Tensors = {_ABOUT: np.array([self.count], np.int64)}
+        tensors: Tensors = {_COUNT: np.array([self.count], np.int64)}
         tensors |= exact_to_tensors({_WEIGHT: self._weight})
         tensors |= {f"{_COUNTER}{name}": array for name, array in self._counters.items()}
         tensors |= {f"{_LIKE}{name}": np.zeros(0, dtype) for name, dtype in self._dtypes.items()}
@@ -140,20 +147,28 @@ class WeightedSum:
         """Return the sum that `to_tensors` has written.
 
         Raises:
-            TensorsError: They are not of a weighted sum.
+            TensorsError: The arrays are not those of a weighted sum.
         """
         total = cls()
+        # 1. The number of addends, and the sum of their weights.
         sums = exact_from_tensors(tensors)
-        if _WEIGHT not in sums or _ABOUT not in tensors:
-            raise TensorsError(f"no weighted sum: of '{_ABOUT}' and '{_WEIGHT}' one is missing")
-        total.count = int(tensors[_ABOUT][0])
+        count = tensors.get(_COUNT)
+        if _WEIGHT not in sums or count is None or count.shape != (1,) or count.dtype != np.int64:
+            raise TensorsError(f"no weighted sum: '{_COUNT}' or '{_WEIGHT}' is missing, or of another form")
+        total.count = int(count[0])
         total._weight = sums.pop(_WEIGHT)
-        total._sums = {name.removeprefix(f"{_WEIGHT}."): one for name, one in sums.items()}
+        # 2. The sums of the arrays, the counters, and the dtypes of both.
+        total._sums = {name.removeprefix(f"{_WEIGHT}."): array_sum for name, array_sum in sums.items()}
         for name, array in tensors.items():
             if name.startswith(_COUNTER):
                 total._counters[name.removeprefix(_COUNTER)] = np.array(array)
             elif name.startswith(_LIKE):
                 total._dtypes[name.removeprefix(_LIKE)] = array.dtype
+        # 3. A mean without a sum, or a sum without a dtype, would show only when the mean is taken.
+        summed = total._sums.keys() | total._counters.keys()
+        if summed != total._dtypes.keys():
+            lonely = ", ".join(sorted(summed ^ total._dtypes.keys())[:5])
+            raise TensorsError(f"no weighted sum: '{lonely}' has either a sum or a dtype, expected both or neither")
         return total
 
     # --- inside ----------------------------------------------------------------------------------------------------
@@ -182,7 +197,7 @@ def exact_to_tensors(sums: Mapping[str, ExactSum]) -> Tensors:
     for name, total in sums.items():
         tensors[f"{_COARSE}{name}"] = total.coarse
         tensors[f"{_FINE}{name}"] = total.fine
-        tensors[f"{_ABOUT}.{name}"] = total.state()
+        tensors[f"{_STATE}{name}"] = total.state()
     return tensors
 
 
@@ -198,7 +213,7 @@ def exact_from_tensors(tensors: Mapping[str, np.ndarray]) -> dict[str, ExactSum]
             continue
         name = key.removeprefix(_COARSE)
         fine = tensors.get(f"{_FINE}{name}")
-        state = tensors.get(f"{_ABOUT}.{name}")
+        state = tensors.get(f"{_STATE}{name}")
         if fine is None or state is None or fine.shape != coarse.shape:
             raise TensorsError(f"sum '{name}' lacks its fine part or its state, or they are of different shapes")
         sums[name] = ExactSum.resumed(coarse, fine, state)

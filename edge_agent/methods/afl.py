@@ -217,9 +217,9 @@ class AFL(Method):
 
     def server_step_is_mean(self) -> bool:
         """Return whether the classifier follows from the mean statistics: not where each client's are remembered."""
-        return self.sums_up()
+        return self.server_step_is_sum()
 
-    def sums_up(self) -> bool:
+    def server_step_is_sum(self) -> bool:
         """Return whether the classifier follows from the sum of the round's statistics alone."""
         return type(self).aggregate is AFL.aggregate and not self.params.remember
 

@@ -247,7 +247,7 @@ class Method:
         return {}
 
     def aggregate(self, state: State, updates: Iterable[Update]) -> State:
-        """Return the next state. Updates come one at a time in client order; default: `fold` each, then `next_state`.
+        """Return the next state; default: `fold` the updates, which come in the order of clients, then `next_state`.
 
         Raises:
             TrainingFailed: The updates give no state.
@@ -260,20 +260,21 @@ class Method:
     def fold(self, total: WeightedSum, update: Update) -> None:
         """Add an update to the sum of a round; default: its tensors, weighted as ``weighting`` says.
 
-        An aggregator process does this for its part of the updates, and the parts are merged: what is added may depend
-        on nothing but the update and the parameters.
+        Aggregators do this for a part of the updates each, and the parts are merged. So what is added may depend on
+        nothing but the update and the parameters.
         """
-        total.add(update.weight if self.weighting == "samples" else 1.0, update.tensors)
+        weight = update.weight if self.weighting == "samples" else 1.0
+        total.add(weight, update.tensors)
 
     def next_state(self, state: State, total: WeightedSum) -> State:
-        """Return the state after a round from the sum of its updates; default: the mean in place of what it names.
+        """Return the state after a round from the sum of its updates; default: its tensors are replaced by their means.
 
         Raises:
             TrainingFailed: The weights sum to zero, or there are no updates.
         """
         return {**state, **total.mean()}
 
-    def sums_up(self) -> bool:
+    def server_step_is_sum(self) -> bool:
         """Return whether `aggregate` is nothing but `fold` and `next_state`, so that parts of a round can be summed."""
         return type(self).aggregate is Method.aggregate
 

@@ -118,7 +118,7 @@ class ServerSteps(Method, ABC):
 
     def server_step_is_mean(self) -> bool:
         """Return True: the step is made from the mean alone."""
-        return self.sums_up() and type(self).next_state is ServerSteps.next_state
+        return self.server_step_is_sum() and type(self).next_state is ServerSteps.next_state
 
     def next_state(self, state: State, total: WeightedSum) -> State:
         """Return the state after one step; running statistics of batch norm are the mean."""

@@ -82,8 +82,10 @@ class FedAS(FedPer):
     def fold(self, total: WeightedSum, update: Update) -> None:
         """Add the encoder, weighted by its trace or by samples."""
         tensors = {name: array for name, array in update.tensors.items() if name != _TRACE}
-        trace = float(update.tensors[_TRACE][0])
-        total.add(trace if self.params.weights == "fisher" else update.weight, tensors)
+        weight = update.weight
+        if self.params.weights == "fisher":
+            weight = float(update.tensors[_TRACE][0])
+        total.add(weight, tensors)
 
     # --- client ----------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, get_args
 from pydantic import BaseModel
 
 from ..core.task import ImageInput, Task, Tensors
-from ..wire.messages.fields import Control
+from ..wire.messages.fields import HTTP_BLOBS, Control
 from ..wire.messages.up import FromAgent
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ FACTS = {
     "rss_mb": "memory of the agent's process, MB",
     "torch_loaded": "whether torch is in memory",
     "cores": "number of processor cores",
+    HTTP_BLOBS: "whether the device fetches blobs by HTTP",
     "inputs_since": "seconds since 1970 at which the inputs of the device's server changed; 0: they are as fitted",
 }
 """The meaning of each entry in ``facts`` of a hello."""
@@ -95,6 +96,7 @@ _SETTINGS = {
     **dict.fromkeys(("acc_global", "acc_local", "acc_personal", "better_alone", "local_model"), "privacy.metrics"),
     "one_class": "privacy.metrics",
     "inputs_since": "privacy.inputs_since",
+    HTTP_BLOBS: "downloads.by_http",
 }
 """The key of the agent's file that withholds or rounds each field."""
 

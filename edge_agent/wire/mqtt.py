@@ -141,6 +141,12 @@ class MqttTransport:
         self._subscribed_by = 0.0
         """The time until which the answer to the last subscription is waited for without a sign of life."""
 
+        self._has_answered = False
+        """Whether the broker of this session has answered a subscription."""
+
+        self._is_thrown_off = False
+        """Whether the broker has ended this session instead of answering the first subscription."""
+
         self._subscribing = threading.RLock()
         self._client: paho.Client | None = None
         self._last_sent: paho.MQTTMessageInfo | None = None
@@ -321,7 +327,8 @@ class MqttTransport:
             reason = cause(error)
             self._clocks_differ = is_of_another_time(error)
             self._remedy = SET_CLOCK if self._clocks_differ else ""
-        was_up = self._up.is_set()
+        # Somebody who is thrown off for what he asks for would be back at once, for ever, if that counted as a session.
+        was_up = self._up.is_set() and not self._is_thrown_off
         self._up.clear()
         self._client = None  # its sockets close with it
         self._last_sent = None
@@ -356,6 +363,10 @@ class MqttTransport:
         has_certificate = self.config.tls is not None and self.config.tls.cert is not None
         if has_certificate and not self._up.is_set():
             reason = f"{reason.rstrip('.')}; the broker may refuse this certificate"
+        # RabbitMQ answers a filter that its rules forbid by ending the connection.
+        if self._up.is_set() and self._pending_filters and not self._has_answered:
+            self._is_thrown_off = True
+            reason = f"{reason.rstrip('.')} before the broker answered the subscription; its topic rules may forbid it"
         return reason
 
     def _reason_to_end(self, client: _Client, login_until: float) -> str:
@@ -431,6 +442,8 @@ class MqttTransport:
         self._remedy = ""
         self._clocks_differ = False
         self._pending_filters.clear()
+        self._has_answered = False
+        self._is_thrown_off = False
         self._refused_filters.clear()
         self._subscribe_pause_s = SUBSCRIBE_AGAIN_S
         self._subscribe_at = float("inf")
@@ -498,6 +511,7 @@ class MqttTransport:
         """Tell the program which filters the broker grants, by the number of the request."""
         with self._subscribing:
             filters = self._pending_filters.pop(mid, ())
+        self._has_answered = True
         answers = zip(filters, codes, strict=False)
         rejected = [topic_filter for topic_filter, code in answers if code.is_failure]
         if rejected:
@@ -769,6 +783,22 @@ def tls_context(config: BrokerConfig, ca: Path | None) -> ssl.SSLContext:
     if config.tls is not None and config.tls.cert is not None:
         key = None if config.tls.key is None else credential(config.tls.key)
         context.load_cert_chain(credential(config.tls.cert), key)
+    return context
+
+
+def blob_tls_context(config: BrokerConfig) -> ssl.SSLContext:
+    """Return the TLS settings for fetching blobs by HTTPS: this agent's certificate, and whom it trusts.
+
+    The coordinator's endpoint is certified by the authority of the broker, an object store by one of the system.
+
+    Raises:
+        OSError: A file cannot be read.
+        ssl.SSLError: A file holds no certificate or key.
+    """
+    context = tls_context(config, None)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    if config.tls is not None and config.tls.ca is not None:
+        context.load_verify_locations(config.tls.ca)
     return context
 
 

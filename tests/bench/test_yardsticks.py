@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import windows_of_formulas as formulas
+import yardstick_brokers as brokers
 import yardstick_loop as loop
 import yardstick_memory as memory
 import yardstick_new_clients as new_clients
@@ -391,3 +392,28 @@ def test_gains_over_local_models_are_those_of_the_same_seed():
         "| watch | 60.0 ± 14.1 | 60.0 ± 28.3 | +0.0 (-127.1 to +127.1) | 70.0 ± 14.1 | **+10.0 (+10.0 to +10.0)** |"
     )
     assert starter.spread(np.array([0.5, 0.7])) == "60.0 ± 14.1"
+
+
+def test_the_table_of_brokers_by_hand():
+    """Two runs undisturbed, and one with a node killed, which has other bits and sent 2.5 MB more than their median."""
+    common = {"broker": "NATS", "nodes": 3, "messages": 600, "memory_bytes": 40_000_000}
+    calm = {**common, "disturbance": "undisturbed", "sha256": "aa"}
+    runs = [
+        brokers.Run(**calm, seconds=2.0, sent_bytes=10_000_000),
+        brokers.Run(**calm, seconds=4.0, sent_bytes=11_000_000),
+        brokers.Run(**{**calm, "disturbance": "node killed", "sha256": "bb"}, seconds=6.0, sent_bytes=13_000_000),
+    ]
+    assert brokers.table(runs).splitlines()[2:] == [
+        "| NATS | 3 | undisturbed | A | 3.0 (2.0 to 4.0) | – | 40 MB | 225 |",
+        "| NATS | 3 | node killed | B | 6.0 (6.0 to 6.0) | 2.5 MB | 40 MB | 100 |",
+    ]
+
+
+@pytest.mark.broker
+def test_a_broker_that_is_killed_is_measured_with_the_bits_of_one_that_is_not():
+    killed = brokers.measure(brokers.Amqtt, "node killed", agents=2, feature_dim=8)
+    undisturbed = brokers.measure(brokers.Amqtt, "undisturbed", agents=2, feature_dim=8)
+    assert killed.sha256 == undisturbed.sha256
+    # Three updates of each agent, and three models of the coordinator.
+    assert undisturbed.sent_bytes > 9 * 4096 * 8 * 4
+    assert undisturbed.memory_bytes > 1_000_000

@@ -85,14 +85,21 @@ class DatabaseSite(Site):
         return None
 
     def takeover_s(self, since, before):
-        """Seconds from a fault until another one has written its start into the journal.
+        """Seconds from a fault until another one has written its start, and serves agents at the broker.
 
         Args:
             since: When the fault was, by the monotonic clock.
-            before: The number of starts before the fault.
+            before: The number of coordinators that have begun to serve before the fault.
         """
-        self.until(lambda: self.starts() > before, "another coordinator starts", every_s=0.01)
+        self.until(lambda: self.served() > before, "another coordinator serves", every_s=0.01)
         return time.monotonic() - since
+
+    def served(self):
+        """The number of times that a coordinator has said that it serves."""
+        return sum(self.log(name).count("serving federation") for name in self.coordinators if self.has_log(name))
+
+    def has_log(self, name):
+        return (self.folder / f"{name}.log").exists()
 
     def starts(self):
         [(count,)] = self.query("SELECT count(*) FROM headwater_entries WHERE kind = 'coordinator_started'")

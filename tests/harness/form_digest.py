@@ -8,9 +8,13 @@ from collections.abc import Iterator
 from pydantic import BaseModel
 
 
-def fields_digest(*kinds: type[BaseModel]) -> str:
-    """16 hexadecimal digits of the names of all fields, nested ones too, and of the values that literals allow."""
+def fields_digest(*kinds: type[BaseModel], without: tuple[str, ...] = ()) -> str:
+    """16 hexadecimal digits of the names of all fields, nested ones too, and of the values that literals allow.
+
+    ``without``: places that do not count, as ``Kind.field``.
+    """
     lines = sorted({line for kind in kinds for line in _lines(kind.model_json_schema(), kind.__name__)})
+    lines = [line for line in lines if line not in without]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 

@@ -21,6 +21,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from coordinator.broker.kinds import KINDS
 from coordinator.cli import COMMANDS as HEADWATER
 from coordinator.cli import command_tree
 from coordinator.cli.methods import LISTED, describe, marked_heads
@@ -59,6 +60,7 @@ def pages() -> dict[Path, str]:
         Path("edge_agent/heads/README.md"): heads_page(),
         Path("edge_agent/data/README.md"): data_page(),
         Path("configs/README.md"): config_page(),
+        Path("configs/brokers/README.md"): brokers_page(),
         Path("edge_agent/WHAT_LEAVES.md"): disclosure_page(),
         Path("examples/guides/commands.md"): commands_page(),
         Path("examples/guides/protocol.md"): protocol_page(),
@@ -130,6 +132,34 @@ def data_page() -> str:
         doc = (member if inspect.ismodule(member) else inspect.getmodule(member.read)).__doc__
         parts += [f"## {kind}", described(doc)]
     return joined(parts)
+
+
+def brokers_page() -> str:
+    """The brokers that are known, with their limits and configurations."""
+    parts = [
+        "# Brokers",
+        MADE,
+        (
+            "Any broker of MQTT 3.1.1 will do. A federation uses clean sessions, QoS 0 and 1, wills and messages of "
+            "120 KiB at most; no retained messages and no shared subscriptions. It has receipts of its own, so nothing "
+            "that a broker stores is needed after its restart. Each file below is tested with the real broker; "
+            "'headwater doctor --config FILE' says which broker it finds."
+        ),
+    ]
+    for kind in KINDS:
+        parts.append(f"## {kind.name}")
+        parts.append("\n".join(bullet(f"{limit[0].upper()}{limit[1:]}.") for limit in kind.limits))
+        links = [f"[{Path(name).name}]({_from_brokers(name)})" for name in kind.configurations]
+        if links:
+            parts.append("Configuration:\n" + "\n".join(f"- {link}" for link in links))
+    parts.append("Next: [several brokers in a list](../../examples/guides/own-broker.md#several-brokers).")
+    return joined(parts)
+
+
+def _from_brokers(name: str) -> str:
+    """The way from the folder of brokers to a file of ``configs``."""
+    path = Path(name)
+    return path.name if path.parent.name == "brokers" else f"../{path}"
 
 
 def config_page() -> str:

@@ -23,7 +23,7 @@ ORDER = (
     {"api", "research"},
     {"simulation"},
     {"service"},
-    {"hosted"},
+    {"hosted", "blobs"},
     {"runs", "capacity"},
     {"aggregators"},
     {"rounds"},

@@ -362,3 +362,32 @@ def test_hadolint_has_nothing_to_say(folder, program):
     command = ["hadolint", "--no-color", f"{program}.Dockerfile"]
     done = subprocess.run(command, cwd=folder, check=False, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
+# --- the cluster of examples/cluster ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def cluster(root):
+    return yaml.safe_load((root / "examples/cluster/compose.yaml").read_text(encoding="utf-8"))["services"]
+
+
+def test_the_cluster_has_an_aggregator_for_each_partition_and_brokers_and_a_database_by_their_names(root, cluster):
+    config = load(CoordinatorConfig, root / "examples/cluster/coordinator.toml")
+    of = config.aggregators.partitions
+    served = [body["command"][2] for name, body in cluster.items() if name.startswith("aggregator")]
+    assert served == [f"{number}/{of}" for number in range(1, of + 1)]
+    hosts = {url.partition("//")[2] for url in config.broker.urls}
+    assert hosts == {name for name in cluster if name.startswith("broker")}
+    assert "@database/" in config.journal
+    assert config.cohort.min_agents == len([name for name in cluster if name.startswith("agent-")])
+
+
+def test_the_cluster_mounts_files_that_are_there_and_agents_that_differ(root, cluster):
+    folder = root / "examples/cluster"
+    mounts = [mount.partition(":")[0] for body in cluster.values() for mount in body.get("volumes", [])]
+    files = {mount for mount in mounts if mount.startswith("./")}
+    assert all((folder / name).is_file() for name in files)
+    agents = [load(AgentConfig, folder / f"agent-{number}.toml") for number in (1, 2, 3)]
+    assert len({agent.id for agent in agents}) == len({agent.data.source for agent in agents}) == 3
+    assert {agent.federation for agent in agents} == {"cluster"}

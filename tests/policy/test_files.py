@@ -70,6 +70,11 @@ REMOVALS = {
     ("coordinator.rounds.server_side", "OwnFunctions._answers", "remove_folder"): "answers of one call, by their mark",
     ("coordinator.state.backup", "back_up", "remove_folder"): "links of one backup in the state folder, by their mark",
     ("coordinator.state.backup", "_pin", "remove_folder"): "links of one backup in the state folder, by their mark",
+    (
+        "coordinator.blobs.object_store",
+        "ServedFolder.remove",
+        ".unlink",
+    ): "a file that this program has put there, named by a SHA-256",
     # --- empty folders
     ("edge_agent.core.storage", "check_writable", ".rmdir"): (
         "only folders that this call has made; rmdir takes empty ones"
@@ -81,7 +86,7 @@ REMOVALS = {
     ): "only the folder that this call has made; rmdir takes empty ones",
     (
         "coordinator.state.journal_location",
-        "_carry_over",
+        "_begin",
         ".replace",
     ): "the folder's own journal, after all of its entries are in the database",
     ("coordinator.state.store", "BlobStore.sweep", ".rmdir"): "empty folders of uploads in the state folder",

@@ -131,7 +131,7 @@ def test_extra_all_is_everything_but_development_and_what_only_clusters_need(pro
     extras = project["project"]["optional-dependencies"]
     inside = set(re.search(r"\[(.*)\]", extras["all"][0])[1].split(","))
     reached = inside | {"export", "heads"}
-    assert reached == set(extras) - {"all", "camera", "dev", "otel", "postgres", "ray"}
+    assert reached == set(extras) - {"all", "camera", "dev", "otel", "postgres", "ray", "s3"}
 
 
 IMPORTED_AS = {"opencv-python-headless": "cv2", "paho-mqtt": "paho", "pillow": "PIL", "scikit-learn": "sklearn"}
@@ -351,6 +351,7 @@ def test_readme_says_where_the_programs_are_and_leads_to_the_guides_before_anyth
     guides = {f"examples/guides/{path.name}" for path in (root / "examples/guides").glob("*.md")}
     left_to_the_index = {
         "aggregators",
+        "blobs-by-reference",
         "capacity",
         "certificates",
         "device-faults",

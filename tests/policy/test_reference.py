@@ -13,7 +13,9 @@ def pages():
     return reference.pages()
 
 
-@pytest.mark.parametrize("path", ["edge_agent/methods", "edge_agent/heads", "edge_agent/data", "configs"])
+@pytest.mark.parametrize(
+    "path", ["edge_agent/methods", "edge_agent/heads", "edge_agent/data", "configs", "configs/brokers"]
+)
 def test_reference_page_says_what_the_code_says(root, pages, path):
     page = root / path / "README.md"
     assert page.read_text(encoding="utf-8") == pages[page.relative_to(root)], "python tests/harness/reference.py"

@@ -1,5 +1,6 @@
-"""Large blobs over MQTT: cut into chunks, sent at the rate that a link takes, and requested again where they are lost.
+"""Large blobs: cut into chunks over MQTT, or fetched by HTTP; assembled on disk, and checked by their SHA-256.
 
-Read in this order: `chunks` (frames and assembly on disk), `flow` (which chunks are sent when). Who sends which blob to
-whom, and when to give up, is decided by the two programs that use it.
+Read in this order: `chunks` (frames and assembly on disk), `flow` (which chunks are sent when, and requested again
+where they are lost), `by_http` (the same chunks by range requests). Who sends which blob to whom, and when to give up,
+is decided by the two programs that use it.
 """

@@ -17,6 +17,7 @@ from edge_agent.wire.messages.fields import (
     MAX_CREDITS,
     MAX_HEARTBEAT_S,
     MAX_TASK_BYTES,
+    MAX_URLS,
     MAX_WAIT_S,
     SHA256,
     Base64,
@@ -34,6 +35,7 @@ from edge_agent.wire.messages.fields import (
     Session,
     Start,
     Text,
+    Url,
 )
 from edge_agent.wire.messages.up import UpdateManifest
 
@@ -211,6 +213,18 @@ class Listen(Command):
     broadcast: bool
 
 
+class Located(Command):
+    """The answer to a `Want`: fetch the missing bytes by HTTP range requests from one of these URLs.
+
+    Only agents whose hello says that they fetch blobs by HTTP get it. The URLs are short-lived, and the bytes count
+    only where the blob's SHA-256 is right. An agent that cannot use them asks for chunks, see ``Want.by_chunks``.
+    """
+
+    type: Literal["located"] = "located"
+    digest: Digest
+    urls: tuple[Url, ...] = Field(min_length=1, max_length=MAX_URLS, description="in the order to try them")
+
+
 class Grant(Command):
     """Send the update: ``missing`` chunks, at most ``credits`` of them unacknowledged."""
 
@@ -324,6 +338,7 @@ FromCoordinator = (
     | Job
     | Cancel
     | Listen
+    | Located
     | Grant
     | Queued
     | Ack

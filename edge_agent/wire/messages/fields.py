@@ -88,6 +88,9 @@ OLDEST_PROTOCOL = 3
 A coordinator serves agents of the version before: messages to an agent are of the agent's version. A field that version
 4 adds to a command has a default that means what version 3 did, and is marked ``json_schema_extra={"since": 4}``, so
 that it is left out for an older agent. An agent speaks its own version alone, so coordinators are upgraded first.
+
+What is sent only to a peer that has said that it knows it needs no other version: `Located` goes to agents whose hello
+has the fact `HTTP_BLOBS`, and ``Want.by_chunks`` is an answer to it.
 """
 
 MAX_MESSAGE_BYTES = 48 * 1024
@@ -125,6 +128,15 @@ MAX_ROUND = 2_000_000
 
 MAX_SAMPLES = 1_000_000_000
 """The largest number of samples of a device."""
+
+MAX_URLS = 4
+"""The most URLs of one blob in a message."""
+
+Url = Annotated[str, Field(pattern=r"^https?://[!-~]{1,4000}$")]
+"""A URL of HTTP or HTTPS in printable ASCII."""
+
+HTTP_BLOBS = "http_blobs"
+"""The fact of a hello by which an agent says that it fetches blobs by HTTP."""
 
 Digest = Annotated[str, Field(pattern=SHA256)]
 """The SHA-256 of a blob, in hexadecimal."""

@@ -66,6 +66,7 @@ class Want(Control):
     digest: Digest
     ranges: Ranges
     direct: bool = Field(False, description="the agent is not subscribed to the blob's broadcast topic")
+    by_chunks: bool = Field(False, description="the URLs of the blob were of no use: send chunks, and no URLs again")
 
 
 class Progress(Control):

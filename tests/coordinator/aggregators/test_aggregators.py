@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import replace
 
@@ -12,10 +13,13 @@ from faulty_broker import Faults
 from federation_duties import TinyDuties, quick_params
 from federation_harness import Killed
 
+from coordinator.aggregators import app
 from coordinator.aggregators.messages import Dismissed, Sealed
-from coordinator.config import AggregatorsConfig
+from coordinator.config import AggregatorsConfig, CoordinatorConfig
 from coordinator.fleet.partitions import Partition, partition_of
 from coordinator.fleet.uploads import Collector
+from coordinator.rounds import server_step
+from coordinator.state.command_keys import CommandKeys
 from edge_agent.core.errors import StateError, UsageError
 
 METHODS = ("fedavg", "fedper", "repper", "afl")
@@ -45,6 +49,17 @@ def test_any_number_of_aggregators_gives_the_bits_of_none(tmp_path, alone, metho
     busy = [aggregator for aggregator in aggregators if aggregator.stored]
     least = {"afl": 2 * 2}.get(method, 4 * 2)
     assert all(aggregator.passes_made >= least for aggregator in busy)
+
+
+def test_a_coordinator_without_aggregators_prepares_no_passes(tmp_path, monkeypatch):
+    """It had the compute process make each round's broadcast once more, and then read all updates itself."""
+
+    def refuse(*_):
+        raise AssertionError("a pass was prepared, and nobody is there to make it")
+
+    monkeypatch.setattr(server_step, "combine", refuse)
+    digest, _ = run_of(tmp_path, 0, agents=3)
+    assert digest
 
 
 def test_an_update_that_an_agent_of_the_version_before_sends_goes_to_the_coordinator(tmp_path, alone):
@@ -284,3 +299,60 @@ def test_another_number_of_partitions_in_the_midst_of_a_run_changes_no_bit(tmp_p
             fed.add_aggregator(number, f"new{number}", of=4)
         fed.finish()
         assert fed.record.checkpoint == alone("fedavg")
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def settings(tmp_path, **sections):
+    """A configuration of two partitions, changed."""
+    body = {"state": tmp_path / "state", "task": {"class_names": ["a"]}, "aggregators": {"partitions": 2}, **sections}
+    return CoordinatorConfig.model_validate(body)
+
+
+@pytest.mark.parametrize(
+    "sections, words",
+    [
+        ({"aggregators": {"partitions": 0}}, "partitions is not set; set it to 2"),
+        ({"aggregators": {"partitions": 3}}, "partitions = 3, and --partition names one of 2"),
+        ({"identity": {"host": "c.example"}}, "one session"),
+        ({"round": {"mode": "buffered"}}, "synchronous rounds alone"),
+        ({"privacy": {"secure_sum": True}, "cohort": {"min_agents": 3}}, "masked updates"),
+    ],
+)
+def test_a_configuration_without_such_an_aggregator_is_refused(tmp_path, sections, words):
+    with pytest.raises(UsageError, match=re.escape(words)):
+        app.check(settings(tmp_path, **sections), Partition(1, 2))
+
+
+def test_all_mistakes_are_named_at_once(tmp_path):
+    config = settings(tmp_path, aggregators={"partitions": 3}, round={"mode": "buffered"})
+    with pytest.raises(UsageError, match=r"partitions = 3.*synchronous rounds alone"):
+        app.check(config, Partition(1, 2))
+
+
+def test_an_aggregator_without_the_coordinators_secret_says_what_to_start_first(tmp_path):
+    config = settings(tmp_path, broker={"url": "mqtt://127.0.0.1:9"})
+    with pytest.raises(StateError, match=r"start the coordinator first"), app.aggregator(config, Partition(1, 2)):
+        pass
+
+
+def test_the_coordinators_own_broker_needs_a_fixed_port(tmp_path):
+    config = settings(tmp_path, embedded={"port": 0})
+    CommandKeys.of(config.state, config.federation)
+    with pytest.raises(UsageError, match=r"another port at each start"), app.aggregator(config, Partition(1, 2)):
+        pass
+
+
+def test_a_partition_whose_aggregator_dies_is_served_again_within_four_seconds(tmp_path):
+    """Three seconds of silence, then its agents are asked at once; by themselves they would wait for five more."""
+    with PartitionedFederation(tmp_path, 2, agents=6) as fed:
+        fed.wait(2)
+        partition = Partition(1, 2).name
+        fed.kill_aggregator("sum1")
+        fed.request(rounds=1)
+        begin = fed.clock()
+        waiting = [agent for agent in fed.agents if partition_of(agent, 2).name == partition]
+        assert waiting
+        fed.until(lambda: len(fed.entries("update_accepted")) == 6)
+        assert fed.clock() - begin < 4

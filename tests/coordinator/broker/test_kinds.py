@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from coordinator.broker.kinds import KINDS, describe_broker
@@ -20,7 +22,7 @@ RABBITMQ = BrokerTraits("", AnswerTo5.CLOSED, 1, takes_spaces=True)
         (MOSQUITTO, "mosquitto version 2.0.11: one thread and no cluster"),
         (AMQTT, "aMQTT version 0.11.3: one thread of Python"),
         (NATS, "NATS: with QoS 1 each subscription is a consumer of JetStream: set qos = 0"),
-        (RABBITMQ, "RabbitMQ before 3.13: each subscription with QoS 1 has a queue of its own"),
+        (RABBITMQ, "RabbitMQ before 3.13: each client has a queue of its own"),
     ],
     ids=["mosquitto", "amqtt", "nats", "rabbitmq"],
 )
@@ -50,3 +52,17 @@ def test_a_broker_that_shows_too_little_is_not_known(traits):
 def test_a_broker_of_another_name_is_told_by_that():
     traits = BrokerTraits("hive 4", AnswerTo5.SPOKEN, 2, takes_spaces=True)
     assert describe_broker(traits) == "not known, which is no fault; it calls itself 'hive 4'"
+
+
+@pytest.mark.parametrize("version", ["mosquitto \x1b[2Jversion 2", "other \x1b[2J\nbroker"])
+def test_what_a_broker_calls_itself_cannot_steer_a_terminal(version):
+    line = describe_broker(BrokerTraits(version, AnswerTo5.SPOKEN, 2, takes_spaces=True))
+    assert line.isprintable()
+
+
+def test_every_configuration_of_a_broker_belongs_to_its_kind():
+    configs = Path(__file__).parents[3] / "configs"
+    named = {configs / name for kind in KINDS for name in kind.configurations}
+    shipped = {path for path in (configs / "brokers").iterdir() if path.suffix != ".md"}
+    assert shipped <= named
+    assert [path for path in named if not path.exists()] == []

@@ -9,6 +9,9 @@ import pytest
 from database_site import DatabaseSite
 from process_site import DIGITS
 
+from coordinator.journal.postgres import AWAY_S
+from coordinator.journal.store import LEASE_S
+
 ROUNDS = 12
 LIMIT_S = 5.0
 """Seconds that a takeover may take."""
@@ -56,9 +59,10 @@ def test_another_one_takes_over_within_seconds_and_the_result_has_the_same_bits(
     with DatabaseSite(tmp_path, DIGITS, postgres) as site:
         run = begun(site)
         before = site.starts()
+        served = site.served()
         since = time.monotonic()
         fault(site)
-        assert site.takeover_s(since, before) <= LIMIT_S
+        assert site.takeover_s(since, served) <= LIMIT_S
         assert site.serving() == "c1"
         # The one before comes back in the midst of the run: it finds that it has lost the lease, and ends.
         if fault in {suspend, hold_packets, cut_connections}:
@@ -84,3 +88,22 @@ def test_a_restart_of_the_database_interrupts_the_run_and_nobody_has_to_take_ove
         site.check_one_served_at_a_time()
         assert len(site.leases()) == 1
         assert site.serving() == "c0"
+
+
+def test_without_the_database_the_coordinator_ends_and_the_one_that_finds_it_again_goes_on(
+    tmp_path, postgres, undisturbed
+):
+    with DatabaseSite(tmp_path, DIGITS, postgres) as site:
+        run = begun(site)
+        postgres.stop("SIGQUIT")
+        since = time.monotonic()
+        site.until(lambda: site.processes["c0"].poll() is not None, "the coordinator ends")
+        assert AWAY_S <= time.monotonic() - since <= 1.5 * AWAY_S, "it has waited once, and not with each entry again"
+        assert site.processes["c0"].returncode == 75
+        assert "cannot be reached" in site.log("c0")
+        assert site.processes["c1"].poll() is None
+        served = site.served()
+        postgres.start()
+        assert site.takeover_s(time.monotonic(), served) <= LIMIT_S + LEASE_S
+        assert site.finish(run) == undisturbed
+        site.check_one_served_at_a_time()

@@ -129,6 +129,16 @@ def test_a_restart_of_the_server_costs_a_pause(postgres, journal):
     assert journal.verify() == 3
 
 
+def test_no_connection_loses_what_it_has_committed_because_the_server_is_set_so(postgres, url):
+    name = url.rpartition("/")[2].partition("?")[0]
+    postgres.query(f"ALTER DATABASE {name} SET synchronous_commit = off", url=url)
+    with PostgresJournal(url) as journal:
+        for _ in range(2):
+            [row] = journal._rows("SELECT current_setting('synchronous_commit') AS value")
+            assert row["value"] == "on"
+            postgres.restart()
+
+
 def test_deferred_entries_are_lost_together_with_their_connection_and_the_flush_says_so(postgres, journal):
     update(journal, "a")
     before = journal.losses
@@ -220,8 +230,10 @@ def test_a_database_of_another_journal_is_refused(url, postgres):
     with PostgresJournal(url) as journal:
         journal_id = journal.id
     PostgresJournal(url, expected_id=journal_id).open().close()
-    with pytest.raises(StateError, match="of another federation"):
-        PostgresJournal(postgres.database(), expected_id=journal_id).open()
+    with pytest.raises(StateError, match="of another state folder"):
+        PostgresJournal(url, expected_id="f" * 32).open()
+    with PostgresJournal(postgres.database(), expected_id=journal_id) as journal:
+        assert journal.id == journal_id, "a new one gets the id of its folder"
 
 
 def test_other_versions_of_the_tables_are_refused(postgres, url):

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from coordinator.config import load_config
 from coordinator.journal.entries import RunRequested, UpdateAccepted
+from coordinator.journal.postgres import PostgresJournal
 from coordinator.journal.schemes import STORES, mistakes_in
 from coordinator.journal.sqlite import SqliteJournal
 from coordinator.state.backup import back_up
-from coordinator.state.journal_location import MOVED, NAME, has_journal, read_location, use_database
+from coordinator.state.journal_location import BEGUN, MOVED, NAME, has_journal, read_location, use_database
 from coordinator.state.store import StateFolder
 from edge_agent.core.errors import ConfigError, JournalAway, StateError
 
@@ -64,15 +66,24 @@ def test_a_journal_of_sqlite_is_carried_over_once(folder, url):
     assert request_run(folder) == "run-0002"
 
 
-def test_a_move_that_was_killed_before_the_folder_knew_of_it_is_completed(folder, url):
+@pytest.mark.parametrize("call", ["open", "fill", "closed"])
+def test_a_move_that_was_killed_is_completed(folder, url, call, monkeypatch):
     request_run(folder)
-    kept = (folder / "journal.db").read_bytes()
-    use_database(folder, url)
-    (folder / MOVED).unlink()
-    (folder / NAME).unlink()
-    (folder / "journal.db").write_bytes(kept)
+    with monkeypatch.context() as patch:
+        if call == "closed":  # everything is there, and the folder does not know of it
+            patch.setattr(Path, "replace", lambda *_: exit_now())
+        else:
+            patch.setattr(PostgresJournal, call, lambda *_, **__: exit_now())
+        with pytest.raises(KeyboardInterrupt):
+            use_database(folder, url)
+    assert read_location(folder) is None
+    assert (folder / "journal.db").is_file()
     use_database(folder, url)
     assert request_run(folder) == "run-0002"
+
+
+def exit_now():
+    raise KeyboardInterrupt
 
 
 def test_nothing_is_carried_over_while_a_coordinator_works(folder, url):
@@ -81,16 +92,33 @@ def test_nothing_is_carried_over_while_a_coordinator_works(folder, url):
     assert read_location(folder) is None
 
 
+@pytest.mark.parametrize("is_begun", [False, True])
 @pytest.mark.parametrize("has_own", [False, True])
-def test_the_database_of_another_folder_is_refused(folder, tmp_path, url, has_own):
+def test_the_database_of_another_folder_is_refused(folder, tmp_path, url, has_own, is_begun):
+    """As where two coordinators are given one database, and each a folder of its own machine."""
     use_database(folder, url)
-    request_run(folder)
+    if is_begun:
+        request_run(folder)
     other = tmp_path / "other"
     if has_own:
         request_run(other)
-    with pytest.raises(StateError, match=r"another state folder than .*other, with 1 entries"):
-        use_database(other, url)
+    for _ in range(2):
+        with pytest.raises(StateError, match="of another state folder"):
+            use_database(other, url)
     assert read_location(other) is None
+    assert request_run(folder) == ("run-0002" if is_begun else "run-0001")
+
+
+def test_other_entries_than_those_of_the_folder_are_kept(folder, url):
+    """As where the old journal was put back, and continued, after a move that was killed."""
+    request_run(folder)
+    kept = (folder / "journal.db").read_bytes()
+    use_database(folder, url)
+    request_run(folder)
+    (folder / NAME).rename(folder / BEGUN)
+    (folder / "journal.db").write_bytes(kept)
+    with pytest.raises(StateError, match=r"has 2 entries, and .* has 1 others"):
+        use_database(folder, url)
 
 
 def test_a_database_at_another_address_must_be_the_same(folder, url, postgres):
@@ -187,7 +215,9 @@ def test_doctor_looks_at_the_database_without_making_tables(tmp_path, call, url,
     assert postgres.query("SELECT count(*) FROM pg_tables WHERE tablename LIKE 'headwater%%'", url=url) == [(0,)]
     use_database(tmp_path / "state", url)
     request_run(tmp_path / "state")
-    assert checked(0)["journal"]["detail"].endswith("with 1 entries")
+    assert checked(0)["journal"]["detail"].endswith("with 1 entries; nobody serves")
+    with StateFolder(tmp_path / "state").open("headwater serve"):
+        assert "; headwater serve (host " in checked(0)["journal"]["detail"]
     config.write_text(f"journal = {json.dumps(postgres.url('nowhere'))}\n{CONFIG}")
     refused = checked(75)["journal"]
     assert not refused["ok"]

@@ -95,6 +95,25 @@ def test_an_array_of_another_form_is_an_error():
         WeightedSum.from_tensors(tensors)
 
 
+@pytest.mark.parametrize(
+    "name, array",
+    [
+        ("about", np.zeros(0, np.int64)),
+        ("about", np.ones(1, np.float32)),
+        ("about.weight.a", np.array([1.0, np.nan, 1.0])),
+        ("about.weight.a", np.array([1.0, -1.0, 1.0])),
+        ("like.b", np.zeros(0, np.float32)),
+        ("counter.b", np.zeros((), np.int64)),
+    ],
+)
+def test_arrays_that_do_not_belong_together_are_an_error(name, array):
+    """They were taken, and what was missing showed as a KeyError when the mean was taken."""
+    total = WeightedSum()
+    total.add(2.0, {"a": np.ones(2)})
+    with pytest.raises(TensorsError):
+        WeightedSum.from_tensors(total.to_tensors() | {name: array})
+
+
 def test_a_value_beyond_exact_sums_is_told():
     total = summed([1])
     total.add(1.0, {"extra.means": np.full(4, 1e30)})

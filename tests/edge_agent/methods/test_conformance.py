@@ -30,7 +30,7 @@ MEANS = [
     if (methods.get(name).aggregate, methods.get(name).fold, methods.get(name).next_state)
     == (Method.aggregate, Method.fold, Method.next_state)
 ]
-SUMS = [name for name in methods.names() if methods.create(name).sums_up()]
+SUMS = [name for name in methods.names() if methods.create(name).server_step_is_sum()]
 """Methods that do not aggregate in their own way."""
 
 

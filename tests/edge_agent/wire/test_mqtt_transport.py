@@ -212,6 +212,45 @@ def test_a_refused_filter_is_not_reported_as_confirmed(open_transport, listener,
     assert "subscription_refused filters=bad" in caplog.text
 
 
+def test_a_broker_that_hangs_up_on_a_subscription_is_asked_ever_more_seldom(open_transport, listener):
+    """RabbitMQ does that where its rules forbid a filter; a fleet with a wrong rule would keep it busy."""
+    transport = open_transport(BrokerConfig(url=url_of(listener)), rng=LongestPause())
+    transport.subscribe("forbidden")
+    transport.start()
+    pauses = []
+    for _ in range(3):
+        with listener.accept()[0] as peer:
+            packet(peer)
+            peer.sendall(CONNACK)
+            packet(peer)
+        gone = wait_for(transport, Disconnected)
+        assert "before the broker answered the subscription; its topic rules may forbid it" in gone.reason
+        pauses.append(gone.retry_in_s)
+    assert pauses == [1.0, 2.0, 4.0]
+
+
+def test_a_session_whose_subscription_was_answered_is_made_again_soon_after_a_break(open_transport, listener):
+    transport = open_transport(BrokerConfig(url=url_of(listener)), rng=LongestPause())
+    transport.subscribe("t")
+    transport.start()
+    for _ in range(2):
+        with listener.accept()[0] as peer:
+            packet(peer)
+            peer.sendall(CONNACK)
+            _, body = packet(peer)
+            peer.sendall(b"\x90\x03" + body[:2] + b"\x01")
+            wait_for(transport, Subscribed)
+        gone = wait_for(transport, Disconnected)
+        assert (gone.reason, gone.retry_in_s) == ("The connection was lost.", 0.5)
+
+
+class LongestPause(random.Random):
+    """Draws the largest number that it may."""
+
+    def uniform(self, _least, most):
+        return most
+
+
 def test_a_refused_filter_is_asked_for_again_until_the_broker_grants_it_and_logged_once(
     open_transport, listener, monkeypatch, caplog
 ):

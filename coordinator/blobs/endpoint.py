@@ -1,0 +1,327 @@
+"""The coordinator's own HTTP endpoint: blobs on offer, by paths that `signing` has made.
+
+Each connection has a thread, which only reads memory-mapped blobs. A stranger gets a few seconds and 8 KiB, and no more
+than `STRANGERS_OF_ONE` connections of one address at a time; who shows a path that holds may stay. With certificates
+the client's certificate must be of the agent that the path was made for, so a path that leaks is of no use to others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import ssl
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from edge_agent.core.errors import MessageError, UsageError, cause
+from edge_agent.wire.blobs.chunks import Outgoing
+from edge_agent.wire.messages.fields import BlobRef
+
+from ..fleet.rejections import Rejections
+from .http_requests import bytes_of_range, head_of_blob, head_of_refusal, parse_head, read_head
+from .signing import Grant, PathSigner
+
+log = logging.getLogger(__name__)
+
+AT_ONCE = 256
+"""Connections that are served at a time; more wait in the system's queue."""
+
+STRANGERS_OF_ONE = 32
+"""Of those, connections of one address that have not shown a path that holds yet; more are closed."""
+
+HEAD_S = 10.0
+"""The seconds that TLS and the first request of a connection may take."""
+
+IDLE_S = 20.0
+"""The seconds that a client may let pass between two requests."""
+
+SLICE_BYTES = 64 * 1024
+"""The bytes that are sent at once."""
+
+SLICE_S = 30.0
+"""The seconds that a slice may take: a link of less than 2 kB/s is served no longer."""
+
+ACCEPT_AGAIN_S = 0.1
+"""Pause after a connection could not be accepted: without files or threads the next one fails, too."""
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where the endpoint listens, and how agents reach it.
+
+    Attributes:
+        host: The address to listen on.
+        port: The TCP port; 0: any free one.
+        url: The beginning of its URLs, such as ``https://host:8444``; empty: made from host and port.
+    """
+
+    host: str
+    port: int
+    url: str = ""
+
+
+class BlobEndpoint:
+    """Serves blobs on offer to the agents that were given their URLs."""
+
+    def __init__(
+        self,
+        address: Address,
+        signer: PathSigner,
+        above_bytes: int,
+        tls: Callable[[], ssl.SSLContext] | None = None,
+        *,
+        names_clients: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Listen nowhere yet.
+
+        Args:
+            address: Where to listen.
+            signer: Makes and checks paths.
+            above_bytes: Blobs of more bytes have URLs.
+            tls: Returns the settings of TLS, for each connection anew; None: HTTP without TLS.
+            names_clients: Whether the certificate of a client must name the agent of the path.
+            clock: The time in seconds, which only goes forward.
+        """
+        self.above_bytes = above_bytes
+        self._address = address
+        self._signer = signer
+        self._tls = tls
+        self._names_clients = names_clients
+        self._clock = clock
+        self._url = address.url
+        self._blobs: dict[str, Outgoing] = {}
+        self._lock = threading.Lock()
+        self._fetched = Counter[str]()
+        self._strangers = Counter[str]()
+        self._refusals = Rejections(clock)
+        self._free = threading.Semaphore(AT_ONCE)
+        self._is_over = threading.Event()
+        self._listener: socket.socket | None = None
+        self._thread: threading.Thread | None = None
+
+    # --- the contract -------------------------------------------------------------------------------------------------
+
+    def offered(self, blob: Outgoing) -> None:
+        """Serve a blob from now on."""
+        with self._lock:
+            self._blobs[blob.ref.digest] = blob
+
+    def withdrawn(self, digest: str) -> None:
+        """Serve a blob no longer, also not the rest of one that is being fetched."""
+        with self._lock:
+            self._blobs.pop(digest, None)
+
+    def urls(self, agent: str, digest: str) -> tuple[str, ...]:
+        """Return the URL by which an agent can fetch a blob for a short time; empty: the endpoint does not serve it."""
+        if self._listener is None or digest not in self._blobs:
+            return ()
+        return (self._url + self._signer.path(agent, digest),)
+
+    def arrived(self, agent: str, ref: BlobRef) -> None:
+        """Do nothing: what is sent is counted as it is sent."""
+
+    def take_fetched(self) -> dict[str, int]:
+        """Return the bytes that were sent to each agent since the last call."""
+        with self._lock:
+            fetched = dict(self._fetched)
+            self._fetched.clear()
+        return fetched
+
+    def describe(self) -> dict[str, str | int]:
+        """Return where this endpoint is, and how many requests it has refused."""
+        return {"by": "own endpoint", "where": self._url, "problem": "", "refused_requests": self._refusals.total}
+
+    # --- start and stop -----------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Listen, in a thread.
+
+        Raises:
+            UsageError: The port is taken, or the address is not one of this machine.
+        """
+        host = self._address.host
+        try:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            listener = socket.create_server((host, self._address.port), family=family, backlog=256)
+        except OSError as error:
+            raise UsageError(
+                f"blobs cannot be served on {host}:{self._address.port} ({cause(error)}); choose another address with "
+                "[blobs] serve"
+            ) from error
+        if not self._url:
+            scheme = "http" if self._tls is None else "https"
+            shown = f"[{host}]" if ":" in host else host
+            self._url = f"{scheme}://{shown}:{listener.getsockname()[1]}"
+        self._listener = listener
+        self._thread = threading.Thread(target=self._run, args=(listener,), name="blobs", daemon=True)
+        self._thread.start()
+        log.info("blobs_served url=%s above_bytes=%d", self._url, self.above_bytes)
+
+    def close(self) -> None:
+        """Listen no more, end what is being fetched, and wait for the thread that listens."""
+        self._is_over.set()
+        self._free.release()  # the thread may be waiting for that
+        with self._lock:
+            self._blobs.clear()
+        listener = self._listener
+        self._listener = None
+        if listener is not None:
+            with contextlib.suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)
+            listener.close()
+        if self._thread is not None:
+            self._thread.join()
+
+    # --- connections --------------------------------------------------------------------------------------------------
+
+    def _run(self, listener: socket.socket) -> None:
+        """Accept connections until `close`, as many at once as there are free places."""
+        is_failing = False
+        while True:
+            self._free.acquire()
+            if self._is_over.is_set():
+                return
+            try:
+                peer, address = listener.accept()
+            except OSError as error:  # no more files, or the peer has gone already
+                self._free.release()
+                if not self._is_over.wait(ACCEPT_AGAIN_S) and not is_failing:
+                    log.error("blobs_not_accepted reason=%s; tried again", cause(error))
+                is_failing = True
+            else:
+                is_failing = False
+                self._begin(peer, str(address[0]))
+
+    def _begin(self, peer: socket.socket, origin: str) -> None:
+        """Serve a connection in a thread of its own, unless its address has too many of strangers already."""
+        with self._lock:
+            is_served = self._strangers[origin] < STRANGERS_OF_ONE
+            self._strangers[origin] += 1
+        connection = _Connection(peer, origin)
+        if not is_served:
+            self._end(connection)
+            return
+        try:
+            threading.Thread(target=self._serve, args=(connection,), name="blob", daemon=True).start()
+        except RuntimeError as error:  # the system gives no more threads
+            log.error("blobs_not_served from=%s reason=%s", origin, cause(error))
+            self._end(connection)
+
+    def _end(self, connection: _Connection) -> None:
+        connection.sock.close()
+        self._note_known(connection)
+        self._free.release()
+
+    def _note_known(self, connection: _Connection) -> None:
+        """Count a connection no longer as one of a stranger."""
+        if not connection.is_known:
+            connection.is_known = True
+            with self._lock:
+                self._strangers -= Counter({connection.origin: 1})  # keeps no zeros
+
+    def _serve(self, connection: _Connection) -> None:
+        """Answer the requests of one connection, until it ends or is refused."""
+        until = self._clock() + HEAD_S
+        try:
+            if self._tls is not None:
+                connection.sock.settimeout(HEAD_S)
+                connection.sock = self._tls().wrap_socket(connection.sock, server_side=True)
+            while not self._is_over.is_set():
+                head = read_head(connection.sock, until, self._clock)
+                if not head or not self._answer(connection, head):
+                    return
+                until = self._clock() + IDLE_S
+        except MessageError as error:
+            self._note_refusal(connection, str(error))
+            with contextlib.suppress(OSError):
+                connection.sock.sendall(head_of_refusal("400 Bad Request", closes=True))
+        except UsageError as error:  # the certificate's file has gone meanwhile
+            self._note_refusal(connection, str(error))
+        except OSError as error:  # of TLS, too: strangers try everything, and links break
+            log.debug("blob_connection_ended from=%s reason=%s", connection.origin, cause(error))
+        except Exception:
+            log.exception("blob_connection_broke from=%s", connection.origin)
+        finally:
+            self._end(connection)
+
+    def _answer(self, connection: _Connection, head: bytes) -> bool:
+        """Answer one request; return whether the connection may go on.
+
+        Raises:
+            MessageError: The request is not one that is answered here.
+            OSError: The connection broke, or is too slow.
+        """
+        request = parse_head(head)
+        sock = connection.sock
+        sock.settimeout(SLICE_S)
+        # 1. A path that does not hold gets the same answer whatever is wrong with it.
+        grant = self._signer.grant(request.target)
+        if grant is None or not self._is_of_agent(sock, grant):
+            self._note_refusal(connection, "its path does not hold")
+            sock.sendall(head_of_refusal("403 Forbidden", closes=True))
+            return False
+        self._note_known(connection)
+        # 2. Only blobs on offer are served, and only ranges within them.
+        with self._lock:
+            blob = self._blobs.get(grant.digest)
+        if blob is None:
+            sock.sendall(head_of_refusal("404 Not Found", closes=request.closes))
+            return not request.closes
+        span = bytes_of_range(request.range, blob.ref.size_bytes)
+        if span is None:
+            sock.sendall(head_of_refusal("416 Range Not Satisfiable", closes=request.closes))
+            return not request.closes
+        # 3. The bytes.
+        first, end = span
+        sock.sendall(head_of_blob(first, end, blob.ref.size_bytes, is_range=bool(request.range)))
+        if not request.is_head:
+            self._send(sock, grant, blob, span)
+        return not request.closes
+
+    def _send(self, sock: socket.socket, grant: Grant, blob: Outgoing, span: tuple[int, int]) -> None:
+        """Send bytes of a blob, as long as it is on offer, and count them.
+
+        Raises:
+            OSError: The connection broke or is too slow, or the blob was withdrawn.
+        """
+        first, end = span
+        for position in range(first, end, SLICE_BYTES):
+            if grant.digest not in self._blobs:
+                raise ConnectionAbortedError("the blob is on offer no longer")
+            piece = blob.data[position : min(position + SLICE_BYTES, end)]
+            sock.settimeout(SLICE_S)
+            sock.sendall(piece)
+            with self._lock:
+                self._fetched[grant.agent] += len(piece)
+
+    def _is_of_agent(self, sock: socket.socket, grant: Grant) -> bool:
+        """Return whether the client's certificate, where one is asked for, is of the agent of the path."""
+        if not self._names_clients:
+            return True
+        if not isinstance(sock, ssl.SSLSocket):
+            return False
+        certificate = sock.getpeercert() or {}
+        subject = certificate.get("subject", ())
+        names = [value for part in subject for key, value in part if key == "commonName"]
+        return names == [grant.agent]
+
+    def _note_refusal(self, connection: _Connection, reason: str) -> None:
+        """Count a refused request, and log it now and then: anybody can send those."""
+        with self._lock:
+            count = self._refusals.note(connection.origin)
+        if count is not None:
+            log.warning("blob_refused from=%s times=%d reason=%s", connection.origin, count, reason)
+
+
+class _Connection:
+    """One connection: its socket, from where it comes, and whether it has shown a path that holds."""
+
+    def __init__(self, sock: socket.socket, origin: str) -> None:
+        self.sock = sock
+        self.origin = origin
+        self.is_known = False

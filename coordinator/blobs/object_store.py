@@ -1,0 +1,318 @@
+"""Blobs in a store of others: an S3-compatible one with presigned URLs, or a folder that a web server serves.
+
+A thread puts each blob there under its SHA-256 while agents that have asked wait for its URL, and removes it when it
+is withdrawn. A store that refuses costs that blob its URL: it goes in chunks over MQTT, the log and ``status`` say why,
+and the next blob is tried again.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from edge_agent.core.errors import MissingCapability, UsageError, cause
+from edge_agent.core.formats import printable
+from edge_agent.core.storage import write_atomic
+from edge_agent.wire.blobs.chunks import Outgoing
+from edge_agent.wire.messages.fields import BlobRef
+
+log = logging.getLogger(__name__)
+
+PART_BYTES = 8 << 20
+"""The bytes of one part of a blob on its way to the store; S3 takes no fewer than 5 MiB."""
+
+CONNECT_S = 5
+"""The seconds that a connection to the store may take."""
+
+ANSWER_S = 30
+"""The seconds that the store may be silent."""
+
+PATIENCE_S = 15.0
+"""The seconds that agents wait for a blob on its way into the store, beside those that its bytes take."""
+
+LEAST_RATE = 1e6
+"""The bytes per second that a store takes at least: agents wait no longer, and get chunks."""
+
+END_S = 5.0
+"""The seconds that removing what is in the store may take at the end; what stays has the names of its content."""
+
+PROBE = b"headwater"
+"""The content of the file by which a store is tried."""
+
+
+class RemoteStore(Protocol):
+    """Where files are put, and how agents reach them. Its functions may take long, and raise whatever they like."""
+
+    where: str
+    """What it is, for people."""
+
+    def put(self, name: str, data: memoryview) -> None:
+        """Write a file; it is complete when this returns."""
+
+    def remove(self, name: str) -> None:
+        """Remove a file that may not be there."""
+
+    def url(self, name: str) -> str:
+        """Return the URL by which an agent can fetch the file now; it must not wait for anything."""
+
+
+class ServedFolder:
+    """A folder of this machine, or one that is mounted, which a web server serves.
+
+    Its URLs have no end: who knows the SHA-256 of a blob can fetch it while it is on offer.
+    """
+
+    def __init__(self, folder: Path, url: str) -> None:
+        self.where = str(folder)
+        self._folder = folder
+        self._url = url.rstrip("/")
+
+    def put(self, name: str, data: memoryview) -> None:
+        """Write a file, complete under its name or not at all."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / name
+        write_atomic(path, data)
+        path.chmod(0o644)  # the web server is another user
+
+    def remove(self, name: str) -> None:
+        """Remove a file that may not be there."""
+        (self._folder / name).unlink(missing_ok=True)
+
+    def url(self, name: str) -> str:
+        """Return the URL of a file."""
+        return f"{self._url}/{name}"
+
+
+class Bucket:
+    """A bucket of an S3-compatible store, through fsspec; its URLs are presigned and end."""
+
+    def __init__(self, address: str, endpoint: str | None, valid_s: float) -> None:
+        """Connect to nothing yet.
+
+        Args:
+            address: The bucket and the prefix of names in it, as ``s3://BUCKET/PREFIX``.
+            endpoint: The URL of a store that is not Amazon's; None: it is.
+            valid_s: How long a URL holds.
+
+        Raises:
+            MissingCapability: The extra 's3' is not installed.
+            UsageError: fsspec knows no such protocol.
+        """
+        try:
+            import fsspec
+            import s3fs  # noqa: F401 - fsspec imports it by name; its absence is to be said here
+        except ImportError as error:
+            raise MissingCapability.package("s3fs", "s3", f"[blobs] store = '{address}'") from error
+        self.where = address
+        self._valid_s = valid_s
+        limits = {"connect_timeout": CONNECT_S, "read_timeout": ANSWER_S, "retries": {"max_attempts": 2}}
+        options: dict[str, Any] = {"config_kwargs": {"signature_version": "s3v4", **limits}}
+        if endpoint is not None:
+            options["endpoint_url"] = endpoint
+        try:
+            # Listings are never asked for, and a cached one would hide what others have changed.
+            self._files, self._root = fsspec.core.url_to_fs(address, use_listings_cache=False, **options)
+        except ValueError as error:
+            raise UsageError(
+                f"[blobs] store = '{address}': {cause(error)}; expected s3://BUCKET/PREFIX, or a folder"
+            ) from error
+
+    def put(self, name: str, data: memoryview) -> None:
+        """Write a file in parts, complete under its name or not at all."""
+        with self._files.open(self._path(name), "wb", block_size=PART_BYTES) as file:
+            for position in range(0, len(data), PART_BYTES):
+                file.write(data[position : position + PART_BYTES])
+
+    def remove(self, name: str) -> None:
+        """Remove a file that may not be there: the store says nothing of one that is not."""
+        self._files.rm_file(self._path(name))
+
+    def url(self, name: str) -> str:
+        """Return a presigned URL of a file, which is made without asking the store."""
+        url: str = self._files.sign(self._path(name), expiration=int(self._valid_s))
+        return url
+
+    def _path(self, name: str) -> str:
+        return f"{self._root.rstrip('/')}/{name}"
+
+
+def try_store(store: RemoteStore) -> str:
+    """Write and remove a small file, and return where; for 'headwater doctor' and for the log of a start.
+
+    Raises:
+        UsageError: The store refuses, or does not answer.
+    """
+    name = f"headwater-probe-{secrets.token_hex(8)}"
+    try:
+        store.put(name, memoryview(PROBE))
+        store.url(name)
+        store.remove(name)
+    except Exception as error:
+        raise UsageError(
+            f"[blobs] store = '{store.where}' cannot be written ({_reason(error)}); give this program the rights to "
+            "put, get and delete files there, of a bucket by the keys in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY. "
+            "Until then blobs go over MQTT"
+        ) from error
+    return f"{store.where} can be written"
+
+
+def _reason(error: BaseException) -> str:
+    """Return why a store failed, in one line: libraries of stores put pages into their errors."""
+    return printable(cause(error))[:300]
+
+
+class _Step(Enum):
+    """How far a blob is on its way into the store."""
+
+    UNDER_WAY = "under way"
+    THERE = "there"
+    FAILED = "failed"
+
+
+class StoredBlobs:
+    """Puts blobs on offer into a store, and gives agents its URLs."""
+
+    def __init__(
+        self,
+        store: RemoteStore,
+        above_bytes: int,
+        wake: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Put nothing yet.
+
+        Args:
+            store: The store.
+            above_bytes: Blobs of more bytes are put there.
+            wake: Called in another thread when a blob is there, or could not be put.
+            clock: The time in seconds, which only goes forward.
+        """
+        self.above_bytes = above_bytes
+        self._store = store
+        self._wake = wake
+        self._clock = clock
+        self._steps: dict[str, _Step] = {}
+        self._awaited_until: dict[str, float] = {}
+        """Blob on its way -> when agents stop waiting for it."""
+
+        self._fetched = Counter[str]()
+        self._problem = ""
+        # One thread: what is withdrawn while it is on its way is removed after it has come.
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="blob-store", daemon=True)
+        self._is_closed = False
+
+    def start(self) -> None:
+        """Start the thread, and try the store: one without rights is in the log before a run needs it."""
+        self._work.put(self._try)
+        self._thread.start()
+
+    def offered(self, blob: Outgoing) -> None:
+        """Begin to put a blob into the store."""
+        if not self._is_closed:
+            self._steps[blob.ref.digest] = _Step.UNDER_WAY
+            takes_s = PATIENCE_S + blob.ref.size_bytes / LEAST_RATE
+            self._awaited_until[blob.ref.digest] = self._clock() + takes_s
+            self._work.put(partial(self._put, blob))
+
+    def withdrawn(self, digest: str) -> None:
+        """Remove a blob from the store, if it was put there."""
+        step = self._steps.pop(digest, None)
+        self._awaited_until.pop(digest, None)
+        if step not in {None, _Step.FAILED} and not self._is_closed:
+            self._work.put(partial(self._remove, digest))
+
+    def urls(self, agent: str, digest: str) -> tuple[str, ...] | None:  # noqa: ARG002 - a store knows no agents
+        """Return the URL of a blob, for whatever agent; None while it is on its way into the store, not for ever."""
+        step = self._steps.get(digest, _Step.FAILED)
+        if step is _Step.UNDER_WAY:
+            is_late = self._clock() >= self._awaited_until.get(digest, 0.0)
+            return () if is_late else None
+        if step is _Step.FAILED:
+            return ()
+        try:
+            return (self._store.url(digest),)
+        except Exception as error:  # noqa: BLE001 - whatever a library raises, the blob goes in chunks
+            self._fail(f"no URL can be made ({_reason(error)})")
+            return ()
+
+    def arrived(self, agent: str, ref: BlobRef) -> None:
+        """Count a blob that an agent has fetched: the store does not say what it sends."""
+        self._fetched[agent] += ref.size_bytes
+
+    def take_fetched(self) -> dict[str, int]:
+        """Return the bytes that agents have fetched since the last call."""
+        fetched = dict(self._fetched)
+        self._fetched.clear()
+        return fetched
+
+    def describe(self) -> dict[str, str | int]:
+        """Return where the store is, and why it could not be used last."""
+        return {"by": "store", "where": self._store.where, "problem": self._problem}
+
+    def close(self) -> None:
+        """Put nothing more, and remove what is there, for at most `END_S`."""
+        if self._is_closed:
+            return
+        for digest in list(self._steps):
+            self.withdrawn(digest)
+        self._is_closed = True
+        self._work.put(None)
+        self._thread.join(END_S)
+
+    # --- in the thread ------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        """Do what was asked for, in that order, until `close`."""
+        while True:
+            work = self._work.get()
+            if work is None:
+                return
+            work()
+
+    def _try(self) -> None:
+        try:
+            log.info("blob_store store=%s", try_store(self._store))
+        except UsageError as error:
+            self._fail(str(error))
+
+    def _put(self, blob: Outgoing) -> None:
+        """Put a blob into the store, unless it was withdrawn meanwhile."""
+        digest = blob.ref.digest
+        if digest not in self._steps:
+            return
+        try:
+            self._store.put(digest, blob.data)
+        except Exception as error:  # noqa: BLE001 - whatever a library raises, the blob goes in chunks
+            self._fail(f"blob {digest[:12]} cannot be put there ({_reason(error)})")
+            step = _Step.FAILED
+        else:
+            self._problem = ""
+            step = _Step.THERE
+            log.info("blob_stored digest=%s bytes=%d store=%s", digest[:12], blob.ref.size_bytes, self._store.where)
+        if digest in self._steps:
+            self._steps[digest] = step
+        self._wake()
+
+    def _remove(self, digest: str) -> None:
+        """Remove a blob from the store, unless it is on offer again."""
+        if digest in self._steps:
+            return
+        try:
+            self._store.remove(digest)
+        except Exception as error:  # noqa: BLE001 - a file that stays harms nobody
+            log.warning("blob_not_removed digest=%s store=%s reason=%s", digest[:12], self._store.where, _reason(error))
+
+    def _fail(self, problem: str) -> None:
+        """Note why the store could not be used; blobs go over MQTT."""
+        self._problem = problem
+        log.warning("blob_store_failed store=%s reason=%s; blobs go over MQTT", self._store.where, problem)

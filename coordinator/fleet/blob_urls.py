@@ -1,0 +1,44 @@
+"""The contract of what gives large blobs their URLs: the coordinator's own endpoint, or a store of others.
+
+`coordinator.blobs` implements it. All calls come from the coordinator's loop and return at once; what takes long is
+done elsewhere. Whatever goes wrong there, `BlobUrls.urls` says that there are none, and the blob goes in chunks over
+MQTT.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from edge_agent.wire.blobs.chunks import Outgoing
+from edge_agent.wire.messages.fields import BlobRef
+
+
+class BlobUrls(Protocol):
+    """Gives blobs on offer URLs, from which single agents may fetch them for a short time."""
+
+    above_bytes: int
+    """Blobs of more bytes have URLs."""
+
+    def offered(self, blob: Outgoing) -> None:
+        """Note that a blob is on offer from now on; its bytes stay readable until it is withdrawn."""
+
+    def withdrawn(self, digest: str) -> None:
+        """Note that a blob is on offer no longer; it may be one that has no URL."""
+
+    def urls(self, agent: str, digest: str) -> tuple[str, ...] | None:
+        """Return the URLs by which an agent can fetch a blob now.
+
+        Empty: there are none, the blob goes in chunks. None: it is being put where agents fetch it; ask again.
+        """
+
+    def arrived(self, agent: str, ref: BlobRef) -> None:
+        """Note that an agent has a blob that it was sent URLs of."""
+
+    def take_fetched(self) -> dict[str, int]:
+        """Return the bytes that each agent has fetched since the last call."""
+
+    def describe(self) -> dict[str, str | int]:
+        """Return what this is and how it fares, for the status: ``by``, ``where``, ``problem`` and counts."""
+
+    def close(self) -> None:
+        """Stop; blobs go in chunks from now on."""
