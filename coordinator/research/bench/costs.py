@@ -192,7 +192,8 @@ def fit(measured: Sequence[PhaseUse], held_out: int, origin: Origin, sums: tuple
     for resource in ("coordinator_mb", "broker_mb"):
         sizes = [(use.point.size, use.used[resource]) for use in fitted if resource in use.used]
         resources[resource] = fit_resource(Size, tuple(Size.model_fields), sizes)
-    checks = [check for use in measured if use.point.agents == held_out for check in checks_of(use, resources)]
+    predicted = [use for use in measured if use.point.agents == held_out and use.point.aggregators == 0]
+    checks = [check for use in predicted for check in checks_of(use, resources)]
     sum_s, merge_s = sums
     return Costs(
         origin=origin,
