@@ -69,7 +69,8 @@ def test_another_one_takes_over_within_seconds_and_the_result_has_the_same_bits(
             site.lines["c0"].heal()
             site.until(lambda: site.processes["c0"].poll() is not None, "the former one ends")
             assert site.processes["c0"].returncode == 2
-            assert "another coordinator has taken over" in site.log("c0")
+            # By the word of the database, or of the other one at the broker, whichever it hears first.
+            assert "has taken over" in site.log("c0")
         assert site.finish(run) == undisturbed
         site.check_one_served_at_a_time()
         assert site.closed_by(1) > 0
