@@ -284,8 +284,8 @@ class AggregatorPosts(Aggregators):
             return
         if message.name not in self._members:
             log.info(
-                "aggregator_joined name=%s partition=%d/%d host=%s process=%d",
-                *(message.name, message.wants, message.of, message.host, message.process),
+                "aggregator_joined aggregator=%s partition=%s host=%s pid=%d",
+                *(message.name, Partition(message.wants, message.of), message.host, message.process),
             )
         self._members[message.name] = _Member(message, self._clock())
         self._assign()
@@ -321,7 +321,7 @@ class AggregatorPosts(Aggregators):
             changed |= {post.holder, holder}
             post.holder = holder
             post.term += 1
-            log.info("partition_served partition=%d/%d by=%s", number, self.of, holder or "the coordinator")
+            log.info("partition_served partition=%s by=%s", Partition(number, self.of), holder or "the coordinator")
         for name in sorted(changed & self._members.keys()):
             self._tell(name)
         if changed:

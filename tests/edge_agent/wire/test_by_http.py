@@ -28,17 +28,16 @@ def serve():
         listener = socket.create_server(("127.0.0.1", 0))
         listeners.append(listener)
         received = []
-        held = []
 
         def run():
-            with contextlib.suppress(OSError):
+            # Also a connection that breaks while it is answered is closed in the end.
+            with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
                 while True:
                     peer, _ = listener.accept()
+                    stack.enter_context(peer)
                     received.append(peer.recv(1 << 16))
                     peer.sendall(answer)
-                    if stays_open:
-                        held.append(peer)
-                    else:
+                    if not stays_open:
                         peer.close()
 
         threading.Thread(target=run, daemon=True).start()
