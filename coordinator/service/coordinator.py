@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from edge_agent import __version__
 from edge_agent.core.errors import (
@@ -34,8 +34,6 @@ from edge_agent.wire.messages.codec import SPOKEN
 from edge_agent.wire.topics import Topics
 from edge_agent.wire.transport import BrokerConnection, Connected, Disconnected, Message, Subscribed, Transport
 
-from ..aggregators.messages import Sealed, Stored
-from ..aggregators.posts import AggregatorLink, AggregatorPosts
 from ..config import CoordinatorConfig
 from ..fleet.command_sender import CommandSender
 from ..fleet.downloads import Distributor
@@ -69,6 +67,9 @@ from ..views.traffic import AgentTraffic
 from .peers import Peers
 from .status import AgentStatus, StatusReport, StatusWriter
 from .surroundings import Access, Runtime, StartOptions
+
+if TYPE_CHECKING:
+    from ..aggregators.messages import Stored  # most coordinators have no aggregators, and their memory counts
 
 log = logging.getLogger(__name__)
 
@@ -205,6 +206,9 @@ class Coordinator:
         has_such_rounds = self.config.round.mode == "synchronous" and not self.config.privacy.secure_sum
         if of == 0 or not has_such_rounds or keys is None or self.identity is not None:
             return Aggregators()
+        from ..aggregators.messages import Sealed
+        from ..aggregators.posts import AggregatorLink, AggregatorPosts
+
         transport = self.transport
         link = AggregatorLink(
             self.topics,
