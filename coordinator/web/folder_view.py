@@ -110,6 +110,7 @@ class FolderView:
         """Whether everything was read that was there at the first look."""
 
         self._reading = threading.Lock()
+        self._is_closed = False
         self._status_file = JsonFile(path / STATUS)
         self._everyone_file = JsonFile(path / EVERYONE)
         self._everyone: list[ListedAgent] = []
@@ -139,8 +140,10 @@ class FolderView:
         """Older runs, in the order in which pages asked for them last."""
 
     def close(self) -> None:
-        """Close the journal."""
-        self.folder.journal.close()
+        """Close the journal, after a look that is under way in another thread has ended; nothing is read any more."""
+        with self._reading:
+            self._is_closed = True
+            self.folder.journal.close()
 
     # --- reading ---------------------------------------------------------------------------------------------------
 
@@ -152,6 +155,8 @@ class FolderView:
         if not self._reading.acquire(blocking=wait):
             return False
         try:
+            if self._is_closed:
+                return False
             has_more = self._read_journal()
             self._read_status()
             self._read_identity()
