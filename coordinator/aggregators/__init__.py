@@ -5,10 +5,10 @@ passes between the two. What may not: how updates are checked (`coordinator.flee
 computes (`coordinator.rounds.passes`), and who takes part in a round.
 
 Read in this order: `messages` (what both say), `open_round` (what is collected now, as a file), `requests` (a pass over
-a part of the updates, as files), `posts` (the coordinator's side: who serves which partition), `aggregator` (the other
+a part of the updates, as files), `remote` (the coordinator's side: who serves which partition), `aggregator` (the other
 side) and `app` (the program).
 
 Everything that matters is on disk in the folder that all of them share. An update counts when the coordinator has
-journaled it, whoever has received it, so an aggregator that is killed takes nothing with it: another one, or the
+journaled it, whichever process has received it. So nothing is lost when an aggregator is killed: another one, or the
 coordinator itself, serves its partition, finds the updates in the store, and gets the same sums.
 """

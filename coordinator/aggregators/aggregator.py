@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import threading
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -60,7 +60,7 @@ COLLECT_EVERY_S = 0.02
 """The least seconds between two looks at all uploads while messages come."""
 
 AGAIN_S = 2.0
-"""Seconds without an answer after which the coordinator is told again what was stored."""
+"""Seconds without an answer after which a message about stored updates is sent again."""
 
 MOST_UNREADABLE = 5
 """Descriptions of a round in a row that cannot be read, after which the folder is taken not to be the coordinator's."""
@@ -85,7 +85,7 @@ class Site:
 
 @dataclass
 class _Unnoted:
-    """Updates that the coordinator was told of, and has not noted yet."""
+    """Updates in a message to the coordinator that it has not confirmed yet."""
 
     updates: tuple[Stored, ...]
     sent_at: float
@@ -164,16 +164,6 @@ class Aggregator:
         self.transport.subscribe(self.site.topics.aggregators_down)
         self.transport.start()
 
-    def serve(self, stop: threading.Event) -> None:
-        """Call `step` until ``stop`` is set.
-
-        Raises:
-            UsageError: The federation has another number of partitions.
-            StateError: Its folder is not the coordinator's.
-        """
-        while not stop.is_set():
-            self.step(TICK_S)
-
     def close(self) -> None:
         """Stop serving; uploads stay on disk for the process that serves the partitions next."""
         self._collector.pause()
@@ -184,7 +174,8 @@ class Aggregator:
         """Handle at most one event and what is due; True when there was an event.
 
         Raises:
-            UsageError, StateError: See `serve`.
+            UsageError: The federation has another number of partitions.
+            StateError: Its folder is not the coordinator's.
         """
         event = self.transport.receive(min(timeout_s, self._due_s()))
         if isinstance(event, Message):
@@ -255,7 +246,7 @@ class Aggregator:
         """Do what the coordinator asks for.
 
         Raises:
-            UsageError, StateError: See `serve`.
+            UsageError, StateError: See `step`.
         """
         if isinstance(message, MakePass):
             self._make(message.request)
@@ -282,30 +273,40 @@ class Aggregator:
         Raises:
             StateError: The description of a round cannot be read, again and again.
         """
-        of = self.site.partition.of
-        terms = {Partition(served.number, of).name: served.term for served in message.partitions}
         before = self._work
-        # A coordinator that was suspended, and has been replaced meanwhile, may speak once more before it ends.
+        # 1. A coordinator that was suspended, and has been replaced meanwhile, may speak once more before it ends.
         if message.federation == before.federation and message.epoch < before.epoch:
             log.warning("earlier_coordinator_ignored epoch=%d newest=%d", message.epoch, before.epoch)
             return
-        is_same_start = before.start == message.start
+        # 2. The partitions.
+        of = self.site.partition.of
+        terms = {Partition(served.number, of).name: served.term for served in message.partitions}
         self._work = _Work(message.federation, message.epoch, message.start, terms, before.collection)
-        for name in sorted(before.terms.keys() - terms.keys()):
-            self.transport.unsubscribe(*self.site.topics.for_partition(name))
-        for name in sorted(terms.keys() - before.terms.keys()):
-            self.transport.subscribe(*self.site.topics.for_partition(name))
-        for name, term in terms.items():
-            if not is_same_start or before.terms.get(name) != term:
-                self._seqs[name] = 0
-        if before.terms.keys() != terms.keys():
-            log.info("partitions_served numbers=%s", ", ".join(sorted(terms)) or "none")
-        if message.collection != before.collection or not is_same_start:
+        self._listen_instead(before.terms.keys(), terms.keys())
+        self._count_commands_anew(before)
+        # 3. The round.
+        if message.collection != before.collection or message.start != before.start:
             self._open(message.collection)
-        # The coordinator waits for the answer before it asks agents to send here. A round that could not be opened is
-        # answered in the usual time, or the two would ask each other without a pause.
+        # 4. The coordinator waits for the answer before it asks agents to send here. A round that could not be opened
+        #    is answered in the usual time, or the two would ask each other without a pause.
         if self._work.collection == message.collection:
             self._said_at = float("-inf")
+
+    def _listen_instead(self, before: AbstractSet[str], now: AbstractSet[str]) -> None:
+        """Subscribe to the topics of the partitions that are served ``now``, and not to those of ``before``."""
+        for name in sorted(before - now):
+            self.transport.unsubscribe(*self.site.topics.for_partition(name))
+        for name in sorted(now - before):
+            self.transport.subscribe(*self.site.topics.for_partition(name))
+        if before != now:
+            log.info("partitions_served numbers=%s", ", ".join(sorted(now)) or "none")
+
+    def _count_commands_anew(self, before: _Work) -> None:
+        """Begin with the first command of each partition that has another term, or another coordinator, than before."""
+        has_other_coordinator = self._work.start != before.start
+        for name, term in self._work.terms.items():
+            if has_other_coordinator or before.terms.get(name) != term:
+                self._seqs[name] = 0
 
     def _open(self, digest: str) -> None:
         """Take updates of this round from now on; empty: take none.

@@ -153,7 +153,7 @@ class Sealed:
         Raises:
             MessageError: It is too large.
         """
-        body = message.model_dump_json(exclude_defaults=False).encode()
+        body = message.model_dump_json().encode()
         if len(body) + _MAC_BYTES > MAX_BYTES:
             raise MessageError(f"{type(message).__name__} of {len(body)} bytes, at most {MAX_BYTES} are read")
         return self._proof(body) + body

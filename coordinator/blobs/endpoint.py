@@ -31,7 +31,7 @@ AT_ONCE = 256
 """Connections that are served at a time; more wait in the system's queue."""
 
 STRANGERS_OF_ONE = 32
-"""Of those, connections of one address that have not shown a path that holds yet; more are closed."""
+"""Connections of one address that may be open before they have shown a valid path; further ones are closed."""
 
 HEAD_S = 10.0
 """The seconds that TLS and the first request of a connection may take."""
@@ -83,7 +83,7 @@ class BlobEndpoint:
             address: Where to listen.
             signer: Makes and checks paths.
             above_bytes: Blobs of more bytes have URLs.
-            tls: Returns the settings of TLS, for each connection anew; None: HTTP without TLS.
+            tls: Called for each connection; returns its settings of TLS. None: HTTP without TLS.
             names_clients: Whether the certificate of a client must name the agent of the path.
             clock: The time in seconds, which only goes forward.
         """

@@ -1,7 +1,7 @@
 """Which broker it is that a client sees, and what is known of its limits; for people, nothing depends on it.
 
-Each kind is a class that says by which traits it is told, and what an operator should know of it. A broker that no kind
-recognizes is not known: Headwater asks nothing of a broker but MQTT 3.1.1 with QoS 0 and 1.
+Each kind is a class: it says what the broker is recognized by, and what an operator should know about it. A broker that
+no kind recognizes is not known: Headwater asks nothing of a broker but MQTT 3.1.1 with QoS 0 and 1.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from edge_agent.core.errors import (
     MessageError,
     ProtocolMismatch,
     StateError,
+    UsageError,
 )
 from edge_agent.core.limits import resident_bytes
 from edge_agent.core.task import Task
@@ -207,7 +208,7 @@ class Coordinator:
         if of == 0 or not has_such_rounds or keys is None or self.identity is not None:
             return Aggregators()
         from ..aggregators.messages import Sealed
-        from ..aggregators.posts import AggregatorLink, AggregatorPosts
+        from ..aggregators.remote import AggregatorLink, RemoteAggregators
 
         transport = self.transport
         link = AggregatorLink(
@@ -219,9 +220,16 @@ class Coordinator:
             self._boot,
             unread_s=lambda: transport.unread_s,
         )
-        folder = self.state.path / AGGREGATORS
-        return AggregatorPosts(
-            of, link, self.collector, folder, self._run_ids, self._take_stored, self._ask_again, self.clock
+        return RemoteAggregators(
+            of,
+            link,
+            self.collector,
+            self.state.path / AGGREGATORS,
+            self._run_ids,
+            self._take_stored,
+            self._ask_again,
+            self._refuse_aggregator,
+            self.clock,
         )
 
     # --- start and stop ----------------------------------------------------------------------------------------------
@@ -791,6 +799,10 @@ class Coordinator:
             if trouble is not None:
                 self.storage.note(trouble, "what an aggregator has stored")
             self._ignore("aggregator", error)
+
+    def _refuse_aggregator(self, name: str, reason: str) -> None:
+        """Note for the status that an aggregator cannot serve."""
+        self.refusals.note(name, "coordinator", UsageError.__name__, reason, "start it as the message says")
 
     def _ask_again(self, agent: str) -> None:
         """Send an agent of the open round its job again."""

@@ -47,7 +47,7 @@ REMOVALS = {
     ),
     ("coordinator.rounds.server_side", "OwnFunctions.next_state", "remove_folder"): "answers, by their mark",
     ("coordinator.aggregators.open_round", "write_round", ".unlink"): "files of earlier rounds, by their names",
-    ("coordinator.aggregators.posts", "AggregatorPosts._remove_partial", ".rmdir"): "empty folders of uploads",
+    ("coordinator.aggregators.remote", "RemoteAggregators._remove_partial", ".rmdir"): "empty folders of uploads",
     ("coordinator.aggregators.requests", "PassFiles.remove", ".unlink"): "a request and its answer, by their number",
     ("coordinator.aggregators.requests", "PassFiles.remove_all", ".unlink"): "requests and answers, by their names",
     ("edge_agent.run_folder.layout", "remove_ended_runs", "remove_folder"): "folders of runs, by their mark",

@@ -186,6 +186,9 @@ def test_another_number_of_partitions_is_refused_by_name(tmp_path):
         fed.add_aggregator(3, "wrong", of=4)
         with pytest.raises(UsageError, match=r"has 2 partitions .* started for 3/4; start it with --partition K/2"):
             fed.wait(3)
+        (refused,) = fed.coordinator.status()["refused_agents"]
+        assert refused["id"].startswith("aggregator 3/4 at ")
+        assert "has 2 partitions" in refused["message"]
 
 
 def test_a_second_aggregator_of_a_partition_stands_by_and_is_named(tmp_path):

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import secrets
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,23 +63,29 @@ class _Member:
 
 
 @dataclass
-class _Post:
+class _Holder:
     """Who serves a partition."""
 
-    holder: str = ""
-    """The aggregator; empty: the coordinator does."""
+    name: str = ""
+    """The aggregator; empty: the coordinator itself."""
 
     term: int = 0
-    """Counts the changes of the holder."""
+    """Counts the changes of the name."""
 
 
 @dataclass
-class _PassOver:
+class _PassRequest:
     """A pass over the updates of one partition, which an aggregator is to make."""
 
-    request: str
+    id: str
+    """It names the files of the request."""
+
     number: int
+    """The number of the partition."""
+
     holder: str = ""
+    """The aggregator that was asked last."""
+
     sent_at: float = float("-inf")
     is_done: bool = False
     error: str = ""
@@ -105,7 +111,7 @@ Take = Callable[[Stored], bool]
 """Takes what an aggregator says of an agent's update; False: the update is not in the store."""
 
 
-class AggregatorPosts(Aggregators):
+class RemoteAggregators(Aggregators):
     """Assigns partitions to aggregators, notes what they store, and has them make passes."""
 
     def __init__(
@@ -117,6 +123,7 @@ class AggregatorPosts(Aggregators):
         run_ids: RunIds,
         take: Take,
         ask_again: Callable[[str], None],
+        refuse: Callable[[str, str], None],
         clock: Callable[[], float],
     ) -> None:
         """Begin with no aggregator.
@@ -129,6 +136,7 @@ class AggregatorPosts(Aggregators):
             run_ids: The ids of runs in messages.
             take: Takes what an aggregator says of an update.
             ask_again: Sends an agent its job again, so that it offers its update at once.
+            refuse: Notes for the status that somebody, who is named, cannot take part, and why.
             clock: Seconds of a clock that never goes back.
         """
         self.of = of
@@ -139,9 +147,10 @@ class AggregatorPosts(Aggregators):
         self._run_ids = run_ids
         self._take = take
         self._ask_again = ask_again
+        self._refuse = refuse
         self._clock = clock
         self._members: dict[str, _Member] = {}
-        self._posts = {number: _Post() for number in range(1, of + 1)}
+        self._holders = {number: _Holder() for number in range(1, of + 1)}
         self._orphaned: set[int] = set()
         """Partitions that have changed hands, until the new holder listens."""
 
@@ -157,8 +166,8 @@ class AggregatorPosts(Aggregators):
         self._digest = ""
         """Names the file of what is collected now; empty where nothing is, or not by aggregators."""
 
-        self._passes: dict[str, _PassOver] = {}
-        self._refused: Counter[str] = Counter()
+        self._passes: dict[str, _PassRequest] = {}
+        """Id of a request -> the request, of those that somebody waits for."""
 
     def start(self, federation: str, epoch: int) -> None:
         """Begin to serve: aggregators that are online say so within a second."""
@@ -178,7 +187,7 @@ class AggregatorPosts(Aggregators):
 
     def opens(self, collection: Collection, about: OfMethod, values: MethodValues) -> None:
         """Tell the aggregators what is collected now, where it is the updates of a round."""
-        if collection.purpose != "train" or collection.session or type(collection) is not Collection:
+        if collection.purpose != "train" or collection.session:
             self._collection = None
             self._digest = ""
         else:
@@ -195,33 +204,40 @@ class AggregatorPosts(Aggregators):
         """Yield what is waited for, and return the answer of a pass; None where the coordinator has to make it."""
         if not self.would_read(len(updates.accepted)):
             return None
-        agents_of: dict[int, list[str]] = {}
-        for agent in sorted(updates.accepted):
-            agents_of.setdefault(partition_of(agent, self.of).number, []).append(agent)
-        passes = []
+        requests: list[_PassRequest] = []
         try:
-            for number, agents in sorted(agents_of.items()):
-                over = _PassOver(secrets.token_hex(16), number)
-                passes.append(over)
-                self._passes[over.request] = over
-                self._files.write_request(over.request, one_pass, updates, agents)
+            # 1. A request for each partition, as a file, and a message to the aggregator that serves it.
+            for number, agents in self._divided(updates.accepted).items():
+                request = _PassRequest(secrets.token_hex(16), number)
+                requests.append(request)
+                self._passes[request.id] = request
+                self._files.write_request(request.id, one_pass, updates, agents)
             self._ask_for_passes()
-            while not all(over.is_done for over in passes):
-                holders = sorted({over.holder for over in passes if not over.is_done})
-                yield f"aggregators read the updates ({one_pass.name}): {listed(holders)}"
-            errors = sorted({over.error for over in passes if over.error})
+            # 2. Aggregators that are lost meanwhile are replaced by `tick`.
+            while not all(request.is_done for request in requests):
+                names = sorted({request.holder for request in requests if not request.is_done})
+                yield f"aggregators read the updates ({one_pass.name}): {listed(names)}"
+            errors = sorted({request.error for request in requests if request.error})
             if errors:
                 log.warning("pass_failed name=%s: the coordinator reads all updates: %s", one_pass.name, errors[0])
                 return None
-            answer = one_pass.join([self._files.read_answer(over.request, one_pass) for over in passes])
+            # 3. The answers, joined; one whose bits depend on the division is of no use.
+            answer = one_pass.join([self._files.read_answer(request.id, one_pass) for request in requests])
             return answer if one_pass.is_exact(answer) else None
-        except HeadwaterError as error:
+        except (HeadwaterError, OSError) as error:
             log.warning("pass_failed name=%s: the coordinator reads all updates: %s", one_pass.name, error)
             return None
         finally:
-            for over in passes:
-                self._passes.pop(over.request, None)
-                self._files.remove(over.request)
+            for request in requests:
+                self._passes.pop(request.id, None)
+                self._files.remove(request.id)
+
+    def _divided(self, agents: Iterable[str]) -> dict[int, list[str]]:
+        """Return number of a partition -> those of the agents that belong to it, by name."""
+        agents_of: dict[int, list[str]] = {}
+        for agent in sorted(agents):
+            agents_of.setdefault(partition_of(agent, self.of).number, []).append(agent)
+        return dict(sorted(agents_of.items()))
 
     # --- as the event loop sees it ---------------------------------------------------------------------------------
 
@@ -260,13 +276,13 @@ class AggregatorPosts(Aggregators):
     def status(self) -> list[PartitionStatus]:
         """Return who serves each partition."""
         rows = []
-        for number, post in self._posts.items():
-            member = self._members.get(post.holder)
-            others = [name for name, one in self._members.items() if one.says.wants == number and name != post.holder]
+        for number, holder in self._holders.items():
+            member = self._members.get(holder.name)
+            others = [name for name, one in self._members.items() if one.says.wants == number and name != holder.name]
             rows.append(
                 PartitionStatus(
                     partition=str(Partition(number, self.of)),
-                    aggregator=post.holder,
+                    aggregator=holder.name,
                     host="" if member is None else member.says.host,
                     process=0 if member is None else member.says.process,
                     updates=0 if member is None else member.says.updates,
@@ -303,25 +319,23 @@ class AggregatorPosts(Aggregators):
             f"{message.wants}/{message.of}; start it with --partition K/{self.of}"
         )
         self._members.pop(message.name, None)
-        self._refused[message.name] += 1
-        if self._refused[message.name] == 1:
-            log.warning("aggregator_refused name=%s host=%s reason=%s", message.name, message.host, reason)
+        self._refuse(f"aggregator {message.wants}/{message.of} at {message.host}", reason)
         self._send(Dismissed(whom=message.name, boot=message.boot, reason=reason))
 
     def _assign(self) -> None:
         """Give each partition to the aggregator that was started for it, or else to the one with the fewest."""
         changed = set[str]()
         orphaned = set[int]()
-        for number, post in self._posts.items():
-            holder = self._holder_for(number, post.holder)
-            if holder == post.holder:
+        for number, holder in self._holders.items():
+            successor = self._holder_for(number, holder.name)
+            if successor == holder.name:
                 continue
-            if post.holder:
+            if holder.name:
                 orphaned.add(number)
-            changed |= {post.holder, holder}
-            post.holder = holder
-            post.term += 1
-            log.info("partition_served partition=%s by=%s", Partition(number, self.of), holder or "the coordinator")
+            changed |= {holder.name, successor}
+            holder.name = successor
+            holder.term += 1
+            log.info("partition_served partition=%s by=%s", Partition(number, self.of), successor or "the coordinator")
         for name in sorted(changed & self._members.keys()):
             self._tell(name)
         if changed:
@@ -352,14 +366,14 @@ class AggregatorPosts(Aggregators):
                 return name
         if present is not None:
             return holder
-        load = Counter(post.holder for post in self._posts.values())
+        load = Counter(holder.name for holder in self._holders.values())
         return min(self._members, key=lambda name: (load[name], name), default="")
 
     def _serve_own(self) -> None:
         """Listen to the partitions that no aggregator serves, once those that are online had time to say so."""
         if self._clock() < self._serves_own_from:
             return
-        wanted = {number for number, post in self._posts.items() if not post.holder}
+        wanted = {number for number, holder in self._holders.items() if not holder.name}
         topics = self._link.topics
         for number in sorted(wanted - self._own):
             self._link.subscribe(*topics.for_partition(Partition(number, self.of).name))
@@ -368,8 +382,8 @@ class AggregatorPosts(Aggregators):
         self._own = wanted
 
     def _served_by(self, name: str) -> tuple[ServedPartition, ...]:
-        posts = self._posts.items()
-        return tuple(ServedPartition(number=number, term=post.term) for number, post in posts if post.holder == name)
+        served = [(number, holder.term) for number, holder in self._holders.items() if holder.name == name]
+        return tuple(ServedPartition(number=number, term=term) for number, term in served)
 
     def _tell_all(self) -> None:
         for name in self._members:
@@ -390,7 +404,7 @@ class AggregatorPosts(Aggregators):
         )
 
     def _remove_partial(self, name: str) -> None:
-        """Remove what was on its way to an aggregator that is gone; one that is only late begins these uploads anew."""
+        """Remove the incomplete updates of a silent aggregator; their agents send them again."""
         folder = partial_folder(self._folder, name)
         remove_partial(folder)
         for empty in (*folder.glob("*"), folder):
@@ -408,27 +422,27 @@ class AggregatorPosts(Aggregators):
     # --- passes ----------------------------------------------------------------------------------------------------
 
     def _ask_for_passes(self) -> None:
-        """Ask for the passes that are not made yet, whoever serves their partition now."""
+        """Request each unfinished pass from the aggregator that serves its partition now."""
         now = self._clock()
-        for over in self._passes.values():
-            if over.is_done:
+        for request in self._passes.values():
+            if request.is_done:
                 continue
-            holder = self._posts[over.number].holder
+            holder = self._holders[request.number].name
             if not holder:
-                over.is_done = True
-                over.error = "no aggregator is online any more"
-            elif holder != over.holder or now - over.sent_at >= AGAIN_S:
-                over.holder = holder
-                over.sent_at = now
-                self._send(MakePass(whom=holder, request=over.request))
+                request.is_done = True
+                request.error = "no aggregator is online any more"
+            elif holder != request.holder or now - request.sent_at >= AGAIN_S:
+                request.holder = holder
+                request.sent_at = now
+                self._send(MakePass(whom=holder, request=request.id))
 
     def _on_pass_done(self, message: PassDone) -> None:
         """Note that a pass is made, or why it is not."""
-        over = self._passes.get(message.request)
-        if over is None or over.is_done or message.name != over.holder:
+        request = self._passes.get(message.request)
+        if request is None or request.is_done or message.name != request.holder:
             return
-        over.is_done = True
-        over.error = message.error
+        request.is_done = True
+        request.error = message.error
 
     def _send(self, message: ServePartitions | Noted | MakePass | Dismissed) -> None:
         self._link.publish(self._link.topics.aggregators_down, self._link.sealed.encode(message))
