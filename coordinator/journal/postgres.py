@@ -31,8 +31,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from edge_agent.core.errors import DuplicateCoordinator, JournalAway, StateError
 from edge_agent.core.locks import taken_lock
-from edge_agent.core.storage import PendingSyncs, syncs_into
 
+from .deferring import DeferredEntries
 from .entries import CoordinatorStarted, Fact, RunRequested
 from .kinds import CHECKPOINTS, FINAL
 from .postgres_connection import Database, database_errors
@@ -144,7 +144,7 @@ class Head:
         return {"id": self.last_id, "hash": self.last_hash} if self.last_id else None
 
 
-class PostgresJournal(SharedJournal):
+class PostgresJournal(DeferredEntries, SharedJournal):
     """A `coordinator.journal.store.SharedJournal` in a database of PostgreSQL. Call `open` and `close`.
 
     Args:
@@ -164,6 +164,7 @@ class PostgresJournal(SharedJournal):
         clock: Callable[[], float] = time.monotonic,
         away_s: float = AWAY_S,
     ) -> None:
+        DeferredEntries.__init__(self)
         self._database = Database(url)
         self._expected_id = expected_id
         self._now = now
@@ -180,21 +181,7 @@ class PostgresJournal(SharedJournal):
         self._pause = threading.Event()
         """Never set: its wait is a pause."""
 
-        self._lock = threading.RLock()
-        """Held while entries are read or written."""
-
         self._id = ""
-        self._pending = PendingSyncs()
-        """Syncs of files that deferred entries are about."""
-
-        self._deferring = 0
-        """The thread that defers; 0: none does."""
-
-        self._has_deferred = False
-        self._lost: StateError | OSError | None = None
-        """Why deferred entries could not be written, until `flush` has raised it."""
-
-        self._losses = 0
         self._start: int | None = None
         """The entry of this coordinator's start, once it has one: `serve_from`."""
 
@@ -255,11 +242,6 @@ class PostgresJournal(SharedJournal):
     def is_open(self) -> bool:
         """Whether it was opened and not closed since; a lost connection is made again."""
         return self._is_open
-
-    @property
-    def losses(self) -> int:
-        """Another number whenever deferred entries were lost, or the journal was closed."""
-        return self._losses
 
     def serve_from(self, start: int, is_held: Callable[[], bool] = lambda: True) -> None:
         """From now on entries are written only while ``start`` is the newest start of a coordinator.
@@ -422,41 +404,6 @@ class PostgresJournal(SharedJournal):
             self._commit_deferred()
             entry = self._append_once(name_run)
         return str(entry.run)
-
-    @contextlib.contextmanager
-    def deferring(self) -> Iterator[None]:
-        """Inside, entries of this thread, and the files that they are about, wait for the disk in `flush` only.
-
-        Entries can be read at once; other processes see them after `flush`, which any other entry implies.
-        """
-        before = self._deferring
-        self._deferring = threading.get_ident()
-        try:
-            with syncs_into(self._pending):
-                yield
-        finally:
-            self._deferring = before
-
-    @property
-    def has_deferred(self) -> bool:
-        """Whether entries wait for `flush`, or were lost and the next `flush` says so."""
-        return self._has_deferred or self._lost is not None
-
-    def flush(self) -> None:
-        """All deferred entries are durable when this returns, in one transaction, and before them their files.
-
-        Raises:
-            StateError: They could not be written, at any time since the last call; none of that transaction is.
-            OSError: A file could not be written, with the same result.
-        """
-        with self._lock:
-            try:
-                self._commit_deferred()
-            finally:
-                lost = self._lost
-                self._lost = None
-            if lost is not None:
-                raise lost
 
     def fill(self, rows: Iterable[Mapping[str, Any]]) -> int:
         """Write the rows of another journal into this one, which is empty, and return their number.

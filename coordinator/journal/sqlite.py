@@ -21,8 +21,9 @@ from typing import Any
 from edge_agent.core.disk import disk_failure
 from edge_agent.core.errors import DuplicateCoordinator, StateError
 from edge_agent.core.locks import private_files
-from edge_agent.core.storage import PendingSyncs, is_synced, syncs_into
+from edge_agent.core.storage import is_synced
 
+from .deferring import DeferredEntries
 from .entries import Fact, RunRequested
 from .kinds import CHECKPOINTS, FINAL
 from .store import (
@@ -69,27 +70,15 @@ _NEWEST = "SELECT id, hash FROM entries ORDER BY id DESC LIMIT 1"
 _INSERT = f"INSERT INTO entries ({', '.join(COLUMNS)}) VALUES ({', '.join('?' * len(COLUMNS))})"  # noqa: S608 - constants
 
 
-class SqliteJournal(Journal):
+class SqliteJournal(DeferredEntries, Journal):
     """A `coordinator.journal.store.Journal` in one file. Use as a context manager, or call `open` and `close`."""
 
     def __init__(self, path: Path, *, now: Callable[[], datetime] = utc_now) -> None:
+        DeferredEntries.__init__(self)
         self.path = path
         self._now = now
         self._connection: sqlite3.Connection | None = None
-        self._lock = threading.RLock()
-        """Held while entries are read or written."""
-
         self._opened: os.stat_result | None = None
-        self._pending = PendingSyncs()
-        """Syncs of files that deferred entries are about."""
-
-        self._deferring = 0
-        """The thread that defers; 0: none does."""
-
-        self._has_deferred = False
-
-        self._lost: StateError | OSError | None = None
-        """Why deferred entries could not be written, until `flush` has raised it."""
 
         self._start: int | None = None
         """The entry of this coordinator's start, once it has one: `serve_from`."""
@@ -98,8 +87,6 @@ class SqliteJournal(Journal):
         self._successor: DuplicateCoordinator | None = None
         self._appended = 0
         """Entries that were appended here."""
-
-        self._losses = 0
 
     def __enter__(self) -> SqliteJournal:
         return self.open()
@@ -178,11 +165,6 @@ class SqliteJournal(Journal):
     def exists(self) -> bool:
         """Whether the file is there."""
         return self.path.exists()
-
-    @property
-    def losses(self) -> int:
-        """Another number whenever deferred entries were lost, or the journal was closed."""
-        return self._losses
 
     @property
     def is_open(self) -> bool:
@@ -280,41 +262,6 @@ class SqliteJournal(Journal):
             else self._transaction(writes=True) as connection
         ):
             return self._write(connection, fact, columns)
-
-    @contextlib.contextmanager
-    def deferring(self) -> Iterator[None]:
-        """Inside, entries of this thread, and the files that they are about, wait for the disk in `flush` only.
-
-        Entries can be read at once; other processes see them after `flush`, which any other entry implies.
-        """
-        before = self._deferring
-        self._deferring = threading.get_ident()
-        try:
-            with syncs_into(self._pending):
-                yield
-        finally:
-            self._deferring = before
-
-    @property
-    def has_deferred(self) -> bool:
-        """Whether entries wait for `flush`, or were lost and the next `flush` says so."""
-        return self._has_deferred or self._lost is not None
-
-    def flush(self) -> None:
-        """All deferred entries are on disk when this returns, in one transaction, and before them their files.
-
-        Raises:
-            StateError: they could not be written, at any time since the last call; none of that transaction is.
-            OSError: a file could not be written, with the same result.
-        """
-        with self._lock:
-            try:
-                self._commit_deferred()
-            finally:
-                lost = self._lost
-                self._lost = None
-            if lost is not None:
-                raise lost
 
     def request_run(self, request: RunRequested) -> str:
         """Append the request of a run within one transaction, so that no two processes give the same name."""
