@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from edge_agent.core.accepting import Acceptor
 from edge_agent.core.errors import MessageError, UsageError, cause
 from edge_agent.wire.blobs.chunks import Outgoing
 from edge_agent.wire.messages.fields import BlobRef
@@ -44,9 +45,6 @@ SLICE_BYTES = 64 * 1024
 
 SLICE_S = 30.0
 """The seconds that a slice may take: a link of less than 2 kB/s is served no longer."""
-
-ACCEPT_AGAIN_S = 0.1
-"""Pause after a connection could not be accepted: without files or threads the next one fails, too."""
 
 
 @dataclass(frozen=True)
@@ -99,10 +97,8 @@ class BlobEndpoint:
         self._fetched = Counter[str]()
         self._strangers = Counter[str]()
         self._refusals = Rejections(clock)
-        self._free = threading.Semaphore(AT_ONCE)
-        self._is_over = threading.Event()
-        self._listener: socket.socket | None = None
-        self._thread: threading.Thread | None = None
+        self._is_listening = False
+        self._acceptor = Acceptor(AT_ONCE, self._begin, self._note_failure)
 
     # --- the contract -------------------------------------------------------------------------------------------------
 
@@ -118,7 +114,7 @@ class BlobEndpoint:
 
     def urls(self, agent: str, digest: str) -> tuple[str, ...]:
         """Return the URL by which an agent can fetch a blob for a short time; empty: the endpoint does not serve it."""
-        if self._listener is None or digest not in self._blobs:
+        if not self._is_listening or digest not in self._blobs:
             return ()
         return (self._url + self._signer.path(agent, digest),)
 
@@ -157,45 +153,21 @@ class BlobEndpoint:
             scheme = "http" if self._tls is None else "https"
             shown = f"[{host}]" if ":" in host else host
             self._url = f"{scheme}://{shown}:{listener.getsockname()[1]}"
-        self._listener = listener
-        self._thread = threading.Thread(target=self._run, args=(listener,), name="blobs", daemon=True)
-        self._thread.start()
+        self._is_listening = True
+        self._acceptor.start(listener, "blobs")
         log.info("blobs_served url=%s above_bytes=%d", self._url, self.above_bytes)
 
     def close(self) -> None:
         """Listen no more, end what is being fetched, and wait for the thread that listens."""
-        self._is_over.set()
-        self._free.release()  # the thread may be waiting for that
         with self._lock:
             self._blobs.clear()
-        listener = self._listener
-        self._listener = None
-        if listener is not None:
-            with contextlib.suppress(OSError):
-                listener.shutdown(socket.SHUT_RDWR)
-            listener.close()
-        if self._thread is not None:
-            self._thread.join()
+        self._is_listening = False
+        self._acceptor.close()
 
     # --- connections --------------------------------------------------------------------------------------------------
 
-    def _run(self, listener: socket.socket) -> None:
-        """Accept connections until `close`, as many at once as there are free places."""
-        is_failing = False
-        while True:
-            self._free.acquire()
-            if self._is_over.is_set():
-                return
-            try:
-                peer, address = listener.accept()
-            except OSError as error:  # no more files, or the peer has gone already
-                self._free.release()
-                if not self._is_over.wait(ACCEPT_AGAIN_S) and not is_failing:
-                    log.error("blobs_not_accepted reason=%s; tried again", cause(error))
-                is_failing = True
-            else:
-                is_failing = False
-                self._begin(peer, str(address[0]))
+    def _note_failure(self, error: OSError) -> None:
+        log.error("blobs_not_accepted reason=%s; tried again", cause(error))
 
     def _begin(self, peer: socket.socket, origin: str) -> None:
         """Serve a connection in a thread of its own, unless its address has too many of strangers already."""
@@ -215,7 +187,7 @@ class BlobEndpoint:
     def _end(self, connection: _Connection) -> None:
         connection.sock.close()
         self._note_known(connection)
-        self._free.release()
+        self._acceptor.free()
 
     def _note_known(self, connection: _Connection) -> None:
         """Count a connection no longer as one of a stranger."""
@@ -231,7 +203,7 @@ class BlobEndpoint:
             if self._tls is not None:
                 connection.sock.settimeout(HEAD_S)
                 connection.sock = self._tls().wrap_socket(connection.sock, server_side=True)
-            while not self._is_over.is_set():
+            while not self._acceptor.is_over:
                 head = read_head(connection.sock, until, self._clock)
                 if not head or not self._answer(connection, head):
                     return

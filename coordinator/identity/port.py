@@ -9,7 +9,6 @@ their ids, and leave retained messages and sessions without end. Here a stranger
 from __future__ import annotations
 
 import base64
-import contextlib
 import ipaddress
 import json
 import logging
@@ -24,6 +23,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from edge_agent.core.accepting import Acceptor
 from edge_agent.core.errors import EnrolmentRefused, HeadwaterError, NotProven, UsageError, cause
 from edge_agent.core.formats import printable
 from edge_agent.core.task import parse_json
@@ -47,9 +47,6 @@ HANDSHAKE_S = 3.0
 STRANGERS_LOGGED, STRANGERS_EVERY_S = 10, 60.0
 """Lines of the log in so many seconds for requests that prove nothing: anybody could fill it with them."""
 
-ACCEPT_AGAIN_S = 0.1
-"""Pause after a connection could not be accepted: without files or threads the next one fails, too."""
-
 
 class EnrolmentPort:
     """Answers requests for certificates, each in a thread of its own."""
@@ -58,8 +55,7 @@ class EnrolmentPort:
         """``certificate``: file with the key and certificate that this side shows; read again for each connection."""
         self.enrolment = enrolment
         self._certificate = certificate
-        self._free = threading.Semaphore(AT_ONCE)
-        self._is_over = threading.Event()
+        self._acceptor = Acceptor(AT_ONCE, self._begin, self._note_failure)
         self._served = Counter[str]()
         self._lock = threading.Lock()
         self.on_refused: OnRefused = lambda *_: None
@@ -76,8 +72,6 @@ class EnrolmentPort:
 
         self._strangers = 0
         self._strangers_until = 0.0
-        self._listener: socket.socket | None = None
-        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Listen for devices that enroll, in a thread.
@@ -90,39 +84,15 @@ class EnrolmentPort:
         with held_port(bind, port):
             pass
         family = socket.AF_INET6 if ":" in bind else socket.AF_INET
-        self._listener = socket.create_server((bind, port), family=family, backlog=64)
-        self._thread = threading.Thread(target=self._run, name="enrolment", daemon=True)
-        self._thread.start()
+        listener = socket.create_server((bind, port), family=family, backlog=64)
+        self._acceptor.start(listener, "enrolment")
 
     def stop(self) -> None:
         """Listen no more, and wait for the thread."""
-        self._is_over.set()
-        self._free.release()  # it may be waiting for that
-        if self._listener is not None:
-            with contextlib.suppress(OSError):
-                self._listener.shutdown(socket.SHUT_RDWR)
-            self._listener.close()
-        if self._thread is not None:
-            self._thread.join()
+        self._acceptor.close()
 
-    def _run(self) -> None:
-        """Accept connections until `stop`, as many at once as there are free places."""
-        listener = self._listener
-        is_failing = False
-        while listener is not None:
-            self._free.acquire()
-            if self._is_over.is_set():
-                return
-            try:
-                peer, address = listener.accept()
-            except OSError as error:  # no more files, or the peer has gone already
-                self._free.release()
-                if not self._is_over.wait(ACCEPT_AGAIN_S) and not is_failing:
-                    log.error("enrolment_not_accepted reason=%s; tried again", cause(error))
-                is_failing = True
-            else:
-                is_failing = False
-                self._begin(peer, str(address[0]))
+    def _note_failure(self, error: OSError) -> None:
+        log.error("enrolment_not_accepted reason=%s; tried again", cause(error))
 
     def _begin(self, peer: socket.socket, address: str) -> None:
         """Serve a connection in a thread of its own, unless its origin has `AT_ONCE_OF_ONE` of them already."""
@@ -143,7 +113,7 @@ class EnrolmentPort:
         peer.close()
         with self._lock:
             self._served -= Counter({origin: 1})  # keeps no zeros
-        self._free.release()
+        self._acceptor.free()
 
     def _serve(self, peer: socket.socket, address: str) -> None:
         """Read one request by TLS, within `TIMEOUT_S`, and send the answer."""
