@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import ipaddress
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -651,17 +652,28 @@ class BlobsConfig(Frozen):
 
     @model_validator(mode="after")
     def _one_way(self) -> BlobsConfig:
+        mistakes = [*self._mistakes_of_endpoint(), *self._mistakes_of_folder()]
         if (self.serve is None) == (self.store is None):
-            raise ValueError("[blobs] needs either serve, an address of this machine, or store, where blobs are put")
-        if self.serve is not None and self.address[1] > 65535:
-            raise ValueError(f"serve = '{self.serve}': ports end at 65535")
-        if self.store is not None and not self.is_object_store and self.url is None:
-            raise ValueError(f"store = '{self.store}' is a folder; give url, at which a web server serves it")
-        if self.store is not None and not self.is_object_store and not Path(self.store).is_absolute():
-            raise ValueError(f"store = '{self.store}' is neither s3://BUCKET/PREFIX nor an absolute path")
-        if self.key is not None and self.cert is None:
-            raise ValueError("key needs cert, the certificate that it belongs to")
+            mistakes.append("[blobs] needs either serve, an address of this machine, or store, where blobs are put")
+        if mistakes:
+            raise ValueError("; ".join(mistakes))
         return self
+
+    def _mistakes_of_endpoint(self) -> Iterator[str]:
+        """Yield what is wrong with the address and the certificate of the coordinator's own endpoint."""
+        if self.serve is not None and self.address[1] > 65535:
+            yield f"serve = '{self.serve}': ports end at 65535"
+        if self.key is not None and self.cert is None:
+            yield "key needs cert, the certificate that it belongs to"
+
+    def _mistakes_of_folder(self) -> Iterator[str]:
+        """Yield what is wrong with a store that is a folder of this machine."""
+        if self.store is None or self.is_object_store:
+            return
+        if self.url is None:
+            yield f"store = '{self.store}' is a folder; give url, at which a web server serves it"
+        if not Path(self.store).is_absolute():
+            yield f"store = '{self.store}' is neither s3://BUCKET/PREFIX nor an absolute path"
 
 
 class CoordinatorConfig(Frozen):

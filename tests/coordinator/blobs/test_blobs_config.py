@@ -43,6 +43,11 @@ def test_a_mistake_is_named(tmp_path, blobs, mistake):
         config_of(tmp_path, blobs)
 
 
+def test_all_mistakes_are_named_at_once(tmp_path):
+    with pytest.raises(ConfigError, match=r"key needs cert.*give url.*absolute path"):
+        config_of(tmp_path, 'store = "www"\nkey = "key.pem"')
+
+
 def test_with_certificates_the_address_is_that_of_the_broker(tmp_path):
     config = config_of(tmp_path, 'serve = "0.0.0.0:8444"', IDENTITY)
     assert "https://fl.example.org:8444" in check_blobs(config)
