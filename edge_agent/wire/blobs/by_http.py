@@ -282,17 +282,28 @@ def _check_answer(response: HTTPResponse, ref: BlobRef, first_byte: int, end_byt
     Raises:
         ChunkError: It does not.
     """
-    length = response.length
-    is_whole = first_byte == 0 and end_byte == ref.size_bytes
-    if response.status == WHOLE and is_whole:
-        if length != ref.size_bytes:
-            raise ChunkError(f"the answer holds {length} bytes, expected {ref.size_bytes}")
-        return
-    if response.status != PARTIAL:
+    wants_whole = first_byte == 0 and end_byte == ref.size_bytes
+    if response.status == WHOLE and wants_whole:
+        # A server that knows no ranges sends the whole blob, which is what was asked for.
+        if response.length != ref.size_bytes:
+            raise ChunkError(f"the answer holds {response.length} bytes, expected {ref.size_bytes}")
+    elif response.status == PARTIAL:
+        _check_range(response, first_byte, end_byte, ref.size_bytes)
+    else:
         raise ChunkError(f"the answer has status {response.status}, expected {PARTIAL}")
+
+
+def _check_range(response: HTTPResponse, first_byte: int, end_byte: int, size_bytes: int) -> None:
+    """Require that an answer is of this range of a blob of this size, as its header and its length say.
+
+    Raises:
+        ChunkError: It is not.
+    """
     # The size of the blob may be '*' in an answer; a server of files says it.
-    stated = _CONTENT_RANGE.fullmatch(response.getheader("Content-Range", ""))
-    expected = (first_byte, end_byte - 1, ref.size_bytes)
-    if stated is None or tuple(map(int, stated.groups())) != expected or length != end_byte - first_byte:
-        wanted = f"{first_byte}-{end_byte - 1}/{ref.size_bytes}"
+    header = response.getheader("Content-Range", "")
+    stated = _CONTENT_RANGE.fullmatch(header)
+    range_and_size = None if stated is None else tuple(map(int, stated.groups()))
+    is_as_asked = range_and_size == (first_byte, end_byte - 1, size_bytes)
+    if not is_as_asked or response.length != end_byte - first_byte:
+        wanted = f"{first_byte}-{end_byte - 1}/{size_bytes}"
         raise ChunkError(f"the answer is of another range or size, expected {wanted}")
