@@ -27,12 +27,15 @@ def clients_of_processes(config: CoordinatorConfig) -> list[list[AgentConfig]]:
     agents = [client.agent(config.federation, config.state, config.round.lease_s) for client in config.hosted]
     if config.hosted_devices:
         return divide_by_device(agents, config.hosted_devices)
-    processes = config.hosted_processes
-    if not processes:
-        machine = capabilities.find()
-        uses_gpu = bool(machine.accelerators) and any(agent.training.device != "cpu" for agent in agents)
-        processes = 1 if uses_gpu else machine.cores
-    return [agents[number::processes] for number in range(min(processes, len(agents)))]
+    processes = min(config.hosted_processes or _processes_for(agents), len(agents))
+    return [agents[number::processes] for number in range(processes)]
+
+
+def _processes_for(agents: Sequence[AgentConfig]) -> int:
+    """Return how many processes these clients get on this machine: one for each core, or one for its GPU."""
+    machine = capabilities.find()
+    uses_gpu = bool(machine.accelerators) and any(agent.training.device != "cpu" for agent in agents)
+    return 1 if uses_gpu else machine.cores
 
 
 def divide_by_device(agents: Sequence[AgentConfig], devices: Sequence[str]) -> list[list[AgentConfig]]:

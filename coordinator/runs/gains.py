@@ -131,16 +131,7 @@ def compare_runs(runs: Sequence[NamedRun]) -> Comparison:
     for run, lines in zip(runs, lines_of_runs, strict=True):
         members = [lines[device] for device in devices]
         accuracies = [_accuracy(line, "personal") for line in members]
-        step = Step(
-            name=run.name,
-            accuracy=fmean(accuracies),
-            method=run.summary.method or "",
-            rounds=run.summary.rounds,
-            gain=_gain(before, accuracies, samples),
-            bytes_each=fmean(line.bytes_up + line.bytes_down for line in members),
-            seconds=run.summary.seconds,
-            is_simulated=run.is_simulated,
-        )
+        step = _step_of(run, members, _gain(before, accuracies, samples))
         if _gain(best_accuracies, accuracies, samples).verdict is Gain.ABOVE:
             best = step
             best_accuracies = accuracies
@@ -150,6 +141,20 @@ def compare_runs(runs: Sequence[NamedRun]) -> Comparison:
     seen = {line.id for run in runs for line in run.summary.agents}
     left_out = sorted(seen - set(devices))
     return Comparison(tuple(steps), best, tuple(devices), tuple(left_out))
+
+
+def _step_of(run: NamedRun, members: Sequence[AgentLine], gain: GainOverStep) -> Step:
+    """Return a run as a step: the mean accuracy of these devices, what they gain by it, and what it costs them."""
+    return Step(
+        name=run.name,
+        accuracy=fmean(_accuracy(line, "personal") for line in members),
+        method=run.summary.method or "",
+        rounds=run.summary.rounds,
+        gain=gain,
+        bytes_each=fmean(line.bytes_up + line.bytes_down for line in members),
+        seconds=run.summary.seconds,
+        is_simulated=run.is_simulated,
+    )
 
 
 def _comparable_lines(summary: RunSummary) -> dict[str, AgentLine]:

@@ -216,6 +216,11 @@ def checks_of(use: PhaseUse, resources: Mapping[str, Any]) -> Iterator[Check]:
             yield Check(point=use.point, phase=use.phase, resource=resource, predicted=predicted, measured=amount)
 
 
+def _with_aggregators(measured: Sequence[PhaseUse]) -> list[PhaseUse]:
+    """Return what fleets with aggregators have used."""
+    return [use for use in measured if AGGREGATORS in use.used]
+
+
 def _fit_kept_update(measured: Sequence[PhaseUse], costs: Work) -> float:
     """Return the CPU seconds of the coordinator for an update that an aggregator takes.
 
@@ -228,12 +233,11 @@ def _fit_kept_update(measured: Sequence[PhaseUse], costs: Work) -> float:
     """
     rest_s = 0.0
     updates = 0.0
-    for use in measured:
-        if AGGREGATORS in use.used:
-            own, _ = divide_round(use.work, use.point.aggregators)
-            others = own.model_copy(update={"updates": 0.0, "open_seconds": 0.0, "open_member_seconds": 0.0})
-            rest_s += use.used["coordinator_cpu_s"] - of_work(costs, others)
-            updates += own.updates
+    for use in _with_aggregators(measured):
+        own, _ = divide_round(use.work, use.point.aggregators)
+        others = own.model_copy(update={"updates": 0.0, "open_seconds": 0.0, "open_member_seconds": 0.0})
+        rest_s += use.used["coordinator_cpu_s"] - of_work(costs, others)
+        updates += own.updates
     return float(f"{max(0.0, rest_s / updates):.4g}")
 
 
@@ -246,11 +250,10 @@ def _fit_aggregators(measured: Sequence[PhaseUse], costs: Work) -> float:
     """
     used_s = 0.0
     alone_s = 0.0
-    for use in measured:
-        if AGGREGATORS in use.used:
-            _, summing = divide_round(use.work, use.point.aggregators)
-            used_s += use.used[AGGREGATORS]
-            alone_s += of_work(costs, summing)
+    for use in _with_aggregators(measured):
+        _, summing = divide_round(use.work, use.point.aggregators)
+        used_s += use.used[AGGREGATORS]
+        alone_s += of_work(costs, summing)
     return float(f"{used_s / alone_s:.4g}")
 
 
