@@ -160,7 +160,7 @@ class Aggregator:
         return ""
 
     def start(self) -> None:
-        """Subscribe and connect."""
+        """Subscribe to the messages of the coordinator, and connect to the broker."""
         self.transport.subscribe(self.site.topics.aggregators_down)
         self.transport.start()
 

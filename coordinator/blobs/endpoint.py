@@ -135,7 +135,7 @@ class BlobEndpoint:
     # --- start and stop -----------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Listen, in a thread.
+        """Listen for agents that fetch blobs, in a thread.
 
         Raises:
             UsageError: The port is taken, or the address is not one of this machine.

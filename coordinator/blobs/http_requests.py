@@ -25,7 +25,7 @@ _RANGE = re.compile(r"bytes=([0-9]{1,12})-([0-9]{0,12})")
 
 @dataclass(frozen=True)
 class BlobRequest:
-    """One request.
+    """What a client asks the endpoint for: a path, and which bytes of the blob behind it.
 
     Attributes:
         is_head: Whether only the head of the answer is asked for.

@@ -21,7 +21,7 @@ _PATH = re.compile(r"/blobs/([0-9a-f]{64})\?agent=([a-z0-9][a-z0-9_-]{0,62})&unt
 
 @dataclass(frozen=True)
 class Grant:
-    """What a path allows.
+    """What a path with a valid proof allows: one agent to fetch one blob.
 
     Attributes:
         agent: The agent that may fetch.

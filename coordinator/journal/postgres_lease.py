@@ -174,7 +174,7 @@ class HeldLease:
         self._thread = threading.Thread(target=self._renew_until_stopped, name="lease", daemon=True)
 
     def start(self) -> None:
-        """Begin to renew."""
+        """Renew the lease from now on, in a thread, until `stop`."""
         self._thread.start()
 
     @property

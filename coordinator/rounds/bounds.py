@@ -444,15 +444,15 @@ class Measure(Pass[list[Measured]]):
 
     @classmethod
     def from_packet(cls, packet: Packet) -> Measure:  # noqa: ARG003 - nothing is needed
-        """Return the pass."""
+        """Return the pass, which needs nothing of the packet."""
         return cls()
 
     def pack(self, answer: list[Measured]) -> Packet:
-        """Return the sizes."""
+        """Return agent, weight and norms of each update, as JSON."""
         return Packet({"sizes": [[change.client, change.weight, change.norms] for change in answer]}, {})
 
     def unpack(self, packet: Packet) -> list[Measured]:
-        """Return the sizes.
+        """Return the sizes that `pack` has packed.
 
         Raises:
             TensorsError: The packet holds no sizes.
@@ -471,7 +471,7 @@ class SumBounded(Pass[WeightedSum]):
     bounds: Bounds = field(default_factory=Bounds)
 
     def over(self, origin: Origin, updates: Iterable[Update]) -> WeightedSum:
-        """Return the sum of these updates."""
+        """Return the sum of these updates, each within its bounds."""
         total = WeightedSum()
         for update in self.bounds.apply(updates, origin.received, origin.extras):
             origin.method.fold(total, update)
@@ -485,7 +485,7 @@ class SumBounded(Pass[WeightedSum]):
         return total
 
     def is_exact(self, answer: WeightedSum) -> bool:
-        """Return whether the sum is exact."""
+        """Return whether any division into parts gives this sum."""
         return answer.is_exact
 
     def to_packet(self, clients: Sequence[str]) -> Packet:
@@ -497,16 +497,16 @@ class SumBounded(Pass[WeightedSum]):
 
     @classmethod
     def from_packet(cls, packet: Packet) -> SumBounded:
-        """Return the pass with these bounds."""
+        """Return the pass with the bounds that `to_packet` has packed."""
         caps = {client: (declared, counted) for client, (declared, counted) in packet.values["caps"].items()}
         return cls(Bounds(packet.values["factors"], caps, tuple(packet.values["opposed"])))
 
     def pack(self, answer: WeightedSum) -> Packet:
-        """Return the sum."""
+        """Return the sum as named arrays."""
         return Packet({}, answer.to_tensors())
 
     def unpack(self, packet: Packet) -> WeightedSum:
-        """Return the sum.
+        """Return the sum that `pack` has packed.
 
         Raises:
             TensorsError: The packet holds no sum, or a damaged one.

@@ -172,7 +172,7 @@ class SumOfChanges(Pass[dict[str, ExactSum]]):
         return joined
 
     def is_exact(self, answer: dict[str, ExactSum]) -> bool:
-        """Return whether all sums are exact."""
+        """Return whether any division into parts gives these sums."""
         return all(one.is_exact for one in answer.values())
 
     def to_packet(self, clients: Sequence[str]) -> Packet:
@@ -181,15 +181,15 @@ class SumOfChanges(Pass[dict[str, ExactSum]]):
 
     @classmethod
     def from_packet(cls, packet: Packet) -> SumOfChanges:
-        """Return the pass with these factors."""
+        """Return the pass with the factors that `to_packet` has packed."""
         return cls(Shares(packet.values["shares"]))
 
     def pack(self, answer: dict[str, ExactSum]) -> Packet:
-        """Return the sums."""
+        """Return the sums as named arrays."""
         return Packet({}, exact_to_tensors(answer))
 
     def unpack(self, packet: Packet) -> dict[str, ExactSum]:
-        """Return the sums.
+        """Return the sums that `pack` has packed.
 
         Raises:
             TensorsError: The packet holds no sums, or damaged ones.
@@ -254,16 +254,16 @@ class MultiplyChanges(Pass[dict[str, Products]]):
 
     @classmethod
     def from_packet(cls, packet: Packet) -> MultiplyChanges:
-        """Return the pass with these factors and sums."""
+        """Return the pass with the factors and sums that `to_packet` has packed."""
         return cls(Shares(packet.values["shares"]), packet.tensors, packet.values["has_way"])
 
     def pack(self, answer: dict[str, Products]) -> Packet:
-        """Return the products."""
+        """Return the products of each agent, as JSON."""
         values = {agent: [dict(products.with_sum), products.with_way] for agent, products in answer.items()}
         return Packet({"products": values}, {})
 
     def unpack(self, packet: Packet) -> dict[str, Products]:
-        """Return the products.
+        """Return the products that `pack` has packed.
 
         Raises:
             TensorsError: The packet holds no products.
