@@ -230,12 +230,14 @@ class Vigil:
         """
         return self._asked_at is not None and self._clock() - self._asked_at >= self._answer_s
 
-    def asks(self) -> bool:
-        """Return whether to ask for a sign of life now; if so, that counts as done until something arrives."""
-        if self._asked_at is not None or self.silence_s < self._ask_s:
-            return False
+    @property
+    def is_question_due(self) -> bool:
+        """Whether to ask for a sign of life now: the other side is silent, and has not been asked since."""
+        return self._asked_at is None and self.silence_s >= self._ask_s
+
+    def note_question(self) -> None:
+        """Note that the other side is asked for a sign of life: from now on its answer is waited for."""
         self._asked_at = self._clock()
-        return True
 
     def due_in_s(self) -> float:
         """Return the seconds until the other side is to be asked, or counts as lost."""

@@ -406,8 +406,9 @@ class MqttTransport:
         if vigil.is_lost:
             self._strictness.lost()
             return True
-        if vigil.asks():
+        if vigil.is_question_due:
             client.ask_for_sign_of_life()
+            vigil.note_question()
         return False
 
     def _may_return(self) -> bool:
