@@ -9,7 +9,7 @@ from typing import Any
 
 from .costs import Check, Costs, of_work
 from .demand import Demand, Load, demand_of, divide_round
-from .limits import RESOURCES, ROLES, Limit, fits, limits_of
+from .limits import AGGREGATORS, BROKERS, COORDINATOR, RESOURCES, ROLES, Limit, fits, limits_of
 from .settings import PlanSettings
 from .work import Size, Work
 
@@ -80,48 +80,65 @@ class Plan:
 
     def terms(self) -> Iterator[Term]:
         """Yield the parts of which the figures are sums, each with the source of its cost."""
-        origin = self.costs.origin
-        measured = f"measured on {origin.processor}, {origin.date}"
-        demand = self.demand
-        stages = (
-            ("an interval without a round", demand.idle),
-            ("a round", demand.round),
-            ("end of a run", demand.finish),
-        )
+        # 1. What happens in some time.
+        stages = {
+            "an interval without a round": self.demand.idle,
+            "a round": self.demand.round,
+            "end of a run": self.demand.finish,
+        }
         for resource in WORK_RESOURCES:
-            costs: Work = getattr(self.costs, resource)
-            unit = Costs.model_fields[resource].description or resource
-            for stage, work in stages:
-                for count in Work.model_fields:
-                    amount = getattr(work, count)
-                    each = getattr(costs, count)
-                    if amount > 0 and each > 0:
-                        yield Term(f"{unit}, {stage}", count, amount, each, measured)
-        size = Size(processes=1, agents=demand.agents, cohort=demand.cohort, model_mb=self.settings.model_mb)
-        for resource in ("coordinator_mb", "broker_mb"):
-            for count in Size.model_fields:
-                each = getattr(getattr(self.costs, resource), count)
-                if each > 0:
-                    unit = Costs.model_fields[resource].description or resource
-                    yield Term(unit, count, getattr(size, count), each, measured)
-        sums_mb = demand.cohort * self.settings.model_mb
-        yield Term("CPU seconds of the sum alone, a round", "update_mb", sums_mb, self.costs.sum_s_per_mb, measured)
+            for stage, work in stages.items():
+                yield from self._terms_of(resource, work, stage)
+        # 2. What is there at a time.
+        size = Size(processes=1, agents=self.demand.agents, cohort=self.demand.cohort, model_mb=self.settings.model_mb)
+        for resource in SIZE_RESOURCES:
+            yield from self._terms_of(resource, size)
+        # 3. Who adds the updates up.
+        sums_mb = self.demand.cohort * self.settings.model_mb
+        yield self._term("CPU seconds of the sum alone, a round", "update_mb", sums_mb, self.costs.sum_s_per_mb)
         if self.settings.partitions > 0:
-            _, summing = divide_round(demand.round, self.settings.partitions)
-            alone_s = of_work(self.costs.coordinator_cpu_s, summing)
-            merged_mb = self.settings.partitions * self.settings.model_mb
-            parts = (
-                ("CPU seconds beside aggregators, a round", "updates", demand.cohort, self.costs.kept_update_s),
-                ("CPU seconds of merging, a round", "partial sums, MB", merged_mb, self.costs.merge_s_per_mb),
-                (
-                    "CPU seconds of all aggregators, a round",
-                    "those of the coordinator alone",
-                    alone_s,
-                    self.costs.aggregator_factor,
-                ),
-            )
-            for figure, count, amount, each in parts:
-                yield Term(figure, count, amount, each, measured)
+            yield from self._terms_with_aggregators()
+
+    def _terms_of(self, resource: str, counts: Work | Size, stage: str = "") -> Iterator[Term]:
+        """Yield the parts of what some counts cost of a resource of `Costs`, without those that are 0.
+
+        Args:
+            resource: The name of the field of `Costs`.
+            counts: What happens, or is there.
+            stage: When it happens; empty: what is there at any time.
+        """
+        costs = getattr(self.costs, resource)
+        figure = Costs.model_fields[resource].description or resource
+        if stage:
+            figure = f"{figure}, {stage}"
+        for count in type(counts).model_fields:
+            amount = getattr(counts, count)
+            each = getattr(costs, count)
+            # A size that is not there is shown all the same, as its cost is part of what a larger fleet would need.
+            is_shown = each > 0 and (amount > 0 or isinstance(counts, Size))
+            if is_shown:
+                yield self._term(figure, count, amount, each)
+
+    def _terms_with_aggregators(self) -> Iterator[Term]:
+        """Yield the parts of a round's CPU seconds where aggregators take and sum the updates."""
+        _, summing = divide_round(self.demand.round, self.settings.partitions)
+        yield self._term(
+            "CPU seconds beside aggregators, a round", "updates", self.demand.cohort, self.costs.kept_update_s
+        )
+        merged_mb = self.settings.partitions * self.settings.model_mb
+        yield self._term("CPU seconds of merging, a round", "partial sums, MB", merged_mb, self.costs.merge_s_per_mb)
+        alone_s = of_work(self.costs.coordinator_cpu_s, summing)
+        yield self._term(
+            "CPU seconds of all aggregators, a round",
+            "those of the coordinator alone",
+            alone_s,
+            self.costs.aggregator_factor,
+        )
+
+    def _term(self, figure: str, count: str, amount: float, each: float) -> Term:
+        """Return a part of a figure with the machine on which its cost was measured."""
+        origin = self.costs.origin
+        return Term(figure, count, amount, each, source=f"measured on {origin.processor}, {origin.date}")
 
     def sums_per_s(self) -> float:
         """Return how many updates of this model one aggregator takes in a second with all of its work on them."""
@@ -162,7 +179,10 @@ class Plan:
 
 
 WORK_RESOURCES = tuple(name for name, field in Costs.model_fields.items() if field.annotation is Work)
-"""The names of what costs by what happens, in the order of `Costs`."""
+"""The fields of `Costs` whose amount follows from what happens, in their order."""
+
+SIZE_RESOURCES = tuple(name for name, field in Costs.model_fields.items() if field.annotation is Size)
+"""The fields of `Costs` whose amount follows from what is there, in their order."""
 
 
 def make_plan(settings: PlanSettings, costs: Costs) -> Plan:
@@ -194,7 +214,7 @@ def _fewest_partitions(settings: PlanSettings, costs: Costs) -> int | None:
     for partitions in range(MOST_PROCESSES + 1):
         divided = settings.model_copy(update={"partitions": partitions})
         demand = demand_of(divided, costs, settings.agents)
-        if fits(divided, demand, "coordinator") and fits(divided, demand, "aggregators"):
+        if fits(divided, demand, COORDINATOR) and fits(divided, demand, AGGREGATORS):
             return partitions
     return None
 
@@ -203,7 +223,7 @@ def _fewest_brokers(settings: PlanSettings, costs: Costs) -> int | None:
     """Return the fewest broker nodes that have enough of everything, connections included."""
     for brokers in range(math.ceil(settings.agents / settings.connections), MOST_PROCESSES + 1):
         divided = settings.model_copy(update={"brokers": brokers})
-        if fits(divided, demand_of(divided, costs, settings.agents), "broker nodes"):
+        if fits(divided, demand_of(divided, costs, settings.agents), BROKERS):
             return brokers
     return None
 
