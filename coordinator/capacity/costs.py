@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field, ValidationError
 
@@ -76,6 +77,10 @@ class Check(Frozen):
     def error(self) -> float:
         """The prediction's deviation, as a share of what was measured."""
         return self.predicted / self.measured - 1
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the prediction and its deviation as a JSON object."""
+        return {**self.model_dump(), "error": self.error}
 
 
 class Costs(Frozen):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from .costs import Costs
 from .demand import Demand, Load, demand_of
@@ -43,6 +44,7 @@ class Resource:
         unit: Its unit.
         demanded: How much of it a load is.
         available: How much of it one process has, before the share that may be used.
+        of_machine: How much of it one machine has, before the share that may be used.
         remedy: What gives a process more of it.
     """
 
@@ -50,6 +52,7 @@ class Resource:
     unit: str
     demanded: Callable[[Load], float]
     available: Callable[[PlanSettings], float]
+    of_machine: Callable[[PlanSettings], float]
     remedy: str
 
 
@@ -75,40 +78,58 @@ BROKERS = Role(
 ROLES = (COORDINATOR, AGGREGATORS, BROKERS)
 """All kinds of processes, in the order in which they are shown."""
 
+
+def _memory_mb(settings: PlanSettings) -> float:
+    return MB_PER_GB * settings.memory_gb
+
+
+def _disk_mb(settings: PlanSettings) -> float:
+    return MB_PER_GB * settings.disk_gb
+
+
+def _network_mb_s(settings: PlanSettings) -> float:
+    return settings.network_mbit / MBIT_PER_MB
+
+
 RESOURCES = (
     Resource(
         "its one thread",
         unit="cores",
         demanded=lambda load: load.cores,
         available=lambda _: 1.0,
+        of_machine=lambda settings: settings.cores,
         remedy="give rounds more time (--round-s, --rounds-per-day)",
     ),
     Resource(
         "memory",
         unit="MB",
         demanded=lambda load: load.memory_mb,
-        available=lambda settings: MB_PER_GB * settings.memory_gb,
+        available=_memory_mb,
+        of_machine=_memory_mb,
         remedy="more memory (--memory-gb)",
     ),
     Resource(
         "network, received",
         unit="MB/s",
         demanded=lambda load: load.in_mb_s,
-        available=lambda settings: settings.network_mbit / MBIT_PER_MB,
+        available=_network_mb_s,
+        of_machine=_network_mb_s,
         remedy="a faster network (--network-mbit)",
     ),
     Resource(
         "network, sent",
         unit="MB/s",
         demanded=lambda load: load.out_mb_s,
-        available=lambda settings: settings.network_mbit / MBIT_PER_MB,
+        available=_network_mb_s,
+        of_machine=_network_mb_s,
         remedy="a faster network (--network-mbit)",
     ),
     Resource(
         "disk",
         unit="MB",
         demanded=lambda load: load.disk_mb,
-        available=lambda settings: MB_PER_GB * settings.disk_gb,
+        available=_disk_mb,
+        of_machine=_disk_mb,
         remedy="a larger disk (--disk-gb), fewer kept days (--kept-days)",
     ),
 )
@@ -159,6 +180,18 @@ class Limit:
     def is_reached(self) -> bool:
         """Whether the planned fleet needs more than may be used."""
         return self.needed > self.available
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the limit as a JSON object."""
+        return {
+            "name": self.name,
+            "unit": self.unit,
+            "needed": self.needed,
+            "available": self.available,
+            "agents": self.agents,
+            "is_reached": self.is_reached,
+            "remedy": self.remedy,
+        }
 
 
 def limits_of(settings: PlanSettings, costs: Costs) -> list[Limit]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from .costs import Check, Costs, of_work
@@ -40,10 +40,40 @@ class Term:
         """The part of the figure."""
         return self.amount * self.each
 
+    def as_json(self) -> dict[str, Any]:
+        """Return the part of the figure as a JSON object."""
+        return {
+            "figure": self.figure,
+            "count": self.count,
+            "amount": self.amount,
+            "each": self.each,
+            "product": self.product,
+            "source": self.source,
+        }
+
+
+@dataclass(frozen=True)
+class RoleLoad:
+    """What one kind of process demands.
+
+    Attributes:
+        role: The name of the kind.
+        processes: How many of them there are.
+        load: What they demand together.
+    """
+
+    role: str
+    processes: int
+    load: Load
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the load and whose it is as a JSON object."""
+        return {"role": self.role, "processes": self.processes, **asdict(self.load)}
+
 
 @dataclass(frozen=True)
 class Plan:
-    """What a fleet needs.
+    """What a fleet needs of given machines, and which limits it reaches.
 
     Attributes:
         settings: The fleet and the machines.
@@ -69,13 +99,13 @@ class Plan:
         """The limit that the smallest fleet reaches."""
         return self.limits[0]
 
-    def loads(self) -> list[tuple[str, int, Load]]:
-        """Return name, number of processes and load of each kind of process that there is."""
+    def loads(self) -> list[RoleLoad]:
+        """Return the load of each kind of process that there is."""
         loads = []
         for role in ROLES:
             processes = role.processes(self.settings)
             if processes > 0:
-                loads.append((role.name, processes, role.load(self.demand)))
+                loads.append(RoleLoad(role.name, processes, role.load(self.demand)))
         return loads
 
     def terms(self) -> Iterator[Term]:
@@ -114,9 +144,7 @@ class Plan:
         for count in type(counts).model_fields:
             amount = getattr(counts, count)
             each = getattr(costs, count)
-            # A size that is not there is shown all the same, as its cost is part of what a larger fleet would need.
-            is_shown = each > 0 and (amount > 0 or isinstance(counts, Size))
-            if is_shown:
+            if amount > 0 and each > 0:
                 yield self._term(figure, count, amount, each)
 
     def _terms_with_aggregators(self) -> Iterator[Term]:
@@ -142,8 +170,8 @@ class Plan:
 
     def sums_per_s(self) -> float:
         """Return how many updates of this model one aggregator takes in a second with all of its work on them."""
-        one = Work(updates=1, update_mb=self.settings.model_mb)
-        return 1 / (self.costs.aggregator_factor * of_work(self.costs.coordinator_cpu_s, one))
+        single_update = Work(updates=1, update_mb=self.settings.model_mb)
+        return 1 / (self.costs.aggregator_factor * of_work(self.costs.coordinator_cpu_s, single_update))
 
     def as_json(self) -> dict[str, Any]:
         """Return the plan as a JSON object."""
@@ -151,30 +179,16 @@ class Plan:
             "settings": self.settings.model_dump(),
             "cohort": self.demand.cohort,
             "interval_s": self.settings.interval_s,
-            "loads": [
-                {"role": name, "processes": processes, **{item.name: getattr(load, item.name) for item in fields(load)}}
-                for name, processes, load in self.loads()
-            ],
+            "loads": [load.as_json() for load in self.loads()],
             "round_cpu_s": self.demand.round_cpu_s,
             "updates_per_s_of_one_aggregator": self.sums_per_s(),
             "journal_rows_per_day": self.demand.journal_rows_per_day,
             "partitions_needed": self.partitions_needed,
             "brokers_needed": self.brokers_needed,
             "machines_needed": self.machines_needed,
-            "limits": [
-                {
-                    "name": limit.name,
-                    "unit": limit.unit,
-                    "needed": limit.needed,
-                    "available": limit.available,
-                    "agents": limit.agents,
-                    "is_reached": limit.is_reached,
-                    "remedy": limit.remedy,
-                }
-                for limit in self.limits
-            ],
+            "limits": [limit.as_json() for limit in self.limits],
             "origin": self.costs.origin.model_dump(),
-            "checks": [{**check.model_dump(), "error": check.error} for check in self.costs.checks],
+            "checks": [check.as_json() for check in self.costs.checks],
         }
 
 
@@ -186,7 +200,7 @@ SIZE_RESOURCES = tuple(name for name, field in Costs.model_fields.items() if fie
 
 
 def make_plan(settings: PlanSettings, costs: Costs) -> Plan:
-    """Return the plan of a fleet."""
+    """Return what a fleet needs of the machines of the settings, by costs that were measured."""
     partitions = _fewest_partitions(settings, costs)
     brokers = _fewest_brokers(settings, costs)
     machines = None
@@ -237,8 +251,6 @@ def _machines(settings: PlanSettings, costs: Costs) -> int:
     machines = 1
     for resource in RESOURCES:
         demanded = sum(resource.demanded(role.load(demand)) for role in ROLES)
-        of_one = settings.busy * resource.available(settings)
-        if resource.unit == "cores":
-            of_one *= settings.cores
-        machines = max(machines, math.ceil(demanded / of_one))
+        usable = settings.busy * resource.of_machine(settings)
+        machines = max(machines, math.ceil(demanded / usable))
     return machines
