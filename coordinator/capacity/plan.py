@@ -149,7 +149,7 @@ class Plan:
 
     def _terms_with_aggregators(self) -> Iterator[Term]:
         """Yield the parts of a round's CPU seconds where aggregators take and sum the updates."""
-        _, summing = divide_round(self.demand.round, self.settings.partitions)
+        summing = divide_round(self.demand.round, self.settings.partitions).aggregators
         yield self._term(
             "CPU seconds beside aggregators, a round", "updates", self.demand.cohort, self.costs.kept_update_s
         )
