@@ -95,7 +95,7 @@ class _Stages:
 
 @dataclass(frozen=True)
 class Demand:
-    """What a fleet demands.
+    """What a fleet gives to do in an interval, and what its processes need for it.
 
     Attributes:
         agents: How many agents it has.
