@@ -11,7 +11,7 @@ import contextlib
 import logging
 import secrets
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -204,26 +204,16 @@ class RemoteAggregators(Aggregators):
         """Yield what is waited for, and return the answer of a pass; None where the coordinator has to make it."""
         if not self.would_read(len(updates.accepted)):
             return None
-        requests: list[_PassRequest] = []
+        # A request for each partition of which there are updates.
+        agents_of = self._divide(updates.accepted)
+        requests = [_PassRequest(secrets.token_hex(16), number) for number in agents_of]
         try:
-            # 1. A request for each partition, as a file, and a message to the aggregator that serves it.
-            for number, agents in self._divided(updates.accepted).items():
-                request = _PassRequest(secrets.token_hex(16), number)
-                requests.append(request)
+            for request in requests:
                 self._passes[request.id] = request
-                self._files.write_request(request.id, one_pass, updates, agents)
+                self._files.write_request(request.id, one_pass, updates, agents_of[request.number])
             self._ask_for_passes()
-            # 2. Aggregators that are lost meanwhile are replaced by `tick`.
-            while not all(request.is_done for request in requests):
-                names = sorted({request.holder for request in requests if not request.is_done})
-                yield f"aggregators read the updates ({one_pass.name}): {listed(names)}"
-            errors = sorted({request.error for request in requests if request.error})
-            if errors:
-                log.warning("pass_failed name=%s: the coordinator reads all updates: %s", one_pass.name, errors[0])
-                return None
-            # 3. The answers, joined; one whose bits depend on the division is of no use.
-            answer = one_pass.join([self._files.read_answer(request.id, one_pass) for request in requests])
-            return answer if one_pass.is_exact(answer) else None
+            yield from self._wait_for(requests, one_pass.name)
+            return self._join(requests, one_pass)
         except (HeadwaterError, OSError) as error:
             log.warning("pass_failed name=%s: the coordinator reads all updates: %s", one_pass.name, error)
             return None
@@ -232,8 +222,32 @@ class RemoteAggregators(Aggregators):
                 self._passes.pop(request.id, None)
                 self._files.remove(request.id)
 
-    def _divided(self, agents: Iterable[str]) -> dict[int, list[str]]:
-        """Return number of a partition -> those of the agents that belong to it, by name."""
+    def _wait_for(self, requests: Sequence[_PassRequest], name: str) -> Generator[str, None, None]:
+        """Yield who still makes a pass, until nobody does; `tick` replaces aggregators that are lost meanwhile."""
+        while True:
+            holders = sorted({request.holder for request in requests if not request.is_done})
+            if not holders:
+                return
+            yield f"aggregators read the updates ({name}): {listed(holders)}"
+
+    def _join(self, requests: Sequence[_PassRequest], one_pass: Pass[Answer]) -> Answer | None:
+        """Return the answer for all updates from those of requests that are done; None where it is of no use.
+
+        That is where an aggregator has failed, and where the bits depend on how the updates were divided.
+
+        Raises:
+            StateError: An answer cannot be read.
+            TensorsError: An answer is damaged.
+        """
+        errors = sorted({request.error for request in requests if request.error})
+        if errors:
+            log.warning("pass_failed name=%s: the coordinator reads all updates: %s", one_pass.name, errors[0])
+            return None
+        answer = one_pass.join([self._files.read_answer(request.id, one_pass) for request in requests])
+        return answer if one_pass.is_exact(answer) else None
+
+    def _divide(self, agents: Iterable[str]) -> dict[int, list[str]]:
+        """Return the number of each partition -> those of the agents that belong to it, both in order."""
         agents_of: dict[int, list[str]] = {}
         for agent in sorted(agents):
             agents_of.setdefault(partition_of(agent, self.of).number, []).append(agent)
@@ -275,21 +289,21 @@ class RemoteAggregators(Aggregators):
 
     def status(self) -> list[PartitionStatus]:
         """Return who serves each partition."""
-        rows = []
-        for number, holder in self._holders.items():
-            member = self._members.get(holder.name)
-            others = [name for name, one in self._members.items() if one.says.wants == number and name != holder.name]
-            rows.append(
-                PartitionStatus(
-                    partition=str(Partition(number, self.of)),
-                    aggregator=holder.name,
-                    host="" if member is None else member.says.host,
-                    process=0 if member is None else member.says.process,
-                    updates=0 if member is None else member.says.updates,
-                    stands_by=tuple(sorted(others)),
-                )
-            )
-        return rows
+        return [self._status_of(number, holder) for number, holder in self._holders.items()]
+
+    def _status_of(self, number: int, holder: _Holder) -> PartitionStatus:
+        """Return who serves a partition, and who else was started for it."""
+        partition = str(Partition(number, self.of))
+        others = tuple(sorted(name for name in self._started_for(number) if name != holder.name))
+        member = self._members.get(holder.name)
+        if member is None:
+            return PartitionStatus(partition, holder.name, host="", process=0, updates=0, stands_by=others)
+        says = member.says
+        return PartitionStatus(partition, holder.name, says.host, says.process, says.updates, others)
+
+    def _started_for(self, number: int) -> list[str]:
+        """Return the names of the aggregators that were started for a partition and are online."""
+        return [name for name, member in self._members.items() if member.says.wants == number]
 
     # --- who serves what -------------------------------------------------------------------------------------------
 
@@ -307,7 +321,8 @@ class RemoteAggregators(Aggregators):
         self._assign()
         partitions = self._served_by(message.name)
         does = (message.start, message.partitions, message.collection)
-        if does != (self._link.start, partitions, self._digest):
+        is_to_do = (self._link.start, partitions, self._digest)
+        if does != is_to_do:
             self._tell(message.name)
         else:
             self._ask_agents_of({served.number for served in partitions})
@@ -358,16 +373,18 @@ class RemoteAggregators(Aggregators):
 
     def _holder_for(self, number: int, holder: str) -> str:
         """Return who is to serve a partition that ``holder`` has served; empty: nobody is online."""
-        present = self._members.get(holder)
-        if present is not None and present.says.wants == number:
+        # 1. An aggregator that was started for it: the holder, where that is one.
+        started_for_it = self._started_for(number)
+        if holder in started_for_it:
             return holder
-        for name, member in self._members.items():
-            if member.says.wants == number:
-                return name
-        if present is not None:
+        if started_for_it:
+            return started_for_it[0]
+        # 2. The holder, where it is still online: a partition does not change hands without need.
+        if holder in self._members:
             return holder
-        load = Counter(holder.name for holder in self._holders.values())
-        return min(self._members, key=lambda name: (load[name], name), default="")
+        # 3. The aggregator that serves the fewest partitions, by name where several do.
+        served = Counter(other.name for other in self._holders.values())
+        return min(self._members, key=lambda name: (served[name], name), default="")
 
     def _serve_own(self) -> None:
         """Listen to the partitions that no aggregator serves, once those that are online had time to say so."""
@@ -382,15 +399,16 @@ class RemoteAggregators(Aggregators):
         self._own = wanted
 
     def _served_by(self, name: str) -> tuple[ServedPartition, ...]:
-        served = [(number, holder.term) for number, holder in self._holders.items() if holder.name == name]
-        return tuple(ServedPartition(number=number, term=term) for number, term in served)
+        """Return the partitions that an aggregator is to serve, each with its term."""
+        served = {number: holder for number, holder in self._holders.items() if holder.name == name}
+        return tuple(ServedPartition(number=number, term=holder.term) for number, holder in served.items())
 
     def _tell_all(self) -> None:
         for name in self._members:
             self._tell(name)
 
     def _tell(self, name: str) -> None:
-        """Send an aggregator its partitions."""
+        """Tell an aggregator which partitions it serves now, and what is collected."""
         self._send(
             ServePartitions(
                 whom=name,
