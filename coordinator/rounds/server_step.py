@@ -231,7 +231,7 @@ class ServerStep:
             except StopIteration as end:
                 combined: Combined = end.value
                 break
-            answer = yield from self._made_by_aggregators(one_pass, of_round)
+            answer = yield from self._make_by_aggregators(one_pass, of_round)
             if answer is None:
                 return None
         # 3. What the method makes of the sum.
@@ -244,18 +244,18 @@ class ServerStep:
             return decode(blobs.read(digest)), decisions
         return run.method.next_state(run.state, combined.total), decisions
 
-    def _made_by_aggregators(
+    def _make_by_aggregators(
         self, one_pass: Pass[Answer], updates: UpdatesOfRound
     ) -> Generator[Waiting, None, Answer | None]:
         """Return the answer of a pass that aggregators make; None where they cannot."""
         making = self.active.run.context.aggregators.make(one_pass, updates)
         while True:
             try:
-                what = next(making)
+                waits_for = next(making)
             except StopIteration as end:
                 answer: Answer | None = end.value
                 return answer
-            yield Waiting(what, about="aggregators")
+            yield Waiting(waits_for, about="aggregators")
 
     def _describe(
         self,
