@@ -103,12 +103,25 @@ class AggregatorLink:
     start: str
     """The start of the coordinator."""
 
+    folder: Path
+    """The folder that coordinator and aggregators share."""
+
     unread_s: Callable[[], float] = lambda: 0.0
     """Seconds that the oldest message has waited to be handled (`Transport.unread_s`)."""
 
 
-Take = Callable[[Stored], bool]
-"""Takes what an aggregator says of an agent's update; False: the update is not in the store."""
+@dataclass(frozen=True)
+class CoordinatorSteps:
+    """What only the coordinator itself can do with what its aggregators say."""
+
+    take: Callable[[Stored], bool]
+    """Takes what an aggregator says of an agent's update; False: the update is not in the store."""
+
+    ask_again: Callable[[str], None]
+    """Sends an agent its job again, so that it offers its update at once."""
+
+    refuse: Callable[[str, str], None]
+    """Notes for the status that somebody, who is named, cannot take part, and why."""
 
 
 class RemoteAggregators(Aggregators):
@@ -119,35 +132,26 @@ class RemoteAggregators(Aggregators):
         of: int,
         link: AggregatorLink,
         collector: Collector,
-        folder: Path,
         run_ids: RunIds,
-        take: Take,
-        ask_again: Callable[[str], None],
-        refuse: Callable[[str, str], None],
+        steps: CoordinatorSteps,
         clock: Callable[[], float],
     ) -> None:
         """Begin with no aggregator.
 
         Args:
             of: The number of partitions, 1 or more.
-            link: How it speaks and listens.
+            link: How it speaks and listens to them.
             collector: What is collected.
-            folder: The folder that coordinator and aggregators share.
             run_ids: The ids of runs in messages.
-            take: Takes what an aggregator says of an update.
-            ask_again: Sends an agent its job again, so that it offers its update at once.
-            refuse: Notes for the status that somebody, who is named, cannot take part, and why.
+            steps: What it has the coordinator do.
             clock: Seconds of a clock that never goes back.
         """
         self.of = of
         self._link = link
         self._collector = collector
-        self._folder = folder
-        self._files = PassFiles(folder)
+        self._files = PassFiles(link.folder)
         self._run_ids = run_ids
-        self._take = take
-        self._ask_again = ask_again
-        self._refuse = refuse
+        self._steps = steps
         self._clock = clock
         self._members: dict[str, _Member] = {}
         self._holders = {number: _Holder() for number in range(1, of + 1)}
@@ -175,7 +179,7 @@ class RemoteAggregators(Aggregators):
         self._epoch = epoch
         self._serves_own_from = self._clock() + LEASE_S
         self._files.remove_all()
-        for folder in (self._folder / "partial").glob("*"):
+        for folder in (self._link.folder / "partial").glob("*"):
             self._remove_partial(folder.name)
         self._link.subscribe(self._link.topics.aggregators_up)
 
@@ -193,7 +197,7 @@ class RemoteAggregators(Aggregators):
         else:
             content = OpenRound.of(collection, self._run_ids.of(collection.run), about, values)
             self._collection = collection
-            self._digest = write_round(self._folder, content)
+            self._digest = write_round(self._link.folder, content)
         self._tell_all()
 
     def would_read(self, updates: int) -> bool:
@@ -334,7 +338,7 @@ class RemoteAggregators(Aggregators):
             f"{message.wants}/{message.of}; start it with --partition K/{self.of}"
         )
         self._members.pop(message.name, None)
-        self._refuse(f"aggregator {message.wants}/{message.of} at {message.host}", reason)
+        self._steps.refuse(f"aggregator {message.wants}/{message.of} at {message.host}", reason)
         self._send(Dismissed(whom=message.name, boot=message.boot, reason=reason))
 
     def _assign(self) -> None:
@@ -369,7 +373,7 @@ class RemoteAggregators(Aggregators):
             return
         for agent in self._collection.outstanding:
             if partition_of(agent, self.of).number in listened:
-                self._ask_again(agent)
+                self._steps.ask_again(agent)
 
     def _holder_for(self, number: int, holder: str) -> str:
         """Return who is to serve a partition that ``holder`` has served; empty: nobody is online."""
@@ -423,7 +427,7 @@ class RemoteAggregators(Aggregators):
 
     def _remove_partial(self, name: str) -> None:
         """Remove the incomplete updates of a silent aggregator; their agents send them again."""
-        folder = partial_folder(self._folder, name)
+        folder = partial_folder(self._link.folder, name)
         remove_partial(folder)
         for empty in (*folder.glob("*"), folder):
             with contextlib.suppress(OSError):  # it is in use, or gone
@@ -433,7 +437,7 @@ class RemoteAggregators(Aggregators):
 
     def _on_updates(self, message: Updates) -> None:
         """Take the updates that an aggregator has received, and say so."""
-        missing = [stored.manifest.blob.digest for stored in message.updates if not self._take(stored)]
+        missing = [stored.manifest.blob.digest for stored in message.updates if not self._steps.take(stored)]
         noted = Noted(whom=message.name, boot=message.boot, number=message.number, missing=tuple(missing))
         self._send(noted)
 
