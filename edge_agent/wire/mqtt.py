@@ -20,6 +20,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -60,7 +61,6 @@ CONNECT_TIMEOUT_S = 10.0
 LEAVE_TIMEOUT_S = 2.0
 """Seconds by which a broker that has stopped reading may delay a disconnect."""
 
-
 VISIT_TIMEOUT_S = 2.0
 """Seconds in which the first broker has to let a client in that is to return to it; its connection rests meanwhile."""
 
@@ -78,6 +78,24 @@ LONGEST_WAIT_S = 1.0
 
 _TCP_INFO = struct.Struct("=24xI92xQQ8xI")
 """Of the system's `tcp_info`: segments in flight, confirmed and received bytes, bytes that were not sent yet."""
+
+
+@dataclass(frozen=True)
+class _SessionEnd:
+    """How an attempt at a session ended."""
+
+    reason: str
+    was_up: bool
+    """Whether there was a session: the broker had let this client in, and had not ended it for its subscription."""
+
+
+@dataclass(frozen=True)
+class _LoginRefusal:
+    """A login that the broker has refused."""
+
+    reason: str
+    remedy: str
+    """What to do; empty where waiting may help."""
 
 
 class MqttTransport:
@@ -276,7 +294,8 @@ class MqttTransport:
         """Keep a session with a broker until `close`, with longer random pauses while none lets this client in."""
         while not self._stopping.is_set():
             url = self._failover.url
-            reason, was_up = self._session()
+            end = self._serve_session()
+            reason = end.reason
             self._note_first_attempt(url, reason)
             if self._stopping.is_set():
                 return
@@ -284,7 +303,7 @@ class MqttTransport:
             if self._is_returning:
                 pause_s = self._failover.return_to_first()
             else:
-                pause_s = self._failover.failed(reason, was_up=was_up)
+                pause_s = self._failover.failed(reason, was_up=end.was_up)
             # 2. The program has to know that nobody hears it meanwhile.
             self._was_away = True
             log.warning("broker_away url=%s reason=%s retry_in_s=%.1f", url, reason, pause_s)
@@ -302,8 +321,8 @@ class MqttTransport:
         if len(self._first_failures) == len(self.config.urls):
             self._tried.set()
 
-    def _session(self) -> tuple[str, bool]:
-        """Connect, serve the connection until its end, and return why it ended and whether it was established."""
+    def _serve_session(self) -> _SessionEnd:
+        """Connect, serve the connection until its end, and return how it ended."""
         self._is_returning = False
         self._leave_reason = ""
         self._vigil = None
@@ -332,7 +351,7 @@ class MqttTransport:
         self._up.clear()
         self._client = None  # its sockets close with it
         self._last_sent = None
-        return self._rejection or reason, was_up
+        return _SessionEnd(self._rejection or reason, was_up)
 
     def _serve(self, client: _Client, login_until: float) -> str:
         """Handle what a connected client receives and sends until the connection ends, and return why it ended.
@@ -342,29 +361,36 @@ class MqttTransport:
             login_until: The time (as `time.monotonic`) until which the broker has to let it in.
         """
         code = paho.MQTT_ERR_SUCCESS
-        until = float("inf")
-        while code == paho.MQTT_ERR_SUCCESS and time.monotonic() < until:
+        leave_until = float("inf")
+        while code == paho.MQTT_ERR_SUCCESS and time.monotonic() < leave_until:
+            # 1. What the network brings and takes.
             code = client.loop(timeout=self._wait_s(login_until))
-            # `close` may have come before there was a client, so it is looked for here as well.
+            # 2. The end that this side wants. `close` may have come before there was a client, so it is looked for here
+            #    as well.
             is_leaving = self._stopping.is_set() or bool(self._leave_reason)
-            if is_leaving and until == float("inf"):
-                until = time.monotonic() + LEAVE_TIMEOUT_S
+            if is_leaving and leave_until == float("inf"):
+                leave_until = time.monotonic() + LEAVE_TIMEOUT_S
                 client.disconnect()
+            # 3. Filters that were refused.
             if time.monotonic() >= self._subscribe_at:
                 self._subscribe_again()
-            # With another broker to go to, this one has to show that it lives.
-            if self._failover.is_list and not is_leaving and code == paho.MQTT_ERR_SUCCESS:
+            # 4. With another broker to go to, this one has to show that it lives.
+            is_watched = self._failover.is_list and not is_leaving
+            if is_watched and code == paho.MQTT_ERR_SUCCESS:
                 reason = self._reason_to_end(client, login_until)
                 if reason:
                     return reason
-        if self._leave_reason:
-            return self._leave_reason
+        return self._leave_reason or self._explain_end(code)
+
+    def _explain_end(self, code: paho.MQTTErrorCode) -> str:
+        """Return why a connection ended that this side did not end, and note where the topic rules may be why."""
         reason = paho.error_string(code)
         has_certificate = self.config.tls is not None and self.config.tls.cert is not None
         if has_certificate and not self._up.is_set():
             reason = f"{reason.rstrip('.')}; the broker may refuse this certificate"
         # RabbitMQ answers a filter that its rules forbid by ending the connection.
-        if self._up.is_set() and self._pending_filters and not self._has_answered:
+        is_unanswered = bool(self._pending_filters) and not self._has_answered
+        if self._up.is_set() and is_unanswered:
             self._is_thrown_off = True
             reason = f"{reason.rstrip('.')} before the broker answered the subscription; its topic rules may forbid it"
         return reason
@@ -426,7 +452,7 @@ class MqttTransport:
             visitor.disconnect()
         except HeadwaterError as error:
             reason = str(error)
-        except Exception as error:  # noqa: BLE001 - as in `_session`: a visit that fails costs nothing
+        except Exception as error:  # noqa: BLE001 - as in `_serve_session`: a visit that fails costs nothing
             reason = cause(error)
         if answers and not answers[0].is_failure:
             return True
@@ -464,8 +490,9 @@ class MqttTransport:
     def _on_connect(self, client: paho.Client, _data: object, _flags: object, code: ReasonCode, _props: object) -> None:
         """Note why the broker does not let this client in; otherwise tell the program, and subscribe again."""
         if code.is_failure:
-            reason, self._remedy = _refused_login(self.config, self.client_id, code, self._advice)
-            self._rejection = f"{reason}; {self._remedy}" if self._remedy else reason
+            refusal = _explain_refusal(self.config, self.client_id, code, self._advice)
+            self._remedy = refusal.remedy
+            self._rejection = f"{refusal.reason}; {refusal.remedy}" if refusal.remedy else refusal.reason
             return
         sock = client.socket()
         if isinstance(sock, socket.socket):
@@ -805,15 +832,22 @@ def blob_tls_context(config: BrokerConfig) -> ssl.SSLContext:
     return context
 
 
-def _refused_login(config: BrokerConfig, client_id: str, code: ReasonCode, advice: LoginAdvice) -> tuple[str, str]:
-    """Return the reason of a refused login, and its remedy, which is empty where waiting may help."""
+def _explain_refusal(config: BrokerConfig, client_id: str, code: ReasonCode, advice: LoginAdvice) -> _LoginRefusal:
+    """Return why the broker has answered a login with a code, and what to do.
+
+    Args:
+        config: The broker, and how this client logs in.
+        client_id: The id of the client, which may be its user, too.
+        code: The broker's answer.
+        advice: What to do where it does not let the user in.
+    """
     user = user_of(config, client_id)
     if code.value not in _SHUT_OUT:
-        return f"broker refuses: {code}", ""
+        return _LoginRefusal(f"broker refuses: {code}", remedy="")
     if user is None:
-        return f"broker refuses a login without a user ({code})", advice.without_user
+        return _LoginRefusal(f"broker refuses a login without a user ({code})", remedy=advice.without_user)
     password = f"the one in '{config.password_file}'" if config.password_file else "the empty one"
     reason = (
         f"broker refuses user '{user}' ({code}): it does not know the user, or has another password than {password}"
     )
-    return reason, advice.refused.format(user=user)
+    return _LoginRefusal(reason, remedy=advice.refused.format(user=user))
