@@ -80,7 +80,7 @@ class RabbitMq(BrokerKind):
         "each client has a queue of its own, of which mqtt.prefetch messages, 10 if none is set, are under way at once",
         "with pause_minority a cluster stops that has lost half of its nodes",
         "retained messages stay on their node",
-        "throws off a client that subscribes to a topic which its rules forbid",
+        "disconnects a client that subscribes to a topic that its rules forbid",
     )
     configurations = ("brokers/rabbitmq.conf", "brokers/rabbitmq-cluster.conf", "brokers/rabbitmq-users.json")
 
