@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 
 import paho.mqtt.client as paho
-from paho.mqtt.enums import CallbackAPIVersion, MQTTProtocolVersion
+from paho.mqtt.enums import CallbackAPIVersion, MQTTErrorCode, MQTTProtocolVersion
 from paho.mqtt.reasoncodes import ReasonCode
 
 from ..core.config import BrokerConfig, credential
@@ -382,7 +382,7 @@ class MqttTransport:
                     return reason
         return self._leave_reason or self._explain_end(code)
 
-    def _explain_end(self, code: paho.MQTTErrorCode) -> str:
+    def _explain_end(self, code: MQTTErrorCode) -> str:
         """Return why a connection ended that this side did not end, and note where the topic rules may be why."""
         reason = paho.error_string(code)
         has_certificate = self.config.tls is not None and self.config.tls.cert is not None
