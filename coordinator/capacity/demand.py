@@ -29,7 +29,7 @@ KEPT_MODELS = 2
 
 @dataclass(frozen=True)
 class Load:
-    """What one kind of process demands, all of its processes together.
+    """The demand of all processes of one kind together.
 
     Attributes:
         cores: Cores that are busy on average in the interval.
@@ -76,7 +76,7 @@ class _DividedRound:
 
 @dataclass(frozen=True)
 class _Stages:
-    """What a fleet gives to do in one interval: `idle`, and beside it either a round or the end of a run.
+    """The work of a fleet in one interval: `idle`, and beside it either a round or the end of a run.
 
     Attributes:
         idle: The work of an interval without a round.
@@ -95,7 +95,7 @@ class _Stages:
 
 @dataclass(frozen=True)
 class Demand:
-    """What a fleet gives to do in an interval, and what its processes need for it.
+    """The work of a fleet in one interval, and what its processes need for it.
 
     Attributes:
         agents: How many agents it has.

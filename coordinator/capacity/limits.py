@@ -20,7 +20,7 @@ MB_PER_GB = 1000
 
 @dataclass(frozen=True)
 class Role:
-    """A kind of process.
+    """A kind of process of a federation, such as its broker nodes.
 
     Attributes:
         name: What it is called.

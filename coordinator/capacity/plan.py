@@ -37,7 +37,7 @@ class Term:
 
     @property
     def product(self) -> float:
-        """The part of the figure."""
+        """The amount times the cost of one, which is this part of the figure."""
         return self.amount * self.each
 
     def as_json(self) -> dict[str, Any]:
@@ -54,7 +54,7 @@ class Term:
 
 @dataclass(frozen=True)
 class RoleLoad:
-    """What one kind of process demands.
+    """The demand of one kind of process.
 
     Attributes:
         role: The name of the kind.
@@ -73,7 +73,7 @@ class RoleLoad:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a fleet needs of given machines, and which limits it reaches.
+    """The processes and machines that a fleet needs, and the limits that it reaches.
 
     Attributes:
         settings: The fleet and the machines.

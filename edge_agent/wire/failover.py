@@ -68,7 +68,7 @@ class Failover:
         *,
         return_after_s: float = 0.0,
     ) -> None:
-        """Begin with the first broker.
+        """Make the choice of brokers for one client, which begins with the first one.
 
         Args:
             order: The brokers in the order of `order_for`, at least one.
@@ -164,7 +164,7 @@ class Failover:
 
 @dataclass(frozen=True)
 class LinkState:
-    """What the operating system knows of a connection."""
+    """The state of a connection, as far as the operating system knows it."""
 
     received_bytes: int
     """Bytes that have arrived since its begin."""
@@ -185,7 +185,7 @@ class Vigil:
     """
 
     def __init__(self, limit_s: float, clock: Callable[[], float]) -> None:
-        """Begin the watch.
+        """Begin to watch a connection that has just let this client in.
 
         Args:
             limit_s: Seconds of silence after which the other side counts as lost.
