@@ -96,7 +96,7 @@ class _Unnoted:
 
 @dataclass
 class _Assignment:
-    """What the coordinator has given this aggregator to do last."""
+    """The work that the coordinator has given this aggregator last."""
 
     federation: str = ""
     epoch: int = 0
@@ -179,7 +179,7 @@ class Aggregator:
 
     @property
     def waits_for(self) -> str:
-        """What it waits for; empty while it serves."""
+        """The peer that this aggregator waits for, in words; empty while it serves."""
         if not self._is_connected:
             return "the broker"
         if not self._assignment.start:

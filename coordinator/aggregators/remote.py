@@ -56,7 +56,7 @@ LEAST_UPDATES = 3
 
 @dataclass
 class _Member:
-    """An aggregator that is online."""
+    """An aggregator that is online, and what it has said last."""
 
     says: Serving
     heard_at: float
@@ -64,7 +64,7 @@ class _Member:
 
 @dataclass
 class _Holder:
-    """Who serves a partition."""
+    """The process that serves a partition now."""
 
     name: str = ""
     """The aggregator; empty: the coordinator itself."""
@@ -112,7 +112,7 @@ class AggregatorLink:
 
 @dataclass(frozen=True)
 class CoordinatorSteps:
-    """What only the coordinator itself can do with what its aggregators say."""
+    """The steps that only the coordinator itself can take after what an aggregator has said."""
 
     take: Callable[[Stored], bool]
     """Takes what an aggregator says of an agent's update; False: the update is not in the store."""
@@ -136,7 +136,7 @@ class RemoteAggregators(Aggregators):
         steps: CoordinatorSteps,
         clock: Callable[[], float],
     ) -> None:
-        """Begin with no aggregator.
+        """Make the coordinator's side of its aggregators, of which none is online yet.
 
         Args:
             of: The number of partitions, 1 or more.
@@ -195,7 +195,7 @@ class RemoteAggregators(Aggregators):
             self._collection = None
             self._digest = ""
         else:
-            content = OpenRound.of(collection, self._run_ids.of(collection.run), about, values)
+            content = OpenRound.from_collection(collection, self._run_ids.of(collection.run), about, values)
             self._collection = collection
             self._digest = write_round(self._link.folder, content)
         self._tell_all()
@@ -292,7 +292,7 @@ class RemoteAggregators(Aggregators):
         self._ask_for_passes()
 
     def status(self) -> list[PartitionStatus]:
-        """Return who serves each partition."""
+        """Return a row for each partition, with who serves it and who stands by."""
         return [self._status_of(number, holder) for number, holder in self._holders.items()]
 
     def _status_of(self, number: int, holder: _Holder) -> PartitionStatus:
@@ -394,13 +394,13 @@ class RemoteAggregators(Aggregators):
         """Listen to the partitions that no aggregator serves, once those that are online had time to say so."""
         if self._clock() < self._serves_own_from:
             return
-        wanted = {number for number, holder in self._holders.items() if not holder.name}
+        unserved = {number for number, holder in self._holders.items() if not holder.name}
         topics = self._link.topics
-        for number in sorted(wanted - self._own):
+        for number in sorted(unserved - self._own):
             self._link.subscribe(*topics.for_partition(Partition(number, self.of).name))
-        for number in sorted(self._own - wanted):
+        for number in sorted(self._own - unserved):
             self._link.unsubscribe(*topics.for_partition(Partition(number, self.of).name))
-        self._own = wanted
+        self._own = unserved
 
     def _served_by(self, name: str) -> tuple[ServedPartition, ...]:
         """Return the partitions that an aggregator is to serve, each with its term."""

@@ -45,7 +45,7 @@ Values = TypeVar("Values", bound=PassValues)
 
 @dataclass(frozen=True)
 class Packet:
-    """What a pass needs, or has computed, on its way between processes: values as JSON, and named arrays beside them.
+    """The values and arrays of a pass, or of its answer, on their way between processes; the values as JSON.
 
     Call `from_values` to make one, and `values_as` to read its values.
     """
@@ -103,7 +103,7 @@ class Packet:
 
 @dataclass(frozen=True)
 class Origin:
-    """What the updates of a round are changes of."""
+    """The model that the updates of a round are changes of, and the one that the run began with."""
 
     method: Method
     received: Tensors
