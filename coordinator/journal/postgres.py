@@ -230,7 +230,7 @@ class PostgresJournal(DeferredEntries, SharedJournal):
 
     @property
     def location(self) -> str:
-        """The URL without its parameters."""
+        """The URL of the database without its parameters, for messages."""
         return str(self._database)
 
     @property
@@ -244,7 +244,7 @@ class PostgresJournal(DeferredEntries, SharedJournal):
         return self._is_open
 
     def serve_from(self, start: int, is_held: Callable[[], bool] = lambda: True) -> None:
-        """From now on entries are written only while ``start`` is the newest start of a coordinator.
+        """Write entries, from now on, only while ``start`` is the newest start of a coordinator.
 
         ``is_held``: whether the lock of the state folder is still that of this process.
         """
@@ -450,10 +450,10 @@ class PostgresJournal(DeferredEntries, SharedJournal):
         """
         conditions = ["id > %s"]
         values: list[Any] = [after]
-        for column, wanted in (("run", run), ("round", round), ("agent", agent)):
-            if wanted is not None:
+        for column, value in (("run", run), ("round", round), ("agent", agent)):
+            if value is not None:
                 conditions.append(f"{column} = %s")
-                values.append(wanted)
+                values.append(value)
         if kinds is not None:
             conditions.append("kind = ANY(%s::text[])")
             values.append(list(kinds))

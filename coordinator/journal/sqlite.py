@@ -184,7 +184,7 @@ class SqliteJournal(DeferredEntries, Journal):
             return True
 
     def serve_from(self, start: int, is_held: Callable[[], bool] = lambda: True) -> None:
-        """From now on entries are written only while ``start`` is the newest start of a coordinator.
+        """Write entries, from now on, only while ``start`` is the newest start of a coordinator.
 
         A coordinator that was suspended while another one took over its folder finds out before it writes a word.
         ``is_held``: whether the lock of the folder is still that of this process.

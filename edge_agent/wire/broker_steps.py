@@ -137,14 +137,16 @@ class _Visit:
         from .transport import Subscribed
 
         agent = self._config.id
-        wanted = set(self._topics.for_agent(agent))
+        # 1. Listen: the broker confirms each filter.
+        unconfirmed = set(self._topics.for_agent(agent))
         until = time.monotonic() + self._timeout_s
-        while wanted and time.monotonic() < until:
+        while unconfirmed and time.monotonic() < until:
             event = self._connect().receive(0.1)
             if isinstance(event, Subscribed):
-                wanted -= set(event.filters)
-        if wanted:
-            raise self._forbidden(f"listen on {', '.join(sorted(wanted))}")
+                unconfirmed -= set(event.filters)
+        if unconfirmed:
+            raise self._forbidden(f"listen on {', '.join(sorted(unconfirmed))}")
+        # 2. Speak, on another connection: it alone can be told that a message is refused.
         self.leave()  # with a certificate all connections have one id, and the second one ends the first
         beat = codec.encode(up.Heartbeat(boot=self._boot))  # of a start that has said no hello: it changes nothing
         spoken = {topic(agent): beat for topic in (self._topics.up, self._topics.heartbeat)}

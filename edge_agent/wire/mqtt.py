@@ -526,9 +526,9 @@ class MqttTransport:
             return
         for begin in range(0, len(filters), 8):
             part = filters[begin : begin + 8]
-            wanted: list[tuple[str, int]] = [(topic_filter, self.config.qos) for topic_filter in part]
+            with_qos: list[tuple[str, int]] = [(topic_filter, self.config.qos) for topic_filter in part]
             with self._subscribing:  # the broker may confirm before this thread has noted the request
-                _, mid = client.subscribe(wanted)
+                _, mid = client.subscribe(with_qos)
                 if mid is not None:
                     self._pending_filters[mid] = part
                     self._subscribed_by = time.monotonic() + self.config.keepalive_s
@@ -552,11 +552,11 @@ class MqttTransport:
 
     def _subscribe_again(self) -> None:
         """Ask again for the filters that were refused and are still wanted; the broker may grant them by now."""
-        wanted = tuple(topic_filter for topic_filter in self._refused_filters if topic_filter in self._filters)
+        still_wanted = tuple(topic_filter for topic_filter in self._refused_filters if topic_filter in self._filters)
         self._refused_filters.clear()
         self._subscribe_at = float("inf")
         self._subscribe_pause_s = min(1.5 * self._subscribe_pause_s, SUBSCRIBE_SELDOM_S)
-        self._ask_for(wanted)
+        self._ask_for(still_wanted)
 
     def _on_message(self, _client: paho.Client, _data: object, message: paho.MQTTMessage) -> None:
         """Put a message into the inbox, if it is of a topic that was asked for and is admitted."""
@@ -665,7 +665,7 @@ _VERSION_WAIT_S = 0.5
 
 
 class _Question(Enum):
-    """What a subscription of `observe_broker` is to show."""
+    """A property of a broker that a subscription of `observe_broker` is to show."""
 
     QOS = "the highest quality of service"
     SPACE = "whether a topic may have a space in it"
