@@ -684,21 +684,30 @@ def observe_broker(config: BrokerConfig, client_id: str, root: str, timeout_s: f
     Raises:
         ConfigError: A certificate or key cannot be loaded.
     """
-    grants, version = _observe_grants(config, client_id, root, timeout_s)
-    qos = grants.get(_Question.QOS, _NOT_GRANTED)
-    space = grants.get(_Question.SPACE)
+    observed = _observe_grants(config, client_id, root, timeout_s)
+    qos = observed.codes.get(_Question.QOS, _NOT_GRANTED)
+    space = observed.codes.get(_Question.SPACE)
     return BrokerTraits(
-        version=version,
+        version=observed.version,
         answer_to_5=_observe_answer_to_5(config, client_id, timeout_s),
         highest_qos=None if qos == _NOT_GRANTED else qos,
         takes_spaces=None if space is None else space != _NOT_GRANTED,
     )
 
 
-def _observe_grants(
-    config: BrokerConfig, client_id: str, root: str, timeout_s: float
-) -> tuple[dict[_Question, int], str]:
-    """Return the code with which the broker answers each question, as far as it does, and what it calls itself.
+@dataclass(frozen=True)
+class _Observed:
+    """The answers of a broker to the subscriptions of `observe_broker`."""
+
+    codes: Mapping[_Question, int]
+    """The code of each answer; a question without an answer has none."""
+
+    version: str
+    """What the broker calls itself; empty where it says nothing."""
+
+
+def _observe_grants(config: BrokerConfig, client_id: str, root: str, timeout_s: float) -> _Observed:
+    """Return what the broker answers to each question.
 
     The question that a topic rule may forbid comes last: RabbitMQ closes the connection then.
     """
@@ -711,7 +720,7 @@ def _observe_grants(
     connected: list[bool] = []
     codes: dict[int | None, int] = {}
     versions: list[str] = []
-    grants: dict[_Question, int] = {}
+    answered: dict[_Question, int] = {}
 
     def note_message(_client: paho.Client, _data: object, message: paho.MQTTMessage) -> None:
         if message.topic == _VERSION_TOPIC:
@@ -730,7 +739,7 @@ def _observe_grants(
             _, mid = client.subscribe(topic_filter, qos)
             stands = _loop_until(client, partial(codes.__contains__, mid), until)
             if mid in codes:
-                grants[question] = codes[mid]
+                answered[question] = codes[mid]
         # What is retained comes right after the answer to the subscription, from those that have it.
         if stands:
             _loop_until(client, lambda: bool(versions), min(until, time.monotonic() + _VERSION_WAIT_S))
@@ -739,7 +748,7 @@ def _observe_grants(
         log.info("broker_not_observed url=%s reason=%s", config.names, cause(error))
     finally:
         client.disconnect()
-    return grants, versions[0] if versions else ""
+    return _Observed(answered, version=versions[0] if versions else "")
 
 
 def _observe_answer_to_5(config: BrokerConfig, client_id: str, timeout_s: float) -> AnswerTo5:
