@@ -69,11 +69,6 @@ class Database:
             def wait(self, gen: Any, *args: Any, **options: Any) -> Any:
                 return super().wait(_limited(gen, answer_s), *args, **options)
 
-        parameters = dict[str, Any](_TCP)
-        # Of several hosts, the one that takes entries: after a failover it is another one than before.
-        parameters["target_session_attrs"] = "read-write"
-        named_in_url = parse_qs(urlsplit(self.url).query)
-        parameters = {key: value for key, value in parameters.items() if key not in named_in_url}
         try:
             connection = Limited.connect(
                 self.url,
@@ -81,24 +76,26 @@ class Database:
                 row_factory=dict_row,
                 application_name=name,
                 connect_timeout=CONNECT_S,
-                **parameters,
+                **self._defaults(),
             )
         except psycopg.ProgrammingError as error:
             raise self.failure(error) from error
         except psycopg.Error as error:
             raise self.away(error) from error
         try:
-            connection.execute(f"SET client_encoding = 'UTF8'; SET lock_timeout = {LOCK_MS}")
-            connection.execute(f"SET idle_in_transaction_session_timeout = {IDLE_MS}")
-            # A server may be told to lose what it has committed, for speed.
-            connection.execute(
-                "SELECT set_config('synchronous_commit', 'on', false) "
-                "WHERE current_setting('synchronous_commit') = 'off'"
-            )
+            _prepare(connection)
         except psycopg.Error as error:
             connection.close()
             raise self.away(error) from error
         return connection
+
+    def _defaults(self) -> dict[str, Any]:
+        """Return the parameters of libpq that the URL does not name itself."""
+        parameters = dict[str, Any](_TCP)
+        # Of several hosts, the one that takes entries: after a failover it is another one than before.
+        parameters["target_session_attrs"] = "read-write"
+        named_in_url = parse_qs(urlsplit(self.url).query)
+        return {key: value for key, value in parameters.items() if key not in named_in_url}
 
     def away(self, error: object) -> JournalAway:
         """Return the error of a database that cannot be reached, with the words of the database."""
@@ -113,6 +110,16 @@ class Database:
             f"{self}: the journal cannot be read or written ({first_line(error)}). Give the role of the URL the rights "
             "to create and write tables in the database, and the database room; nothing was changed"
         )
+
+
+def _prepare(connection: psycopg.Connection[dict[str, Any]]) -> None:
+    """Set what holds for all statements of a new connection: its limits, and that a commit is on the disk."""
+    connection.execute(f"SET client_encoding = 'UTF8'; SET lock_timeout = {LOCK_MS}")
+    connection.execute(f"SET idle_in_transaction_session_timeout = {IDLE_MS}")
+    # A server may be told to lose what it has committed, for speed.
+    connection.execute(
+        "SELECT set_config('synchronous_commit', 'on', false) WHERE current_setting('synchronous_commit') = 'off'"
+    )
 
 
 def database_errors() -> tuple[type[Exception], ...]:
