@@ -20,7 +20,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -78,6 +78,41 @@ LONGEST_WAIT_S = 1.0
 
 _TCP_INFO = struct.Struct("=24xI92xQQ8xI")
 """Of the system's `tcp_info`: segments in flight, confirmed and received bytes, bytes that were not sent yet."""
+
+
+@dataclass
+class _Attempt:
+    """What is known of one attempt at a session, from the login to its end."""
+
+    subscribe_pause_s: float
+    """How many seconds after the next refusal filters are asked for again."""
+
+    rejection: str = ""
+    """Why the broker has refused the login, and the remedy; empty where it has not."""
+
+    remedy: str = ""
+    """What to do about that, or about a certificate; empty where waiting may help."""
+
+    clocks_differ: bool = False
+    """Whether a certificate was refused because it does not hold at the time of this machine's clock."""
+
+    pending_filters: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    """Number of a subscription -> its filters, until the broker answers it."""
+
+    subscribed_by: float = 0.0
+    """The time until which the answer to the last subscription is waited for without a sign of life."""
+
+    has_answered: bool = False
+    """Whether the broker has answered a subscription."""
+
+    is_thrown_off: bool = False
+    """Whether the broker has ended the session instead of answering the first subscription."""
+
+    refused_filters: list[str] = field(default_factory=list)
+    """The filters that the broker has refused, to be asked for again."""
+
+    subscribe_at: float = float("inf")
+    """When they are asked for again."""
 
 
 @dataclass(frozen=True)
@@ -150,22 +185,12 @@ class MqttTransport:
         self._advice = advice
         self._inbox = Inbox(rank_of)
         self._filters: list[str] = []
-        self._pending_filters: dict[int, tuple[str, ...]] = {}
-        self._refused_filters: list[str] = []
-        """The filters that the broker of this session has refused, to be asked for again."""
-
-        self._subscribe_pause_s = SUBSCRIBE_AGAIN_S
-        self._subscribe_at = float("inf")
-        self._subscribed_by = 0.0
-        """The time until which the answer to the last subscription is waited for without a sign of life."""
-
-        self._has_answered = False
-        """Whether the broker of this session has answered a subscription."""
-
-        self._is_thrown_off = False
-        """Whether the broker has ended this session instead of answering the first subscription."""
+        self._attempt = _Attempt(SUBSCRIBE_AGAIN_S)
+        """What is known of the session of now, or of the last one."""
 
         self._subscribing = threading.RLock()
+        """Held while a request to subscribe is sent and noted, or its answer is looked up."""
+
         self._client: paho.Client | None = None
         self._last_sent: paho.MQTTMessageInfo | None = None
         self._up = threading.Event()
@@ -177,12 +202,9 @@ class MqttTransport:
         self._only_refusals = True
         """Whether each of these failures was a refused login for which there is a remedy."""
 
-        self._rejection = ""
-        self._remedy = ""
         self._was_away = False
         """Whether the log says that the broker is away."""
 
-        self._clocks_differ = False
         self._thread: threading.Thread | None = None
         self._connection = 0
 
@@ -309,7 +331,7 @@ class MqttTransport:
             log.warning("broker_away url=%s reason=%s retry_in_s=%.1f", url, reason, pause_s)
             if self._failover.is_list:
                 reason = f"{url}: {reason}"
-            self._inbox.put(Disconnected(reason, pause_s, self._remedy, self._clocks_differ))
+            self._inbox.put(Disconnected(reason, pause_s, self._attempt.remedy, self._attempt.clocks_differ))
             self._stopping.wait(pause_s)
 
     def _note_first_attempt(self, url: str, reason: str) -> None:
@@ -317,7 +339,7 @@ class MqttTransport:
         if self._tried.is_set():
             return
         self._first_failures.append(f"{url}: {reason}" if self._failover.is_list else reason)
-        self._only_refusals = self._only_refusals and bool(self._rejection and self._remedy)
+        self._only_refusals = self._only_refusals and bool(self._attempt.rejection and self._attempt.remedy)
         if len(self._first_failures) == len(self.config.urls):
             self._tried.set()
 
@@ -344,14 +366,14 @@ class MqttTransport:
         # A broken packet makes paho raise anything; a new session is the cure.
         except Exception as error:  # noqa: BLE001 - see above
             reason = cause(error)
-            self._clocks_differ = is_of_another_time(error)
-            self._remedy = SET_CLOCK if self._clocks_differ else ""
+            self._attempt.clocks_differ = is_of_another_time(error)
+            self._attempt.remedy = SET_CLOCK if self._attempt.clocks_differ else ""
         # Somebody who is thrown off for what he asks for would be back at once, for ever, if that counted as a session.
-        was_up = self._up.is_set() and not self._is_thrown_off
+        was_up = self._up.is_set() and not self._attempt.is_thrown_off
         self._up.clear()
         self._client = None  # its sockets close with it
         self._last_sent = None
-        return _SessionEnd(self._rejection or reason, was_up)
+        return _SessionEnd(self._attempt.rejection or reason, was_up)
 
     def _serve(self, client: _Client, login_until: float) -> str:
         """Handle what a connected client receives and sends until the connection ends, and return why it ended.
@@ -372,7 +394,7 @@ class MqttTransport:
                 leave_until = time.monotonic() + LEAVE_TIMEOUT_S
                 client.disconnect()
             # 3. Filters that were refused.
-            if time.monotonic() >= self._subscribe_at:
+            if time.monotonic() >= self._attempt.subscribe_at:
                 self._subscribe_again()
             # 4. With another broker to go to, this one has to show that it lives.
             is_watched = self._failover.is_list and not is_leaving
@@ -389,9 +411,9 @@ class MqttTransport:
         if has_certificate and not self._up.is_set():
             reason = f"{reason.rstrip('.')}; the broker may refuse this certificate"
         # RabbitMQ answers a filter that its rules forbid by ending the connection.
-        is_unanswered = bool(self._pending_filters) and not self._has_answered
+        is_unanswered = bool(self._attempt.pending_filters) and not self._attempt.has_answered
         if self._up.is_set() and is_unanswered:
-            self._is_thrown_off = True
+            self._attempt.is_thrown_off = True
             reason = f"{reason.rstrip('.')} before the broker answered the subscription; its topic rules may forbid it"
         return reason
 
@@ -427,7 +449,7 @@ class MqttTransport:
         NATS reads nothing more of a client, also no question, until it has answered its subscription. That takes more
         than ten seconds after its cluster has lost a node, and would begin again at another node.
         """
-        is_subscribing = bool(self._pending_filters) and time.monotonic() < self._subscribed_by
+        is_subscribing = bool(self._attempt.pending_filters) and time.monotonic() < self._attempt.subscribed_by
         vigil.observe(None if is_subscribing else _link_state(client))
         if vigil.is_lost:
             self._strictness.lost()
@@ -465,15 +487,7 @@ class MqttTransport:
     def _new_client(self) -> _Client:
         """Return a client for the next connection, with its callbacks and will."""
         self._connection += 1
-        self._rejection = ""
-        self._remedy = ""
-        self._clocks_differ = False
-        self._pending_filters.clear()
-        self._has_answered = False
-        self._is_thrown_off = False
-        self._refused_filters.clear()
-        self._subscribe_pause_s = SUBSCRIBE_AGAIN_S
-        self._subscribe_at = float("inf")
+        self._attempt = _Attempt(SUBSCRIBE_AGAIN_S)
         client = _client(self.broker, self.client_id, session_of(self.client_id), paho.MQTTv311)
         client.max_inflight_messages_set(INFLIGHT)
         if self.will is not None:
@@ -491,8 +505,8 @@ class MqttTransport:
         """Note why the broker does not let this client in; otherwise tell the program, and subscribe again."""
         if code.is_failure:
             refusal = _explain_refusal(self.config, self.client_id, code, self._advice)
-            self._remedy = refusal.remedy
-            self._rejection = f"{refusal.reason}; {refusal.remedy}" if refusal.remedy else refusal.reason
+            self._attempt.remedy = refusal.remedy
+            self._attempt.rejection = f"{refusal.reason}; {refusal.remedy}" if refusal.remedy else refusal.reason
             return
         sock = client.socket()
         if isinstance(sock, socket.socket):
@@ -530,32 +544,33 @@ class MqttTransport:
             with self._subscribing:  # the broker may confirm before this thread has noted the request
                 _, mid = client.subscribe(with_qos)
                 if mid is not None:
-                    self._pending_filters[mid] = part
-                    self._subscribed_by = time.monotonic() + self.config.keepalive_s
+                    self._attempt.pending_filters[mid] = part
+                    self._attempt.subscribed_by = time.monotonic() + self.config.keepalive_s
 
     def _on_subscribe(
         self, _client: paho.Client, _data: object, mid: int, codes: list[ReasonCode], _props: object
     ) -> None:
         """Tell the program which filters the broker grants, by the number of the request."""
         with self._subscribing:
-            filters = self._pending_filters.pop(mid, ())
-        self._has_answered = True
+            filters = self._attempt.pending_filters.pop(mid, ())
+        self._attempt.has_answered = True
         answers = zip(filters, codes, strict=False)
         rejected = [topic_filter for topic_filter, code in answers if code.is_failure]
         if rejected:
-            is_news = self._subscribe_pause_s == SUBSCRIBE_AGAIN_S
+            is_news = self._attempt.subscribe_pause_s == SUBSCRIBE_AGAIN_S
             log.log(logging.ERROR if is_news else logging.DEBUG, "subscription_refused filters=%s", ",".join(rejected))
-            self._refused_filters += rejected
-            self._subscribe_at = time.monotonic() + self._subscribe_pause_s
+            self._attempt.refused_filters += rejected
+            self._attempt.subscribe_at = time.monotonic() + self._attempt.subscribe_pause_s
         granted = tuple(topic_filter for topic_filter in filters if topic_filter not in rejected)
         self._inbox.put(Subscribed(granted))
 
     def _subscribe_again(self) -> None:
         """Ask again for the filters that were refused and are still wanted; the broker may grant them by now."""
-        still_wanted = tuple(topic_filter for topic_filter in self._refused_filters if topic_filter in self._filters)
-        self._refused_filters.clear()
-        self._subscribe_at = float("inf")
-        self._subscribe_pause_s = min(1.5 * self._subscribe_pause_s, SUBSCRIBE_SELDOM_S)
+        attempt = self._attempt
+        still_wanted = tuple(topic_filter for topic_filter in attempt.refused_filters if topic_filter in self._filters)
+        attempt.refused_filters.clear()
+        attempt.subscribe_at = float("inf")
+        attempt.subscribe_pause_s = min(1.5 * attempt.subscribe_pause_s, SUBSCRIBE_SELDOM_S)
         self._ask_for(still_wanted)
 
     def _on_message(self, _client: paho.Client, _data: object, message: paho.MQTTMessage) -> None:
