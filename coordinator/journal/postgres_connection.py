@@ -83,7 +83,13 @@ class Database:
         except psycopg.Error as error:
             raise self.away(error) from error
         try:
-            _prepare(connection)
+            connection.execute(f"SET client_encoding = 'UTF8'; SET lock_timeout = {LOCK_MS}")
+            connection.execute(f"SET idle_in_transaction_session_timeout = {IDLE_MS}")
+            # A server may be told to lose what it has committed, for speed.
+            connection.execute(
+                "SELECT set_config('synchronous_commit', 'on', false) "
+                "WHERE current_setting('synchronous_commit') = 'off'"
+            )
         except psycopg.Error as error:
             connection.close()
             raise self.away(error) from error
@@ -110,16 +116,6 @@ class Database:
             f"{self}: the journal cannot be read or written ({first_line(error)}). Give the role of the URL the rights "
             "to create and write tables in the database, and the database room; nothing was changed"
         )
-
-
-def _prepare(connection: psycopg.Connection[dict[str, Any]]) -> None:
-    """Set what holds for all statements of a new connection: its limits, and that a commit is on the disk."""
-    connection.execute(f"SET client_encoding = 'UTF8'; SET lock_timeout = {LOCK_MS}")
-    connection.execute(f"SET idle_in_transaction_session_timeout = {IDLE_MS}")
-    # A server may be told to lose what it has committed, for speed.
-    connection.execute(
-        "SELECT set_config('synchronous_commit', 'on', false) WHERE current_setting('synchronous_commit') = 'off'"
-    )
 
 
 def database_errors() -> tuple[type[Exception], ...]:
