@@ -355,15 +355,12 @@ class PostgresJournal(DeferredEntries, SharedJournal):
     def close(self) -> None:
         """Close the connection; deferred entries are lost, as in a crash: `flush` them before."""
         with self._lock:
-            self._pending.discard()
+            self._forget_deferred()
             self._discard_connection()
             self._is_open = False
-            self._has_deferred = False
-            self._lost = None
             self._start = None
             self._is_held = lambda: True
             self._successor = None
-            self._losses += 1
 
     # --- writing ---------------------------------------------------------------------------------------------------
 
@@ -787,15 +784,13 @@ class PostgresJournal(DeferredEntries, SharedJournal):
 
         return self._attempt(write)
 
-    def _commit_deferred(self) -> None:
-        """Sync the pending files, then commit the transaction of the deferred entries, which are lost otherwise."""
-        try:
-            self._pending.finish()
-        except OSError as error:
-            if self._has_deferred:
-                self._drop_deferred(error)
-            raise
-        if not self._has_deferred or self._connection is None:
+    def _commit(self) -> None:
+        """Commit the transaction of the deferred entries.
+
+        Raises:
+            StateError: They could not be written.
+        """
+        if self._connection is None:
             return
         try:
             self._connection.execute("COMMIT")
@@ -803,17 +798,12 @@ class PostgresJournal(DeferredEntries, SharedJournal):
             failure = self._translate(error)
             if isinstance(failure, JournalAway):
                 self._discard_connection()
-            self._drop_deferred(failure)
             raise failure from error
-        self._has_deferred = False
 
-    def _drop_deferred(self, error: StateError | OSError) -> None:
-        """Give the deferred entries up, and keep the reason for the next `flush`."""
+    def _roll_back(self) -> None:
+        """End the transaction of the deferred entries without them; one whose connection is lost has ended."""
         if self._connection is not None:
             _roll_back(self._connection)
-        self._has_deferred = False
-        self._lost = error
-        self._losses += 1
 
     def _translate(self, error: Exception) -> StateError:
         """Return the error of ours for one of psycopg."""
