@@ -182,6 +182,21 @@ def test_all_methods_that_send_the_encoder_and_get_none_back_are_named():
     assert [name for name in methods.names() if methods.create(name).leaves_encoder] == sorted(LEAVE_ENCODER)
 
 
+@pytest.mark.parametrize(
+    "parts, leaves",
+    [
+        ({"returned": ()}, True),
+        ({"shared": ("encoder",), "returned": ("head",)}, True),
+        ({}, False),
+        ({"returned": ("encoder",)}, False),
+        ({"shared": ("head",), "returned": ()}, False),
+    ],
+)
+def test_a_method_of_ones_own_leaves_the_encoder_where_it_sends_it_and_takes_none_back(parts, leaves):
+    own = type("Own", (methods.Method,), parts)
+    assert own().leaves_encoder is leaves
+
+
 @pytest.mark.parametrize("name", PERSONAL_METHODS)
 def test_personal_methods_that_are_named_exist_and_train_the_encoder(name):
     method = methods.create(name)
