@@ -40,6 +40,12 @@ def test_files_that_are_left_out_share_a_line_where_folder_and_reason_are_the_sa
     assert output.skipped([]) == []
 
 
+def test_files_whose_folder_has_a_colon_in_its_name_share_a_line():
+    """The name ended at the first colon, and each file had a line of its own."""
+    files = [LeftOut(f"day 1: noon/{number}.jpg", "is too deep") for number in range(10)]
+    assert output.skipped(files)[1:] == ["  day 1: noon/0.jpg and 9 more in its folder: is too deep"]
+
+
 def test_remedy_on_the_device_does_not_send_to_where_it_is_shown():
     problem = problem_of("work", UsageError("no"))
     assert (problem.remedy, problem.as_json()["remedy"]) == (
