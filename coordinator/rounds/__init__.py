@@ -8,6 +8,6 @@ arrives from them, passes through `coordinator.fleet`.
 Read in this order: `round` (the contract, and what a crash repeats), `synchronous`, `server_step`, `active_run` and
 `assignment`; then `buffered` with `staleness`, and `secure` with `secure_sum`. `selection` and `pace` say who is asked
 and for how long a round waits, `aggregation` with `bounds`, `directions`, `class_statistics` and `robust` what becomes
-of the updates, `passes` how they are read for it; `server_side` with `compute_requests` what the compute process does
-for them.
+of the updates, `passes` how they are read for it, and `partitioned` who else may take and read them; `server_side` with
+`compute_requests` what the compute process does for them.
 """
