@@ -189,7 +189,7 @@ class RemoteAggregators(Aggregators):
         """Return the name of the partition whose aggregator takes an agent's update."""
         return partition_of(agent, self.of).name
 
-    def announce_collection(self, collection: Collection, about: OfMethod, values: MethodValues) -> None:
+    def opens(self, collection: Collection, about: OfMethod, values: MethodValues) -> None:
         """Tell the aggregators what is collected now, where it is the updates of a round."""
         if collection.purpose != "train" or collection.session:
             self._collection = None

@@ -85,7 +85,7 @@ class ActiveRun:
         context.collector.open(collection)
         request = self.run.request
         about = OfMethod(method=request.method_reference, params=request.params)
-        context.aggregators.announce_collection(collection, about, describe(self.run.method))
+        context.aggregators.opens(collection, about, describe(self.run.method))
 
     def ask(self, agents: tuple[str, ...], spec: JobSpec) -> Generator[Waiting, None, float]:
         """Offer the agents the blobs of their jobs, and send them the jobs.
