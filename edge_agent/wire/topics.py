@@ -78,6 +78,22 @@ class Topics:
         """Return the filters to which an agent always subscribes."""
         return (self.down(agent), self.down_chunks(agent), self.announce)
 
+    def for_relay(self) -> tuple[str, ...]:
+        """Return the filters to which a relay subscribes at the broker of its site: all that agents publish."""
+        messages = (self.up("+"), self.up("+", "+"), self.presence("+"), self.heartbeat("+"))
+        return (*messages, self.up_chunks("+"), self.up_chunks("+", "+"))
+
+    def receiver(self, topic: str) -> tuple[str, str]:
+        """Return the agent to which a coordinator publishes on a topic, and the kind of the topic: ``dn`` or ``db``.
+
+        Raises:
+            MessageError: The topic is not one of an agent, or the agent's name is invalid.
+        """
+        match topic.removeprefix(f"{self.root}/a/").split("/"):
+            case [agent, "dn" | "db" as kind] if topic.startswith(self.root) and _AGENT.fullmatch(agent):
+                return agent, kind
+        raise MessageError(f"topic {topic[:120]!r} is not one on which a coordinator publishes to an agent")
+
     def sender(self, topic: str) -> tuple[str, str]:
         """Return the agent that publishes on a topic, and the kind of the topic: ``up``, ``ub``, ``s`` or ``h``.
 

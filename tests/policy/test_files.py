@@ -75,6 +75,11 @@ REMOVALS = {
         "ServedFolder.remove",
         ".unlink",
     ): "a file that this program has put there, named by a SHA-256",
+    (
+        "edge_agent.relay.members",
+        "Members.gone",
+        ".unlink",
+    ): "the file of an agent's hello, by the agent's checked name",
     # --- empty folders
     ("edge_agent.core.storage", "check_writable", ".rmdir"): (
         "only folders that this call has made; rmdir takes empty ones"
