@@ -951,6 +951,7 @@ class Coordinator:
                 candidate=None if candidate is None else candidate.body(),
                 rss_mb=member.figures.rss_mb,
                 inputs_since=member.inputs_since,
+                relay=member.relay,
                 silent_s=round(self.clock() - member.heard_at, 1),
                 bytes_up=self.collector.bytes_from.get(member.id, 0),
                 bytes_down=self.distributor.bytes_to.get(member.id, 0),

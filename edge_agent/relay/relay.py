@@ -11,7 +11,7 @@ from ..core.formats import printable
 from ..core.time_and_text import utc_text
 from ..wire.blobs.chunks import BlobCache, decode_frame
 from ..wire.messages import codec, down, up
-from ..wire.messages.fields import HTTP_BLOBS, Command, Control
+from ..wire.messages.fields import HTTP_BLOBS, RELAY, Command, Control
 from ..wire.topics import Topics
 from ..wire.transport import BrokerConnection, Connected, Disconnected, Event, Message, Subscribed, Transport
 from .members import Member, Members
@@ -25,9 +25,6 @@ LONGEST_WAIT_S = 0.5
 
 BURST = 256
 """The most messages of the site that are handled before the coordinator's are looked at again."""
-
-RELAY = "relay"
-"""The fact of an agent's hello that names the relay through which it comes."""
 
 MOST_FACTS = 32
 """The most facts of a hello."""

@@ -73,6 +73,8 @@ def test_two_sites_and_an_agent_of_its_own_are_one_federation(tmp_path, undistur
         assert finished(fed) == undisturbed
         for relay in fed.relays.values():
             assert relay.blobs.fetched_bytes < 4.1 * MODEL_BYTES
+        relays = {row["id"]: row["relay"] for row in fed.coordinator.status()["agents"]}
+        assert relays == {"a0": "north", "a1": "north", "a2": "south", "a3": ""}
 
 
 def test_updates_pass_to_the_aggregators(tmp_path):
