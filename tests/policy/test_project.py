@@ -430,7 +430,7 @@ def units(root):
 
 
 def test_units_start_commands_that_the_project_installs(units, project):
-    assert set(units) == {"headwater-agent", "headwater-coordinator", "headwater-serve"}
+    assert set(units) == {"headwater-agent", "headwater-coordinator", "headwater-relay", "headwater-serve"}
     for name, unit in units.items():
         program = unit["Service"]["ExecStart"].split()[0].rpartition("/")[2]
         assert program in project["project"]["scripts"], name
