@@ -306,6 +306,9 @@ def _one_or_more(value: object) -> object:
     return (value,) if isinstance(value, str) else value
 
 
+AgentName = Annotated[str, Field(pattern=NAME_PATTERN)]
+
+
 class AggregatorsConfig(Frozen):
     """Processes that take, check and sum the updates of rounds beside the coordinator: 'headwater aggregate'.
 
@@ -319,6 +322,13 @@ class AggregatorsConfig(Frozen):
         le=1024,
         description="into how many partitions the agents are divided, each for one 'headwater aggregate --partition "
         "K/N'; the coordinator takes the updates of those that nobody serves; 0: none",
+    )
+    sites: tuple[AgentName, ...] = Field(
+        (),
+        max_length=256,
+        description="relays ('edge-agent relay') whose sums of their site's updates are taken, where nothing looks at "
+        "single updates: the bounds of [aggregation] are 'none', or privacy.clip is set; a relay in this list is "
+        "trusted with the updates of its agents",
     )
 
 

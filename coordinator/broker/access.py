@@ -39,6 +39,9 @@ ALL_AGENTS = "*"
 Relays = Mapping[str, tuple[str, ...]]
 """User of a relay -> the agents for which it speaks and listens, or `ALL_AGENTS`."""
 
+Granted = Callable[[Topics, str], tuple[str, ...]]
+"""Returns the topics, or filters, of a user."""
+
 NO_RELAYS: Relays = MappingProxyType({})
 
 
@@ -51,6 +54,16 @@ def _writable(topics: Topics, user: str) -> tuple[str, ...]:
 def _readable(topics: Topics, user: str) -> tuple[str, ...]:
     """Return the filters that an agent may subscribe to."""
     return (topics.down(user), topics.down_chunks(user), topics.broadcast(_ANY_BLOB), topics.announce)
+
+
+def _writable_for_sums(topics: Topics, relay: str) -> tuple[str, ...]:
+    """Return the topics that a relay may publish on, about sums of its agents' updates."""
+    return (topics.site_up(relay), topics.site_chunks(relay))
+
+
+def _readable_for_sums(topics: Topics, relay: str) -> tuple[str, ...]:
+    """Return the filters that a relay may subscribe to, about sums of its agents' updates."""
+    return (topics.site_down(relay),)
 
 
 def _levels(agents: tuple[str, ...]) -> tuple[str, ...]:
@@ -67,19 +80,22 @@ class Rules:
 
     def may_publish(self, user: str, topic: str) -> bool:
         """Return whether ``user`` may publish on ``topic``."""
-        return self._may(user, topic, _writable)
+        return self._may(user, topic, _writable, _writable_for_sums)
 
     def may_subscribe(self, user: str, topic_filter: str) -> bool:
         """Return whether ``user`` may subscribe to ``topic_filter``."""
-        return self._may(user, topic_filter, _readable)
+        return self._may(user, topic_filter, _readable, _readable_for_sums)
 
-    def _may(self, user: str, topic: str, granted: Callable[[Topics, str], tuple[str, ...]]) -> bool:
+    def _may(self, user: str, topic: str, granted: Granted, granted_to_relay: Granted) -> bool:
         if user == COORDINATOR_USER:
             return matches(f"{self.topics.root}/#", topic)
         if re.fullmatch(NAME_PATTERN, user) is None:
             return False
         agents = (user, *_levels(self.relays.get(user, ())))
-        return any(matches(allowed, topic) for agent in agents for allowed in granted(self.topics, agent))
+        allowed = [topic_filter for agent in agents for topic_filter in granted(self.topics, agent)]
+        if user in self.relays:
+            allowed += granted_to_relay(self.topics, user)
+        return any(matches(topic_filter, topic) for topic_filter in allowed)
 
 
 def mosquitto_acl(federation: str, relays: Relays = NO_RELAYS) -> str:
@@ -92,6 +108,8 @@ def mosquitto_acl(federation: str, relays: Relays = NO_RELAYS) -> str:
         for agent in _levels(relays[relay]):
             lines += [f"topic write {topic}" for topic in _writable(topics, agent)]
             lines += [f"topic read {topic}" for topic in _readable(topics, agent)]
+        lines += [f"topic write {topic}" for topic in _writable_for_sums(topics, relay)]
+        lines += [f"topic read {topic}" for topic in _readable_for_sums(topics, relay)]
         lines.append("")
     lines += [f"pattern write {topic}" for topic in _writable(topics, "%u")]
     lines += [f"pattern read {topic}" for topic in _readable(topics, "%u")]

@@ -32,6 +32,7 @@ from ..state.status_file import (
     ListedAgent,
     PartitionStatus,
     RefusedDevice,
+    SiteStatus,
     Status,
     read_agents,
     read_status,
@@ -406,7 +407,16 @@ def _lines(status: GatheredStatus) -> Iterator[Table | str]:
     if status.is_serving and status.written.partitions:
         yield _aggregator_table(status.written.partitions)
         yield ""
+    if status.is_serving and status.written.sites:
+        yield _site_table(status.written.sites)
+        yield ""
     yield from _fleet_lines(status)
+
+
+def _site_table(sites: Sequence[SiteStatus]) -> Table:
+    """Return the table of the relays whose sums are taken."""
+    rows = [(site.relay, site.host or "not online", site.holds, site.sums, site.summed) for site in sites]
+    return table("relays that sum", ("relay", "host", "updates there", "sums", "updates in them"), rows, left=2)
 
 
 def _aggregator_table(partitions: Sequence[PartitionStatus]) -> Table:

@@ -16,6 +16,7 @@ from typing import Any
 from edge_agent.core.errors import RunFailed, TrainingFailed
 from edge_agent.core.storage import mapped
 from edge_agent.core.task import State
+from edge_agent.core.weighted_sum import WeightedSum
 from edge_agent.wire.tensors import decode, pieces
 
 from ..config import AggregationConfig
@@ -89,9 +90,11 @@ class ServerStep:
 
     def stored_updates(self, collection: Collection) -> StoredUpdates:
         """Return the accepted updates of a collection, with what bounds on them depend on."""
-        accepted = {agent: (update.digest, update.samples) for agent, update in collection.accepted.items()}
+        alone = {agent: update for agent, update in collection.accepted.items() if not update.sum}
+        accepted = {agent: (update.digest, update.samples) for agent, update in alone.items()}
+        sums = tuple(sorted({update.sum for update in collection.accepted.values()} - {""}))
         start = replay(self.active.journal, self.active.run.id).start
-        return StoredUpdates(accepted, collection.round, start=start, repeats=self._repeats)
+        return StoredUpdates(accepted, collection.round, start=start, repeats=self._repeats, sums=sums)
 
     def close(self, collected: Collected, stats: Stats) -> Generator[Waiting, None, None]:
         """Aggregate in the order of agent ids, store the new state, and only then record that the round is over.
@@ -168,8 +171,10 @@ class ServerStep:
         updates = collected.updates
         blobs = run.context.state.blobs
         try:
-            summed = yield from self._aggregate_by_aggregators(updates, rule)
-            if summed is not None:
+            if updates.sums:
+                state = yield from self._next_state(updates.total(blobs, run.method, rule))
+                decided = Aggregation()
+            elif (summed := (yield from self._aggregate_by_aggregators(updates, rule))) is not None:
                 state, decided = summed
             elif "aggregate" in self.active.own.names:
                 # In buffered rounds updates come meanwhile: their agents offer them again.
@@ -238,11 +243,21 @@ class ServerStep:
         decisions = combined.decisions.to_fact()
         if combined.state is not None:
             return combined.state, decisions
-        if "next_state" in self.active.own.names:
-            step = functools.partial(self.active.own.next_state, run.checkpoint, combined.total)
-            digest = yield from self.active.compute("next state", step)
-            return decode(blobs.read(digest)), decisions
-        return run.method.next_state(run.state, combined.total), decisions
+        state = yield from self._next_state(combined.total)
+        return state, decisions
+
+    def _next_state(self, total: WeightedSum) -> Generator[Waiting, None, State]:
+        """Return what the method makes of the sum of a round's updates.
+
+        Raises:
+            TrainingFailed: No update has a positive weight.
+        """
+        run = self.active.run
+        if "next_state" not in self.active.own.names:
+            return run.method.next_state(run.state, total)
+        step = functools.partial(self.active.own.next_state, run.checkpoint, total)
+        digest = yield from self.active.compute("next state", step)
+        return decode(run.context.state.blobs.read(digest))
 
     def _made_by_aggregators(
         self, one_pass: Pass[Answer], updates: UpdatesOfRound

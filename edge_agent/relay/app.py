@@ -17,6 +17,7 @@ from ..core.locks import folder_lock
 from ..core.own_folders import check_own_folder
 from ..core.storage import read_json, sweep, write_atomic
 from ..wire.mqtt import MqttTransport
+from ..wire.seal import read_key
 from .certificate import RelayCertificate
 from .relay import Relay
 from .settings import RelayConfig
@@ -45,7 +46,8 @@ def relay(config: RelayConfig) -> Iterator[Relay]:
         sweep(config.state)
         upstream = MqttTransport(config.broker, config.id)
         site = MqttTransport(config.site, config.id, on_event=upstream.wake)
-        service = Relay(config, upstream, site, time.monotonic, time.time)
+        key = read_key(config)
+        service = Relay(config, upstream, site, time.monotonic, time.time, key, ThreadWorker(upstream.wake))
         with contextlib.closing(service):
             service.start()
             yield service

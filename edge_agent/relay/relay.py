@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import logging
+import secrets
+import socket
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+from ..core.children import InlineWorker, Worker
 from ..core.errors import HeadwaterError, MessageError, ProtocolMismatch, UsageError, cause
 from ..core.formats import printable
 from ..core.time_and_text import utc_text
+from ..version import __version__
 from ..wire.blobs.chunks import BlobCache, decode_frame
 from ..wire.messages import codec, down, up
 from ..wire.messages.fields import HTTP_BLOBS, RELAY, Command, Control
+from ..wire.messages.site_sums import MOST_MEMBERS, FromSite, OpenSite, SendSum, SiteSays, SiteSeal, SumReceipt
+from ..wire.seal import AgentKey
 from ..wire.topics import Topics
 from ..wire.transport import BrokerConnection, Connected, Disconnected, Event, Message, Subscribed, Transport
 from .members import Member, Members
 from .settings import RelayConfig
 from .site_blobs import SiteBlobs
+from .sums import SiteSums
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +36,25 @@ BURST = 256
 
 MOST_FACTS = 32
 """The most facts of a hello."""
+
+
+SAYS_EVERY_S = 5.0
+"""Seconds between two messages by which a relay that sums says that it is online."""
+
+
+@dataclass(frozen=True)
+class _Followed:
+    """The newest message of a coordinator about what is summed; a recorded one is older."""
+
+    epoch: int = -1
+    start: str = ""
+    number: int = 0
+
+    def is_newer(self, message: OpenSite) -> bool:
+        """Return whether a message is of a later start of the coordinator, or a later one of the same start."""
+        if message.epoch != self.epoch:
+            return message.epoch > self.epoch
+        return message.start == self.start and message.number > self.number
 
 
 def is_power_of_two(count: int) -> bool:
@@ -45,6 +72,8 @@ class Relay:
         site: Transport,
         clock: Callable[[], float],
         now: Callable[[], float],
+        key: AgentKey | None = None,
+        worker: Worker | None = None,
     ) -> None:
         """Put a relay together; nothing is sent before `start`.
 
@@ -55,7 +84,10 @@ class Relay:
                 `receive` returns where this one has events.
             clock: Monotonic seconds.
             now: Seconds of the wall clock, for the status.
+            key: What this relay shares with its coordinator; None: it sums no updates.
+            worker: Adds updates up; None: they are added up at once, in the loop.
         """
+        worker = worker or InlineWorker()
         self.config = config
         self.topics = Topics(config.federation)
         self._upstream = upstream
@@ -65,6 +97,19 @@ class Relay:
         self._seq = 0
         cache = BlobCache(config.state / "cache", config.cache_bytes)
         self.blobs = SiteBlobs(cache, self, self._send_frame, clock)
+        self._seal: SiteSeal | None = None
+        self.sums: SiteSums | None = None
+        """Sums updates; None where this relay has no key, or shall not."""
+
+        if key is not None and config.sum_updates:
+            self._seal = SiteSeal(key)
+            self.sums = SiteSums(
+                config.state / "updates", self._say, self._send_sum_frame, self._is_online, worker, clock
+            )
+        self._clock = clock
+        self._boot = secrets.token_hex(8)
+        self._followed = _Followed()
+        self._says_at = float("-inf")
         self._upstream_broker: BrokerConnection | None = None
         """The coordinator's broker that is connected; None: none is."""
 
@@ -104,6 +149,8 @@ class Relay:
             UsageError: One of them refuses the login, and the configuration says not to wait for it.
         """
         self._upstream.subscribe(self.topics.announce)
+        if self.sums is not None:
+            self._upstream.subscribe(self.topics.site_down(self.config.id))
         for agent, _ in self.members:
             self._upstream.subscribe(*self._topics_to(agent))
         self._site.subscribe(*self.topics.for_relay())
@@ -113,6 +160,8 @@ class Relay:
     def close(self) -> None:
         """Disconnect; what has arrived of models stays on disk."""
         self.blobs.pause()
+        if self.sums is not None:
+            self.sums.pause()
         self._site.close()
         self._upstream.close()
 
@@ -150,6 +199,8 @@ class Relay:
             "served_bytes": self.blobs.served_bytes,
             "sent_bytes": self._upstream.traffic.bytes_up,
             "received_bytes": self._upstream.traffic.bytes_down,
+            "sums": 0 if self.sums is None else self.sums.sums,
+            "summed": 0 if self.sums is None else self.sums.summed,
             "refused": self.refused,
         }
 
@@ -172,6 +223,22 @@ class Relay:
 
     def _tick(self, _: None) -> None:
         self.blobs.tick()
+        if self.sums is None or not self._upstream_up:
+            return
+        self.sums.tick()
+        now = self._clock()
+        if now - self._says_at >= SAYS_EVERY_S:
+            self._says_at = now
+            followed = self._followed
+            says = SiteSays(
+                boot=self._boot,
+                software=__version__,
+                host=socket.gethostname()[:255],
+                start=followed.start,
+                number=followed.number,
+                holds=self.sums.holds[:MOST_MEMBERS],
+            )
+            self._say(says)
 
     # --- from the site ---------------------------------------------------------------------------------------------
 
@@ -208,8 +275,16 @@ class Relay:
             self._on_presence(agent, member, event)
         elif kind == "up":
             self._on_words(agent, member, event)
-        else:
+        elif kind != "ub" or not self._is_summed_chunk(agent, event.payload):
             self._pass_up(member, event.topic, event.payload, qos=0 if kind == "h" else 1)
+
+    def _is_summed_chunk(self, agent: str, payload: bytes) -> bool:
+        """Store chunks of an update that is summed here; False: they are for the coordinator.
+
+        Raises:
+            ChunkError: They are malformed, or cannot be stored.
+        """
+        return self.sums is not None and self.sums.chunk(agent, decode_frame(payload))
 
     def _member(self, agent: str) -> Member | None:
         """Return an agent of the site, which is new where it has said nothing before; None: there is no room for it."""
@@ -263,6 +338,8 @@ class Relay:
         if isinstance(message, up.Want) and self.blobs.want(agent, message):
             return
         if isinstance(message, up.Progress) and self.blobs.progress(agent, message):
+            return
+        if isinstance(message, up.UpdateManifest) and self.sums is not None and self.sums.manifest(agent, message):
             return
         if isinstance(message, up.Have):
             self.blobs.have(agent, message.digest)
@@ -324,6 +401,9 @@ class Relay:
             self._upstream_broker = event.connection_since(utc_text(self._now()))
             self.members.cut()
             self.blobs.cut()
+            self._says_at = float("-inf")
+            if self.sums is not None:
+                self.sums.cut()
             log.info("upstream_connected broker=%s", event.broker or self.config.broker.names)
         elif isinstance(event, Subscribed):
             self._on_subscribed(event)
@@ -368,6 +448,9 @@ class Relay:
         if event.topic == self.topics.announce:
             self._site.publish(event.topic, event.payload)
             return
+        if event.topic == self.topics.site_down(self.config.id):
+            self._on_site_command(event.payload)
+            return
         if event.topic.startswith(self._broadcasts):
             self.blobs.broadcast_frame(decode_frame(event.payload))
             return
@@ -394,6 +477,37 @@ class Relay:
         elif isinstance(message, down.Listen):
             return self.blobs.listen(agent, message)
         return False
+
+    # --- sums ------------------------------------------------------------------------------------------------------
+
+    def _on_site_command(self, payload: bytes) -> None:
+        """Do what the coordinator says about sums.
+
+        Raises:
+            HeadwaterError: The message is not one of the coordinator, or names chunks outside the sum.
+        """
+        if self._seal is None or self.sums is None:
+            return
+        message = self._seal.to_site(payload)
+        if isinstance(message, SendSum):
+            self.sums.send(message)
+        elif isinstance(message, SumReceipt):
+            self.sums.receipt(message)
+        elif self._followed.is_newer(message):
+            self._followed = _Followed(message.epoch, message.start, message.number)
+            self.sums.opened(message)
+
+    def _say(self, message: FromSite) -> None:
+        """Send a message about sums to the coordinator."""
+        if self._seal is not None:
+            self._upstream.publish(self.topics.site_up(self.config.id), self._seal.encode(message))
+
+    def _send_sum_frame(self, frame: bytes) -> None:
+        self._upstream.publish(self.topics.site_chunks(self.config.id), frame)
+
+    def _is_online(self, agent: str) -> bool:
+        member = self.members.get(agent)
+        return member is not None and member.is_online
 
     # --- in the name of agents -------------------------------------------------------------------------------------
 

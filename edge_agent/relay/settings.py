@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from pydantic import Field, model_validator
 
-from ..core.config import NAME_PATTERN, BrokerConfig, FileKind, default_agent_id
+from ..core.config import NAME_PATTERN, AgentBrokerConfig, BrokerConfig, FileKind, default_agent_id
 from ..core.task import Frozen
 
 
@@ -34,8 +34,12 @@ class RelayConfig(Frozen):
     most_agents: int = Field(
         1000, ge=1, le=10_000, description="agents at the site; beyond it, those that are offline make room for others"
     )
-    broker: BrokerConfig = Field(
-        default_factory=BrokerConfig, description="the coordinator's broker, to which the relay has the only connection"
+    sum_updates: bool = Field(
+        True, description="sum the updates of the site where the coordinator asks for it; false: they pass one by one"
+    )
+    broker: AgentBrokerConfig = Field(
+        default_factory=AgentBrokerConfig,
+        description="the coordinator's broker, to which the relay has the only connection",
     )
     site: BrokerConfig = Field(
         default_factory=BrokerConfig, description="the broker of the site, to which its agents connect"

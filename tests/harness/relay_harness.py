@@ -7,20 +7,28 @@ from pathlib import Path
 from typing import Any
 
 from faulty_broker import FaultyBroker
-from federation_harness import Federation, vanish
+from federation_harness import Federation, Killed, vanish
 
-from edge_agent.core.config import BrokerConfig
+from coordinator.config import AggregatorsConfig
+from edge_agent.core.config import AgentBrokerConfig, BrokerConfig
 from edge_agent.relay.relay import Relay
 from edge_agent.relay.settings import RelayConfig
 from edge_agent.wire.memory import MemoryTransport
 
 
 class SiteFederation(Federation):
-    """``sites``: the agents of each site; all others connect to the coordinator's broker themselves."""
+    """``sites``: the agents of each site; all others connect to the coordinator's broker themselves.
 
-    def __init__(self, folder: Path, sites: Mapping[str, tuple[str, ...]], **options: Any) -> None:
+    ``sums``: the relays whose sums the coordinator takes.
+    """
+
+    def __init__(
+        self, folder: Path, sites: Mapping[str, tuple[str, ...]], *, sums: tuple[str, ...] = (), **options: Any
+    ) -> None:
         everybody = tuple(agent for agents in sites.values() for agent in agents)
         super().__init__(folder, agents=(*everybody, *options.pop("others", ())), **options)
+        if sums:
+            self.config = self.config.model_copy(update={"aggregators": AggregatorsConfig(sites=sums)})
         self.sites = sites
         self.site_brokers = {site: FaultyBroker() for site in sites}
         self.upstream: dict[str, MemoryTransport] = {}
@@ -28,7 +36,10 @@ class SiteFederation(Federation):
 
         self.relays: dict[str, Relay] = {}
         self.hook: Callable[[str, Relay], None] = lambda site, relay: None
-        """Called before each step of a relay."""
+        """Called before each step of a relay; may raise `Killed`."""
+
+        self.after_kill: Callable[[str], object] = lambda site: None
+        """Called when a relay was killed."""
 
     def __enter__(self) -> SiteFederation:
         self.start_coordinator()
@@ -47,13 +58,20 @@ class SiteFederation(Federation):
         config = RelayConfig(
             id=site,
             state=self.folder / f"relay-{site}",
-            broker=BrokerConfig(url="mqtt://center"),
+            broker=AgentBrokerConfig(url="mqtt://center"),
             site=BrokerConfig(url=f"mqtt://{site}"),
             **settings,
         )
         transport = self.upstream[site] = self.broker.transport()
-        now = lambda: self.now().timestamp()
-        relay = self.relays[site] = Relay(config, transport, self.site_brokers[site].transport(), self.clock, now)
+        keys = self.keys()
+        relay = self.relays[site] = Relay(
+            config,
+            transport,
+            self.site_brokers[site].transport(),
+            self.clock,
+            lambda: self.now().timestamp(),
+            None if keys is None else keys.of_agent(site),
+        )
         relay.start()
         return relay
 
@@ -66,6 +84,11 @@ class SiteFederation(Federation):
     def step(self) -> bool:
         busy = super().step()
         for site, relay in list(self.relays.items()):
-            self.hook(site, relay)
-            busy = relay.step(0) or busy
+            try:
+                self.hook(site, relay)
+                busy = relay.step(0) or busy
+            except Killed:
+                self.kill_relay(site)
+                self.after_kill(site)
+                busy = True
         return busy

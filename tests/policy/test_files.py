@@ -75,6 +75,15 @@ REMOVALS = {
         "ServedFolder.remove",
         ".unlink",
     ): "a file that this program has put there, named by a SHA-256",
+    ("coordinator.aggregators.sites", "RemoteSites._finish", ".replace"): "a sum that has arrived becomes a blob",
+    ("coordinator.aggregators.sites", "RemoteSites._finish", ".unlink"): "a sum that has arrived, by its SHA-256",
+    ("edge_agent.relay.sums", "SiteSums._pass_on", ".unlink"): "an update of the open round, by its SHA-256",
+    ("edge_agent.relay.sums", "SiteSums._leave", ".rmdir"): "an empty folder of an upload",
+    (
+        "edge_agent.relay.sums",
+        "SiteSums._remove_unused",
+        ".unlink",
+    ): "updates and sums of rounds that are over, by names",
     (
         "edge_agent.relay.members",
         "Members.gone",

@@ -214,6 +214,10 @@ def test_a_relay_for_all_agents_commands_none():
     assert rules.may_subscribe("north", "fl/1/home/a/porch/dn")
     assert not rules.may_publish("north", "fl/1/home/a/porch/dn")
     assert not rules.may_publish("north", "fl/1/home/ann")
+    assert rules.may_publish("north", "fl/1/home/r/north/up")
+    assert not rules.may_publish("north", "fl/1/home/r/north/dn")
+    assert not rules.may_publish("north", "fl/1/home/r/south/up")
+    assert not rules.may_publish("porch", "fl/1/home/r/porch/up")
     assert not rules.may_publish("porch", "fl/1/home/a/attic/up")
 
 

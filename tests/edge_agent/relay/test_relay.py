@@ -9,10 +9,10 @@ import pytest
 from aggregator_harness import PartitionedFederation
 from faulty_broker import Faults
 from federation_duties import WIDE_TASK, FakeDuties, TinyDuties, quick_params
-from federation_harness import Federation, vanish
+from federation_harness import Federation, Killed
 from relay_harness import SiteFederation
 
-from edge_agent.core.config import BrokerConfig, parse
+from edge_agent.core.config import AgentBrokerConfig, BrokerConfig, parse
 from edge_agent.core.errors import ConfigError, UsageError
 from edge_agent.relay.members import Member, Members
 from edge_agent.relay.relay import Relay
@@ -114,14 +114,13 @@ def test_a_relay_is_killed_at_any_moment(tmp_path, undisturbed):
             steps = int(rng.integers(5, 120))
             counted = {"steps": 0}
 
-            def kill(site, relay, fed=fed, steps=steps, counted=counted):
+            def kill(site, relay, steps=steps, counted=counted):
                 counted["steps"] += 1
                 if counted["steps"] == steps:
-                    vanish(fed.relays["north"]._upstream)
-                    vanish(fed.relays["north"]._site)
-                    fed.add_relay("north")
+                    raise Killed
 
             fed.hook = kill
+            fed.after_kill = fed.add_relay
             assert finished(fed) == undisturbed, f"killed after {steps} steps"
             assert counted["steps"] > steps
 
@@ -227,7 +226,7 @@ def small_relay(tmp_path, upstream=None, site=None, **settings):
     config = RelayConfig(
         id="north",
         state=tmp_path / "relay",
-        broker=BrokerConfig(url="mqtt://center"),
+        broker=AgentBrokerConfig(url="mqtt://center"),
         site=BrokerConfig(url="mqtt://north"),
         **settings,
     )
