@@ -9,9 +9,10 @@ import subprocess
 import sys
 
 import pytest
-from process_site import LARGE, Site
+from process_site import DIGITS, EVERYBODY, LARGE, Site
 
 from coordinator.broker import EmbeddedBroker, MosquittoBroker, find_mosquitto
+from coordinator.state.command_keys import CommandKeys
 
 AGENTS = ("a0", "a1")
 
@@ -77,6 +78,7 @@ def test_the_status_names_agents_brokers_and_bytes(site, plain):
     assert "Traceback" not in (site.folder / "relay.log").read_text()
 
 
+@pytest.mark.slow
 def test_a_relay_killed_by_kill_9_in_a_download_changes_no_bit(site, plain):
     run = site.request(2)
     site.until(lambda: len(site.opened(run)) >= 1, "round 1 opens")
@@ -87,6 +89,7 @@ def test_a_relay_killed_by_kill_9_in_a_download_changes_no_bit(site, plain):
     assert site.finish(run) == plain
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["site_broker", "broker"])
 def test_a_broker_killed_by_kill_9_changes_no_bit(site, plain, which):
     """Its supervisor starts it again."""
@@ -101,3 +104,42 @@ def test_a_second_relay_with_one_state_folder_is_refused(site):
     second = subprocess.run(command, cwd=site.folder, capture_output=True, text=True, check=False, timeout=60)
     assert second.returncode == 1
     assert "is in use by edge-agent relay north" in second.stderr
+
+
+NO_BOUNDS = "\n".join(
+    f'{name} = "none"'
+    for name in ("max_norm", "max_weight", "max_share", "repeat_share", "min_cosine", "max_class_mean", "max_loss")
+)
+THREE = ("a0", "a1", "a2")
+
+
+class SummingSite(RelaySite):
+    """The coordinator takes the sums of the relay, which has the key of its enrolment."""
+
+    def relay(self):
+        keys = CommandKeys.of(self.folder / "state", "home")
+        (self.folder / "north.commands.key").write_text(keys.of_agent("north").text())
+        path = self.folder / "relay.toml"
+        text = path.read_text()
+        if "command_key_file" not in text:
+            path.write_text(text.replace("[site]", 'command_key_file = "north.commands.key"\n[site]'))
+        super().relay()
+
+
+def test_a_site_that_sums_gives_the_same_encoder_also_where_its_relay_is_killed(tmp_path):
+    bounds = f"{EVERYBODY}\n[aggregation]\n{NO_BOUNDS}"
+    (tmp_path / "direct").mkdir()
+    (tmp_path / "site").mkdir()
+    with Site(tmp_path / "direct", DIGITS, agents=THREE, rules=bounds) as direct:
+        plain = direct.finish(direct.request(3))
+    rules = f'{bounds}\n[aggregators]\nsites = ["north"]'
+    with SummingSite(tmp_path / "site", DIGITS, agents=THREE, rules=rules) as site:
+        assert site.finish(site.request(3)) == plain
+        assert "sum_taken relay=north" in (site.folder / "serve.log").read_text()
+        run = site.request(3)
+        site.until(lambda: len(site.opened(run)) >= 2, "round 2 opens")
+        site.kill("relay")
+        site.relay()
+        assert site.finish(run) == plain
+        for name in ("serve", "relay"):
+            assert "Traceback" not in (site.folder / f"{name}.log").read_text()
