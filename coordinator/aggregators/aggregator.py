@@ -45,7 +45,7 @@ from .messages import (
     Stored,
     Updates,
 )
-from .open_round import partial_folder, read_round
+from .open_round import OpenRound, partial_folder, read_round
 from .requests import PassFiles
 
 log = logging.getLogger(__name__)
@@ -61,6 +61,9 @@ COLLECT_EVERY_S = 0.02
 
 AGAIN_S = 2.0
 """Seconds without an answer after which a message about stored updates is sent again."""
+
+MOST_PASSES = 64
+"""Requests for passes beyond which those that are finished are forgotten; the coordinator has a few at a time."""
 
 MOST_UNREADABLE = 5
 """Descriptions of a round in a row that cannot be read, after which the folder is taken not to be the coordinator's."""
@@ -92,18 +95,28 @@ class _Unnoted:
 
 
 @dataclass
-class _Work:
-    """What the coordinator has asked for last."""
+class _Assignment:
+    """The work that the coordinator has given this aggregator last."""
 
     federation: str = ""
     epoch: int = 0
     start: str = ""
     """The coordinator's start; empty before it was heard."""
 
-    terms: dict[str, int] = field(default_factory=dict)
-    """Name of a partition -> the term in which it is served."""
+    terms: dict[Partition, int] = field(default_factory=dict)
+    """Partition -> the term in which it is served."""
 
     collection: str = ""
+    """The digest of the open round's file; empty: no round is open."""
+
+
+@dataclass
+class _Pass:
+    """A pass that the coordinator has requested."""
+
+    is_done: bool = False
+    error: str = ""
+    """Why it was not made; empty where it was, or is being made."""
 
 
 class Aggregator:
@@ -126,36 +139,50 @@ class Aggregator:
         self._worker = worker or InlineWorker()
         self._sealed = Sealed(site.keys.for_aggregators())
         self._files = PassFiles(site.folder)
-        self._work = _Work()
+        self._assignment = _Assignment()
         self._collector = self._new_collector()
         self._manifests: dict[str, UpdateManifest] = {}
         """Agent -> the update that it has offered last in the open round."""
 
-        self._seqs: dict[str, int] = {}
-        """Name of a partition -> how many commands were sent in its term."""
+        self._seqs: dict[Partition, int] = {}
+        """Partition -> how many commands were sent in its term."""
 
         self._waiting: list[Stored] = []
+        """Updates that the coordinator has not been told of."""
+
         self._unnoted: dict[int, _Unnoted] = {}
+        """Number of a message -> the updates in it, which the coordinator has not confirmed yet."""
+
         self._number = 0
+        """The number of the last message about updates."""
+
         self.stored = 0
         """Updates that were stored since the start."""
 
         self.passes_made = 0
+        """Passes over updates that were made since the start."""
+
         self._unreadable = 0
-        self._passes: dict[str, str | None] = {}
-        """Request -> why a pass was not made, empty where it was; None while it is being made."""
+        """How many descriptions of a round in a row could not be read."""
+
+        self._passes: dict[str, _Pass] = {}
+        """Id of a request -> the pass."""
 
         self._said_at = float("-inf")
+        """When the last message said that this aggregator is online."""
+
         self._ticked_at = float("-inf")
+        """When all uploads were last looked at."""
+
         self._is_connected = False
         self.rejected = Rejections(clock)
 
     @property
     def waits_for(self) -> str:
-        """What it waits for; empty while it serves."""
+        """The peer that this aggregator waits for, in words; empty while it serves."""
         if not self._is_connected:
             return "the broker"
-        if not self._work.start:
+        if not self._assignment.start:
             return f"a coordinator of federation '{self.site.topics.federation}' with [aggregators]"
         return ""
 
@@ -194,7 +221,7 @@ class Aggregator:
             self._ticked_at = now
             self._collector.tick()
         self._tell_stored()
-        self._say()
+        self._report_presence()
         return event is not None
 
     # --- messages --------------------------------------------------------------------------------------------------
@@ -261,6 +288,7 @@ class Aggregator:
             self._on_partitions(message)
 
     def _ignore(self, who: str, error: Exception) -> None:
+        """Count and log a message that is not used; one that comes again and again is no longer a warning."""
         counted = self.rejected.note(f"{who}: {type(error).__name__}")
         level = logging.DEBUG if counted is None else logging.WARNING
         log.log(level, "message_refused from=%s reason=%s", who, reason_of(error))
@@ -273,40 +301,41 @@ class Aggregator:
         Raises:
             StateError: The description of a round cannot be read, again and again.
         """
-        before = self._work
+        before = self._assignment
         # 1. A coordinator that was suspended, and has been replaced meanwhile, may speak once more before it ends.
         if message.federation == before.federation and message.epoch < before.epoch:
             log.warning("earlier_coordinator_ignored epoch=%d newest=%d", message.epoch, before.epoch)
             return
         # 2. The partitions.
         of = self.site.partition.of
-        terms = {Partition(served.number, of).name: served.term for served in message.partitions}
-        self._work = _Work(message.federation, message.epoch, message.start, terms, before.collection)
-        self._listen_instead(before.terms.keys(), terms.keys())
-        self._count_commands_anew(before)
+        terms = {Partition(served.number, of): served.term for served in message.partitions}
+        self._assignment = _Assignment(message.federation, message.epoch, message.start, terms, before.collection)
+        self._change_partitions(before.terms.keys(), terms.keys())
+        self._restart_sequences(before)
         # 3. The round.
         if message.collection != before.collection or message.start != before.start:
             self._open(message.collection)
         # 4. The coordinator waits for the answer before it asks agents to send here. A round that could not be opened
         #    is answered in the usual time, or the two would ask each other without a pause.
-        if self._work.collection == message.collection:
+        if self._assignment.collection == message.collection:
             self._said_at = float("-inf")
 
-    def _listen_instead(self, before: AbstractSet[str], now: AbstractSet[str]) -> None:
+    def _change_partitions(self, before: AbstractSet[Partition], now: AbstractSet[Partition]) -> None:
         """Subscribe to the topics of the partitions that are served ``now``, and not to those of ``before``."""
-        for name in sorted(before - now):
-            self.transport.unsubscribe(*self.site.topics.for_partition(name))
-        for name in sorted(now - before):
-            self.transport.subscribe(*self.site.topics.for_partition(name))
+        for partition in sorted(before - now):
+            self.transport.unsubscribe(*self.site.topics.for_partition(partition.name))
+        for partition in sorted(now - before):
+            self.transport.subscribe(*self.site.topics.for_partition(partition.name))
         if before != now:
-            log.info("partitions_served numbers=%s", ", ".join(sorted(now)) or "none")
+            names = ", ".join(partition.name for partition in sorted(now))
+            log.info("partitions_served numbers=%s", names or "none")
 
-    def _count_commands_anew(self, before: _Work) -> None:
+    def _restart_sequences(self, before: _Assignment) -> None:
         """Begin with the first command of each partition that has another term, or another coordinator, than before."""
-        has_other_coordinator = self._work.start != before.start
-        for name, term in self._work.terms.items():
-            if has_other_coordinator or before.terms.get(name) != term:
-                self._seqs[name] = 0
+        has_other_coordinator = self._assignment.start != before.start
+        for partition, term in self._assignment.terms.items():
+            if has_other_coordinator or before.terms.get(partition) != term:
+                self._seqs[partition] = 0
 
     def _open(self, digest: str) -> None:
         """Take updates of this round from now on; empty: take none.
@@ -316,7 +345,7 @@ class Aggregator:
         """
         if not digest:
             self._collector.pause()
-            self._work.collection = ""
+            self._assignment.collection = ""
             self._manifests.clear()
             return
         try:
@@ -329,12 +358,17 @@ class Aggregator:
             log.warning("round_unreadable reason=%s", error)
             return
         self._unreadable = 0
+        self._take_round(content)
+        self._assignment.collection = digest
+        log.info("round_taken run=%s round=%d cohort=%d", content.run, content.round, len(content.cohort))
+
+    def _take_round(self, content: OpenRound) -> None:
+        """Collect the updates of a round; of the one that is collected already, what is stored stays accepted."""
         collection = content.collection()
-        open_round = self._collector.open_round
-        is_same_round = open_round is not None and (open_round.run, open_round.round) == (content.run, content.round)
-        if is_same_round and open_round is not None:
+        before = self._collector.open_round
+        if before is not None and (before.run, before.round) == (content.run, content.round):
             # What the coordinator has not noted yet is stored all the same.
-            for agent, update in open_round.accepted.items():
+            for agent, update in before.accepted.items():
                 if agent in collection.cohort and update.digest in self.site.blobs:
                     collection.accepted.setdefault(agent, update)
         else:
@@ -342,8 +376,6 @@ class Aggregator:
             self._collector = self._new_collector()
             self._manifests.clear()
         self._collector.open(collection)
-        self._work.collection = digest
-        log.info("round_taken run=%s round=%d cohort=%d", content.run, content.round, len(content.cohort))
 
     def _new_collector(self) -> Collector:
         """Return a collector for one round; what it notes for itself is forgotten with it."""
@@ -370,23 +402,23 @@ class Aggregator:
             stored = Stored(manifest=manifest, agent=agent, refused=message.reason, is_stored=message.accepted)
             self._waiting.append(stored)
             return
-        name = partition_of(agent, self.site.partition.of).name
-        term = self._work.terms.get(name)
+        partition = partition_of(agent, self.site.partition.of)
+        term = self._assignment.terms.get(partition)
         if term is None:
             return
-        self._seqs[name] = self._seqs.get(name, 0) + 1
+        self._seqs[partition] = self._seqs.get(partition, 0) + 1
         stamp = {
-            "boot": start_of_partition(self._work.start, name),
-            "seq": (term << 32) + self._seqs[name],
-            "federation": self._work.federation,
-            "epoch": self._work.epoch,
+            "boot": start_of_partition(self._assignment.start, partition.name),
+            "seq": (term << 32) + self._seqs[partition],
+            "federation": self._assignment.federation,
+            "epoch": self._assignment.epoch,
         }
         payload = codec.encode(message.model_copy(update=stamp), manifest.v)
         self.transport.publish(self.site.topics.down(agent), self.site.keys.proven(agent, payload))
 
     def _tell_stored(self) -> None:
         """Tell the coordinator what was stored, and again what it has not noted for a while."""
-        if not self._work.start or not self._is_connected:
+        if not self._assignment.start or not self._is_connected:
             return
         now = self._clock()
         while self._waiting:
@@ -417,26 +449,29 @@ class Aggregator:
 
     def _make(self, request: str) -> None:
         """Have the worker make a pass; where it was made before, only say so again."""
-        if request in self._passes:
-            if self._passes[request] is not None:
-                self._say_done(request)
+        requested = self._passes.get(request)
+        if requested is not None:
+            if requested.is_done:
+                self._report_pass(request)
             return
-        if len(self._passes) > MOST_UPDATES:
-            self._passes = {name: result for name, result in self._passes.items() if result is None}
-        self._passes[request] = None
+        if len(self._passes) > MOST_PASSES:
+            self._passes = {name: earlier for name, earlier in self._passes.items() if not earlier.is_done}
+        self._passes[request] = _Pass()
 
-        def done(_: None, error: BaseException | None) -> None:
+        def finish(_: None, error: BaseException | None) -> None:
+            done = self._passes[request]
+            done.is_done = True
             if error is None:
                 self.passes_made += 1
-                self._passes[request] = ""
             else:
-                self._passes[request] = f"{type(error).__name__}: {reason_of(error)}"[:1000]
-            self._say_done(request)
+                done.error = f"{type(error).__name__}: {reason_of(error)}"[:1000]
+            self._report_pass(request)
 
-        self._worker.submit("pass", lambda: self._files.make(request, self.site.blobs), done)
+        self._worker.submit("pass", lambda: self._files.make(request, self.site.blobs), finish)
 
-    def _say_done(self, request: str) -> None:
-        self._publish(PassDone(name=self.site.name, request=request, error=self._passes[request] or ""))
+    def _report_pass(self, request: str) -> None:
+        """Tell the coordinator that a pass is finished, and why there is no answer where there is none."""
+        self._publish(PassDone(name=self.site.name, request=request, error=self._passes[request].error))
 
     # --- presence --------------------------------------------------------------------------------------------------
 
@@ -444,13 +479,13 @@ class Aggregator:
         """Return for how many seconds nothing has to be said."""
         return max(0.0, self._said_at + SERVING_EVERY_S - self._clock())
 
-    def _say(self) -> None:
-        """Say each second that this aggregator is online, and what it does."""
+    def _report_presence(self) -> None:
+        """Tell the coordinator each second that this aggregator is online, and what it does."""
         now = self._clock()
         if not self._is_connected or now - self._said_at < SERVING_EVERY_S:
             return
         self._said_at = now
-        numbers = sorted((int(name.partition("-")[0]), term) for name, term in self._work.terms.items())
+        partitions = sorted(self._assignment.terms.items())
         self._publish(
             Serving(
                 name=self.site.name,
@@ -460,12 +495,13 @@ class Aggregator:
                 process=os.getpid(),
                 wants=self.site.partition.number,
                 of=self.site.partition.of,
-                start=self._work.start,
-                partitions=tuple(ServedPartition(number=number, term=term) for number, term in numbers),
-                collection=self._work.collection,
+                start=self._assignment.start,
+                partitions=tuple(ServedPartition(number=partition.number, term=term) for partition, term in partitions),
+                collection=self._assignment.collection,
                 updates=self.stored,
             )
         )
 
     def _publish(self, message: Serving | Updates | PassDone) -> None:
+        """Send a message with its proof to the coordinator."""
         self.transport.publish(self.site.topics.aggregators_up, self._sealed.encode(message))

@@ -95,7 +95,7 @@ class PassDone(Frozen):
 
 
 class ServePartitions(Frozen):
-    """What one aggregator is to do now."""
+    """The partitions and the round that one aggregator is to serve from now on."""
 
     type: Literal["serve-partitions"] = "serve-partitions"
     whom: Name
@@ -175,6 +175,11 @@ class Sealed:
         return self._read(_TO_AGGREGATOR, payload)
 
     def _read(self, reader: TypeAdapter[T], payload: bytes) -> T:
+        """Return a message whose size, proof and form are right, in this order: nothing is parsed without a proof.
+
+        Raises:
+            MessageError: The payload is not such a message, or its sender has another secret.
+        """
         if len(payload) > MAX_BYTES:
             raise MessageError(f"message of {len(payload)} bytes, at most {MAX_BYTES} are read")
         proof = payload[:_MAC_BYTES]
@@ -194,4 +199,5 @@ class Sealed:
             ) from error
 
     def _proof(self, body: bytes) -> bytes:
+        """Return the proof of a message, in hexadecimal."""
         return hmac.digest(self._key, body, "sha256").hex().encode()

@@ -45,8 +45,8 @@ class OpenRound(Frozen):
     values: MethodValues
 
     @classmethod
-    def of(cls, collection: Collection, run: str, about: OfMethod, values: MethodValues) -> OpenRound:
-        """Return what a collection takes.
+    def from_collection(cls, collection: Collection, run: str, about: OfMethod, values: MethodValues) -> OpenRound:
+        """Return the description of what a collection takes.
 
         Args:
             collection: The collection.

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import secrets
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,7 +56,7 @@ LEAST_UPDATES = 3
 
 @dataclass
 class _Member:
-    """An aggregator that is online."""
+    """An aggregator that is online, and what it has said last."""
 
     says: Serving
     heard_at: float
@@ -64,7 +64,7 @@ class _Member:
 
 @dataclass
 class _Holder:
-    """Who serves a partition."""
+    """The process that serves a partition now."""
 
     name: str = ""
     """The aggregator; empty: the coordinator itself."""
@@ -103,12 +103,25 @@ class AggregatorLink:
     start: str
     """The start of the coordinator."""
 
+    folder: Path
+    """The folder that coordinator and aggregators share."""
+
     unread_s: Callable[[], float] = lambda: 0.0
     """Seconds that the oldest message has waited to be handled (`Transport.unread_s`)."""
 
 
-Take = Callable[[Stored], bool]
-"""Takes what an aggregator says of an agent's update; False: the update is not in the store."""
+@dataclass(frozen=True)
+class CoordinatorSteps:
+    """The steps that only the coordinator itself can take after what an aggregator has said."""
+
+    take: Callable[[Stored], bool]
+    """Takes what an aggregator says of an agent's update; False: the update is not in the store."""
+
+    ask_again: Callable[[str], None]
+    """Sends an agent its job again, so that it offers its update at once."""
+
+    refuse: Callable[[str, str], None]
+    """Notes for the status that somebody, who is named, cannot take part, and why."""
 
 
 class RemoteAggregators(Aggregators):
@@ -119,35 +132,26 @@ class RemoteAggregators(Aggregators):
         of: int,
         link: AggregatorLink,
         collector: Collector,
-        folder: Path,
         run_ids: RunIds,
-        take: Take,
-        ask_again: Callable[[str], None],
-        refuse: Callable[[str, str], None],
+        steps: CoordinatorSteps,
         clock: Callable[[], float],
     ) -> None:
-        """Begin with no aggregator.
+        """Make the coordinator's side of its aggregators, of which none is online yet.
 
         Args:
             of: The number of partitions, 1 or more.
-            link: How it speaks and listens.
+            link: How it speaks and listens to them.
             collector: What is collected.
-            folder: The folder that coordinator and aggregators share.
             run_ids: The ids of runs in messages.
-            take: Takes what an aggregator says of an update.
-            ask_again: Sends an agent its job again, so that it offers its update at once.
-            refuse: Notes for the status that somebody, who is named, cannot take part, and why.
+            steps: What it has the coordinator do.
             clock: Seconds of a clock that never goes back.
         """
         self.of = of
         self._link = link
         self._collector = collector
-        self._folder = folder
-        self._files = PassFiles(folder)
+        self._files = PassFiles(link.folder)
         self._run_ids = run_ids
-        self._take = take
-        self._ask_again = ask_again
-        self._refuse = refuse
+        self._steps = steps
         self._clock = clock
         self._members: dict[str, _Member] = {}
         self._holders = {number: _Holder() for number in range(1, of + 1)}
@@ -175,7 +179,7 @@ class RemoteAggregators(Aggregators):
         self._epoch = epoch
         self._serves_own_from = self._clock() + LEASE_S
         self._files.remove_all()
-        for folder in (self._folder / "partial").glob("*"):
+        for folder in (self._link.folder / "partial").glob("*"):
             self._remove_partial(folder.name)
         self._link.subscribe(self._link.topics.aggregators_up)
 
@@ -185,15 +189,15 @@ class RemoteAggregators(Aggregators):
         """Return the name of the partition whose aggregator takes an agent's update."""
         return partition_of(agent, self.of).name
 
-    def opens(self, collection: Collection, about: OfMethod, values: MethodValues) -> None:
+    def announce_collection(self, collection: Collection, about: OfMethod, values: MethodValues) -> None:
         """Tell the aggregators what is collected now, where it is the updates of a round."""
         if collection.purpose != "train" or collection.session:
             self._collection = None
             self._digest = ""
         else:
-            content = OpenRound.of(collection, self._run_ids.of(collection.run), about, values)
+            content = OpenRound.from_collection(collection, self._run_ids.of(collection.run), about, values)
             self._collection = collection
-            self._digest = write_round(self._folder, content)
+            self._digest = write_round(self._link.folder, content)
         self._tell_all()
 
     def would_read(self, updates: int) -> bool:
@@ -204,26 +208,16 @@ class RemoteAggregators(Aggregators):
         """Yield what is waited for, and return the answer of a pass; None where the coordinator has to make it."""
         if not self.would_read(len(updates.accepted)):
             return None
-        requests: list[_PassRequest] = []
+        # A request for each partition of which there are updates.
+        agents_of = self._divide(updates.accepted)
+        requests = [_PassRequest(secrets.token_hex(16), number) for number in agents_of]
         try:
-            # 1. A request for each partition, as a file, and a message to the aggregator that serves it.
-            for number, agents in self._divided(updates.accepted).items():
-                request = _PassRequest(secrets.token_hex(16), number)
-                requests.append(request)
+            for request in requests:
                 self._passes[request.id] = request
-                self._files.write_request(request.id, one_pass, updates, agents)
+                self._files.write_request(request.id, one_pass, updates, agents_of[request.number])
             self._ask_for_passes()
-            # 2. Aggregators that are lost meanwhile are replaced by `tick`.
-            while not all(request.is_done for request in requests):
-                names = sorted({request.holder for request in requests if not request.is_done})
-                yield f"aggregators read the updates ({one_pass.name}): {listed(names)}"
-            errors = sorted({request.error for request in requests if request.error})
-            if errors:
-                log.warning("pass_failed name=%s: the coordinator reads all updates: %s", one_pass.name, errors[0])
-                return None
-            # 3. The answers, joined; one whose bits depend on the division is of no use.
-            answer = one_pass.join([self._files.read_answer(request.id, one_pass) for request in requests])
-            return answer if one_pass.is_exact(answer) else None
+            yield from self._wait_for(requests, one_pass.name)
+            return self._join(requests, one_pass)
         except (HeadwaterError, OSError) as error:
             log.warning("pass_failed name=%s: the coordinator reads all updates: %s", one_pass.name, error)
             return None
@@ -232,8 +226,32 @@ class RemoteAggregators(Aggregators):
                 self._passes.pop(request.id, None)
                 self._files.remove(request.id)
 
-    def _divided(self, agents: Iterable[str]) -> dict[int, list[str]]:
-        """Return number of a partition -> those of the agents that belong to it, by name."""
+    def _wait_for(self, requests: Sequence[_PassRequest], name: str) -> Generator[str, None, None]:
+        """Yield who still makes a pass, until nobody does; `tick` replaces aggregators that are lost meanwhile."""
+        while True:
+            holders = sorted({request.holder for request in requests if not request.is_done})
+            if not holders:
+                return
+            yield f"aggregators read the updates ({name}): {listed(holders)}"
+
+    def _join(self, requests: Sequence[_PassRequest], one_pass: Pass[Answer]) -> Answer | None:
+        """Return the answer for all updates from those of requests that are done; None where it is of no use.
+
+        That is where an aggregator has failed, and where the bits depend on how the updates were divided.
+
+        Raises:
+            StateError: An answer cannot be read.
+            TensorsError: An answer is damaged.
+        """
+        errors = sorted({request.error for request in requests if request.error})
+        if errors:
+            log.warning("pass_failed name=%s: the coordinator reads all updates: %s", one_pass.name, errors[0])
+            return None
+        answer = one_pass.join([self._files.read_answer(request.id, one_pass) for request in requests])
+        return answer if one_pass.is_exact(answer) else None
+
+    def _divide(self, agents: Iterable[str]) -> dict[int, list[str]]:
+        """Return the number of each partition -> those of the agents that belong to it, both in order."""
         agents_of: dict[int, list[str]] = {}
         for agent in sorted(agents):
             agents_of.setdefault(partition_of(agent, self.of).number, []).append(agent)
@@ -274,22 +292,22 @@ class RemoteAggregators(Aggregators):
         self._ask_for_passes()
 
     def status(self) -> list[PartitionStatus]:
-        """Return who serves each partition."""
-        rows = []
-        for number, holder in self._holders.items():
-            member = self._members.get(holder.name)
-            others = [name for name, one in self._members.items() if one.says.wants == number and name != holder.name]
-            rows.append(
-                PartitionStatus(
-                    partition=str(Partition(number, self.of)),
-                    aggregator=holder.name,
-                    host="" if member is None else member.says.host,
-                    process=0 if member is None else member.says.process,
-                    updates=0 if member is None else member.says.updates,
-                    stands_by=tuple(sorted(others)),
-                )
-            )
-        return rows
+        """Return a row for each partition, with who serves it and who stands by."""
+        return [self._status_of(number, holder) for number, holder in self._holders.items()]
+
+    def _status_of(self, number: int, holder: _Holder) -> PartitionStatus:
+        """Return who serves a partition, and who else was started for it."""
+        partition = str(Partition(number, self.of))
+        others = tuple(sorted(name for name in self._started_for(number) if name != holder.name))
+        member = self._members.get(holder.name)
+        if member is None:
+            return PartitionStatus(partition, holder.name, host="", process=0, updates=0, stands_by=others)
+        says = member.says
+        return PartitionStatus(partition, holder.name, says.host, says.process, says.updates, others)
+
+    def _started_for(self, number: int) -> list[str]:
+        """Return the names of the aggregators that were started for a partition and are online."""
+        return [name for name, member in self._members.items() if member.says.wants == number]
 
     # --- who serves what -------------------------------------------------------------------------------------------
 
@@ -307,7 +325,8 @@ class RemoteAggregators(Aggregators):
         self._assign()
         partitions = self._served_by(message.name)
         does = (message.start, message.partitions, message.collection)
-        if does != (self._link.start, partitions, self._digest):
+        is_to_do = (self._link.start, partitions, self._digest)
+        if does != is_to_do:
             self._tell(message.name)
         else:
             self._ask_agents_of({served.number for served in partitions})
@@ -319,7 +338,7 @@ class RemoteAggregators(Aggregators):
             f"{message.wants}/{message.of}; start it with --partition K/{self.of}"
         )
         self._members.pop(message.name, None)
-        self._refuse(f"aggregator {message.wants}/{message.of} at {message.host}", reason)
+        self._steps.refuse(f"aggregator {message.wants}/{message.of} at {message.host}", reason)
         self._send(Dismissed(whom=message.name, boot=message.boot, reason=reason))
 
     def _assign(self) -> None:
@@ -354,43 +373,46 @@ class RemoteAggregators(Aggregators):
             return
         for agent in self._collection.outstanding:
             if partition_of(agent, self.of).number in listened:
-                self._ask_again(agent)
+                self._steps.ask_again(agent)
 
     def _holder_for(self, number: int, holder: str) -> str:
         """Return who is to serve a partition that ``holder`` has served; empty: nobody is online."""
-        present = self._members.get(holder)
-        if present is not None and present.says.wants == number:
+        # 1. An aggregator that was started for it: the holder, where that is one.
+        started_for_it = self._started_for(number)
+        if holder in started_for_it:
             return holder
-        for name, member in self._members.items():
-            if member.says.wants == number:
-                return name
-        if present is not None:
+        if started_for_it:
+            return started_for_it[0]
+        # 2. The holder, where it is still online: a partition does not change hands without need.
+        if holder in self._members:
             return holder
-        load = Counter(holder.name for holder in self._holders.values())
-        return min(self._members, key=lambda name: (load[name], name), default="")
+        # 3. The aggregator that serves the fewest partitions, by name where several do.
+        served = Counter(other.name for other in self._holders.values())
+        return min(self._members, key=lambda name: (served[name], name), default="")
 
     def _serve_own(self) -> None:
         """Listen to the partitions that no aggregator serves, once those that are online had time to say so."""
         if self._clock() < self._serves_own_from:
             return
-        wanted = {number for number, holder in self._holders.items() if not holder.name}
+        unserved = {number for number, holder in self._holders.items() if not holder.name}
         topics = self._link.topics
-        for number in sorted(wanted - self._own):
+        for number in sorted(unserved - self._own):
             self._link.subscribe(*topics.for_partition(Partition(number, self.of).name))
-        for number in sorted(self._own - wanted):
+        for number in sorted(self._own - unserved):
             self._link.unsubscribe(*topics.for_partition(Partition(number, self.of).name))
-        self._own = wanted
+        self._own = unserved
 
     def _served_by(self, name: str) -> tuple[ServedPartition, ...]:
-        served = [(number, holder.term) for number, holder in self._holders.items() if holder.name == name]
-        return tuple(ServedPartition(number=number, term=term) for number, term in served)
+        """Return the partitions that an aggregator is to serve, each with its term."""
+        served = {number: holder for number, holder in self._holders.items() if holder.name == name}
+        return tuple(ServedPartition(number=number, term=holder.term) for number, holder in served.items())
 
     def _tell_all(self) -> None:
         for name in self._members:
             self._tell(name)
 
     def _tell(self, name: str) -> None:
-        """Send an aggregator its partitions."""
+        """Tell an aggregator which partitions it serves now, and what is collected."""
         self._send(
             ServePartitions(
                 whom=name,
@@ -405,7 +427,7 @@ class RemoteAggregators(Aggregators):
 
     def _remove_partial(self, name: str) -> None:
         """Remove the incomplete updates of a silent aggregator; their agents send them again."""
-        folder = partial_folder(self._folder, name)
+        folder = partial_folder(self._link.folder, name)
         remove_partial(folder)
         for empty in (*folder.glob("*"), folder):
             with contextlib.suppress(OSError):  # it is in use, or gone
@@ -415,7 +437,7 @@ class RemoteAggregators(Aggregators):
 
     def _on_updates(self, message: Updates) -> None:
         """Take the updates that an aggregator has received, and say so."""
-        missing = [stored.manifest.blob.digest for stored in message.updates if not self._take(stored)]
+        missing = [stored.manifest.blob.digest for stored in message.updates if not self._steps.take(stored)]
         noted = Noted(whom=message.name, boot=message.boot, number=message.number, missing=tuple(missing))
         self._send(noted)
 

@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
-from edge_agent.core.errors import StateError, cause
+from edge_agent.core.errors import StateError, TensorsError, cause
 from edge_agent.core.storage import mapped, private_folder, read_regular, write_atomic
 from edge_agent.core.task import Frozen, State
 from edge_agent.methods import Update
@@ -21,7 +19,7 @@ from ..rounds.bounds import Measure, SumBounded
 from ..rounds.compute_requests import MethodValues, OfMethod
 from ..rounds.directions import MultiplyChanges, SumOfChanges
 from ..rounds.partitioned import UpdatesOfRound
-from ..rounds.passes import Answer, Origin, Packet, Pass
+from ..rounds.passes import Answer, Origin, Packet, Pass, PassValues
 from ..state.store import BlobStore
 from .open_round import method_of
 
@@ -29,9 +27,6 @@ PASSES: dict[str, type[Pass[Any]]] = {kind.name: kind for kind in (Measure, SumO
 """The passes that aggregators make, by their names in requests."""
 
 _FILE = re.compile(r"pass-[0-9a-f]{32}\.(request|answer)")
-
-_REQUEST = "request"
-"""Name of the values of a request beside those of the pass."""
 
 
 class PassRequest(Frozen):
@@ -44,6 +39,12 @@ class PassRequest(Frozen):
     start: str | None
     accepted: dict[str, tuple[str, float]]
     """Agent -> digest of its update, and its sample count."""
+
+
+class _Requested(PassValues):
+    """The values of a request beside those of the pass."""
+
+    request: PassRequest
 
 
 @dataclass(frozen=True)
@@ -62,10 +63,9 @@ class PassFiles:
             start=updates.start,
             accepted={agent: updates.accepted[agent] for agent in agents},
         )
-        packet = one_pass.to_packet(agents)
-        whole = Packet({**packet.values, _REQUEST: content.model_dump(mode="json")}, packet.tensors)
+        packet = one_pass.to_packet(agents).with_values(_Requested(request=content))
         private_folder(self.folder)
-        write_atomic(self._path(request, "request"), *pieces(whole.to_tensors()))
+        write_atomic(self._path(request, "request"), *pieces(packet.to_tensors()))
 
     def read_answer(self, request: str, one_pass: Pass[Answer]) -> Answer:
         """Return the answer to a request.
@@ -95,11 +95,11 @@ class PassFiles:
             TensorsError: One of them is damaged.
             TrainingFailed: The method objects.
         """
-        whole = self._read(request, "request")
+        packet = self._read(request, "request")
         try:
-            content = PassRequest.model_validate(whole.values.pop(_REQUEST))
-            one_pass = PASSES[content.name].from_packet(whole)
-        except (KeyError, TypeError, ValueError, ValidationError) as error:
+            content = packet.values_as(_Requested).request
+            one_pass = PASSES[content.name].from_packet(packet)
+        except (KeyError, TensorsError) as error:
             raise StateError(
                 f"{self._path(request, 'request')}: of another version; run aggregators and coordinator of the same "
                 f"version ({cause(error)[:200]})"

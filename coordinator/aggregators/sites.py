@@ -159,7 +159,7 @@ class RemoteSites(Sites):
 
     # --- as rounds see it ------------------------------------------------------------------------------------------
 
-    def opens(self, collection: Collection, values: MethodValues) -> None:
+    def announce_collection(self, collection: Collection, values: MethodValues) -> None:
         """Tell the relays what is collected now, where its updates can be summed by them."""
         is_plain = collection.purpose == "train" and not collection.session and not collection.joining
         own = {"fold", "objection"} & set(values.own)

@@ -40,7 +40,7 @@ class Mosquitto(BrokerKind):
     configurations = ("mosquitto.conf", "mosquitto.acl")
 
     def is_told_by(self, traits: BrokerTraits) -> bool:
-        """Return whether the version says so."""
+        """Return whether the broker calls itself Mosquitto."""
         return traits.version.lower().startswith("mosquitto ")
 
 
@@ -51,7 +51,7 @@ class Amqtt(BrokerKind):
     limits = ("one thread of Python and no cluster, for trials and single hosts",)
 
     def is_told_by(self, traits: BrokerTraits) -> bool:
-        """Return whether the version says so."""
+        """Return whether the broker calls itself amqtt."""
         return traits.version.lower().startswith("amqtt ")
 
 
@@ -68,7 +68,7 @@ class Nats(BrokerKind):
     configurations = ("brokers/nats.conf", "brokers/nats-cluster.conf", "brokers/nats-users.conf")
 
     def is_told_by(self, traits: BrokerTraits) -> bool:
-        """Return whether it refuses both."""
+        """Return whether the broker refuses MQTT 5, and a space in a topic."""
         return traits.answer_to_5 is AnswerTo5.REFUSED and traits.takes_spaces is False
 
 
@@ -80,12 +80,12 @@ class RabbitMq(BrokerKind):
         "each client has a queue of its own, of which mqtt.prefetch messages, 10 if none is set, are under way at once",
         "with pause_minority a cluster stops that has lost half of its nodes",
         "retained messages stay on their node",
-        "throws off a client that subscribes to a topic which its rules forbid",
+        "disconnects a client that subscribes to a topic that its rules forbid",
     )
     configurations = ("brokers/rabbitmq.conf", "brokers/rabbitmq-cluster.conf", "brokers/rabbitmq-users.json")
 
     def is_told_by(self, traits: BrokerTraits) -> bool:
-        """Return whether it does both."""
+        """Return whether the broker closes connections of MQTT 5, and grants QoS 1 where 2 is asked for."""
         return traits.answer_to_5 is AnswerTo5.CLOSED and traits.highest_qos == 1
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field, ValidationError
 
@@ -29,7 +30,7 @@ MOST_MISTAKES = 20
 
 
 class Origin(Frozen):
-    """Where the figures come from."""
+    """The machine and the day of a measurement, and the command that repeats it."""
 
     processor: str = Field(max_length=200, description="name of the processor")
     cores: int = Field(ge=1, description="cores of the machine")
@@ -40,7 +41,7 @@ class Origin(Frozen):
 
 
 class Point(Frozen):
-    """A fleet that was measured."""
+    """One fleet that was measured: its size, its model and its rounds."""
 
     agents: int = Field(ge=1, description="agents")
     cohort: int = Field(ge=1, description="agents of a round")
@@ -50,12 +51,12 @@ class Point(Frozen):
 
     @property
     def size(self) -> Size:
-        """What is there while it is measured."""
+        """The agents, cohort and model that are there while this fleet is measured."""
         return Size(processes=1, agents=self.agents, cohort=self.cohort, model_mb=self.model_mb)
 
 
 class PhaseUse(Frozen):
-    """What coordinator and broker used in one phase of a measurement."""
+    """The work of one phase of a measurement, and what coordinator and broker used for it."""
 
     point: Point
     phase: str = Field(max_length=50, description="joining, idle, rounds or whole")
@@ -76,6 +77,10 @@ class Check(Frozen):
     def error(self) -> float:
         """The prediction's deviation, as a share of what was measured."""
         return self.predicted / self.measured - 1
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the prediction and its deviation as a JSON object."""
+        return {**self.model_dump(), "error": self.error}
 
 
 class Costs(Frozen):
@@ -102,12 +107,12 @@ class Costs(Frozen):
 
 
 def of_work(costs: Work, work: Work) -> float:
-    """Return what ``work`` costs: the sum of each count times its cost."""
+    """Return what some work costs: the sum of each count times its cost."""
     return math.fsum(getattr(costs, name) * getattr(work, name) for name in Work.model_fields)
 
 
 def of_size(costs: Size, size: Size) -> float:
-    """Return what a process of that size needs."""
+    """Return what a process needs that has to do with so much: the sum of each count times its cost."""
     return math.fsum(getattr(costs, name) * getattr(size, name) for name in Size.model_fields)
 
 

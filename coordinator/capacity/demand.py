@@ -29,7 +29,7 @@ KEPT_MODELS = 2
 
 @dataclass(frozen=True)
 class Load:
-    """What one kind of process demands, all of its processes together.
+    """The demand of all processes of one kind together.
 
     Attributes:
         cores: Cores that are busy on average in the interval.
@@ -47,8 +47,55 @@ class Load:
 
 
 @dataclass(frozen=True)
+class DividedWork:
+    """The work of rounds, by who does it.
+
+    Attributes:
+        coordinator: What the coordinator does.
+        aggregators: What all aggregators do together; nothing without partitions.
+    """
+
+    coordinator: Work
+    aggregators: Work
+
+
+@dataclass(frozen=True)
+class _DividedRound:
+    """One round, by who does its work.
+
+    Attributes:
+        work: Who does what.
+        coordinator_cpu_s: CPU seconds of the coordinator.
+        aggregators_cpu_s: CPU seconds of all aggregators together; 0 without partitions.
+    """
+
+    work: DividedWork
+    coordinator_cpu_s: float
+    aggregators_cpu_s: float
+
+
+@dataclass(frozen=True)
+class _Stages:
+    """The work of a fleet in one interval: `idle`, and beside it either a round or the end of a run.
+
+    Attributes:
+        idle: The work of an interval without a round.
+        round: The work of a round.
+        finish: The work at the end of a run.
+    """
+
+    idle: Work
+    round: Work
+    finish: Work
+
+    def busiest(self, costs: Work) -> float:
+        """Return what the interval costs that costs more: the one with a round, or with the end of a run."""
+        return of_work(costs, self.idle) + max(of_work(costs, self.round), of_work(costs, self.finish))
+
+
+@dataclass(frozen=True)
 class Demand:
-    """What a fleet demands.
+    """The work of a fleet in one interval, and what its processes need for it.
 
     Attributes:
         agents: How many agents it has.
@@ -81,10 +128,10 @@ def heartbeats_per_s(agents: int, lease_s: float) -> float:
     return agents / max(configured_s, stretched_heartbeat_s(agents, lease_s))
 
 
-def divide_round(work: Work, partitions: int) -> tuple[Work, Work]:
-    """Return what of the work of rounds is the coordinator's, and what is that of all aggregators together."""
+def divide_round(work: Work, partitions: int) -> DividedWork:
+    """Return who does the work of rounds, where the updates are divided into partitions; 0: they are not."""
     if partitions == 0:
-        return work, Work()
+        return DividedWork(coordinator=work, aggregators=Work())
     # Each aggregator looks at what is open, too, with its part of the agents.
     summing = Work(
         open_seconds=partitions * work.open_seconds,
@@ -92,19 +139,7 @@ def divide_round(work: Work, partitions: int) -> tuple[Work, Work]:
         updates=work.updates,
         update_mb=work.update_mb,
     )
-    return work.model_copy(update={"update_mb": 0.0}), summing
-
-
-def round_seconds(settings: PlanSettings, costs: Costs, work: Work) -> tuple[float, float]:
-    """Return the CPU seconds of the coordinator, and those of all aggregators together, for the work of rounds."""
-    if settings.partitions == 0:
-        return of_work(costs.coordinator_cpu_s, work), 0.0
-    own, summing = divide_round(work, settings.partitions)
-    other_s = of_work(costs.coordinator_cpu_s, own.model_copy(update={"updates": 0.0}))
-    kept_s = costs.kept_update_s * own.updates
-    merge_s = settings.partitions * settings.model_mb * costs.merge_s_per_mb
-    summing_s = costs.aggregator_factor * of_work(costs.coordinator_cpu_s, summing)
-    return other_s + kept_s + merge_s, summing_s
+    return DividedWork(coordinator=work.model_copy(update={"update_mb": 0.0}), aggregators=summing)
 
 
 def demand_of(settings: PlanSettings, costs: Costs, agents: int) -> Demand:
@@ -115,62 +150,117 @@ def demand_of(settings: PlanSettings, costs: Costs, agents: int) -> Demand:
         costs: What one of each count costs.
         agents: How many agents there are.
     """
-    # 1. What happens in an interval.
+    # 1. What happens in an interval, and who does it.
     cohort = settings.cohort_of(agents)
-    interval_s = settings.interval_s
-    idle = _idle_work(settings, agents, interval_s)
-    waiting = _waiting_work(settings, costs, cohort)
-    round_ = waiting.plus(Work(rounds=1, updates=cohort, update_mb=cohort * settings.model_mb))
-    finish = waiting.plus(Work(final_reports=agents, final_mb=agents * settings.model_mb))
-    # 2. Who does it.
-    own_round, summing = divide_round(round_, settings.partitions)
-    round_cpu_s, summing_cpu_s = round_seconds(settings, costs, round_)
-    day = _day_work(settings, agents, cohort)
-    partial_mb = settings.partitions * settings.model_mb * PARTIAL_SUM_BYTES / FLOAT_BYTES
-    journal_mb = settings.kept_days * of_work(costs.journal_bytes, day) / MB
-    updates_mb = cohort * settings.model_mb
-    models_mb = KEPT_MODELS * settings.model_mb
-    # 3. What the coordinator demands: the larger one of a round and the end of a run, in one interval.
-    finish_cpu_s = of_work(costs.coordinator_cpu_s, finish)
-    busiest_s = of_work(costs.coordinator_cpu_s, idle) + max(round_cpu_s, finish_cpu_s)
-    size = Size(processes=1, agents=agents, cohort=cohort, model_mb=settings.model_mb)
-    in_mb = max(_mb(costs.coordinator_in_bytes, own_round) + partial_mb, _mb(costs.coordinator_in_bytes, finish))
-    out_mb = settings.model_mb + max(_mb(costs.coordinator_out_bytes, round_), _mb(costs.coordinator_out_bytes, finish))
-    coordinator = Load(
-        cores=busiest_s / interval_s,
-        memory_mb=of_size(costs.coordinator_mb, size),
-        in_mb_s=(_mb(costs.coordinator_in_bytes, idle) + in_mb) / interval_s,
-        out_mb_s=out_mb / interval_s,
-        disk_mb=journal_mb + models_mb + (updates_mb if settings.partitions == 0 else partial_mb),
-    )
-    # 4. What the aggregators demand. Each is as large as a coordinator of its part of the agents.
-    aggregators = Load()
+    stages = _stages(settings, costs, agents, cohort)
+    divided = _divide(settings, costs, stages.round)
+    # 2. How long a round keeps the process busy that has most to do in it.
+    round_cpu_s = divided.coordinator_cpu_s
     if settings.partitions > 0:
-        part = Size(
-            processes=1,
-            agents=agents / settings.partitions,
-            cohort=cohort / settings.partitions,
-            model_mb=settings.model_mb,
-        )
-        aggregators = Load(
-            cores=summing_cpu_s / interval_s,
-            memory_mb=settings.partitions * of_size(costs.coordinator_mb, part),
-            in_mb_s=_mb(costs.coordinator_in_bytes, summing) / interval_s,
-            out_mb_s=partial_mb / interval_s,
-            disk_mb=updates_mb + settings.partitions * models_mb,
-        )
-        round_cpu_s = max(round_cpu_s, summing_cpu_s / settings.partitions)
+        round_cpu_s = max(round_cpu_s, divided.aggregators_cpu_s / settings.partitions)
+    # 3. What each kind of process demands.
+    day = _day_work(settings, agents, cohort)
+    size = Size(processes=1, agents=agents, cohort=cohort, model_mb=settings.model_mb)
     return Demand(
         agents=agents,
         cohort=cohort,
-        idle=idle,
-        round=round_,
-        finish=finish,
-        coordinator=coordinator,
-        aggregators=aggregators,
-        brokers=_broker_load(settings, costs, agents, idle, round_, finish),
+        idle=stages.idle,
+        round=stages.round,
+        finish=stages.finish,
+        coordinator=_coordinator_load(settings, costs, size, stages, divided, day),
+        aggregators=_aggregators_load(settings, costs, size, divided),
+        brokers=_broker_load(settings, costs, size, stages),
         round_cpu_s=round_cpu_s,
         journal_rows_per_day=of_work(costs.journal_rows, day),
+    )
+
+
+def _stages(settings: PlanSettings, costs: Costs, agents: int, cohort: int) -> _Stages:
+    """Return what so many agents, of which ``cohort`` take part in a round, give to do in an interval."""
+    waiting = _waiting_work(settings, costs, cohort)
+    return _Stages(
+        idle=_idle_work(settings, agents, settings.interval_s),
+        round=waiting.plus(Work(rounds=1, updates=cohort, update_mb=cohort * settings.model_mb)),
+        finish=waiting.plus(Work(final_reports=agents, final_mb=agents * settings.model_mb)),
+    )
+
+
+def _divide(settings: PlanSettings, costs: Costs, work: Work) -> _DividedRound:
+    """Return who does the work of a round, and how much CPU that takes."""
+    divided = divide_round(work, settings.partitions)
+    own = divided.coordinator
+    if settings.partitions == 0:
+        return _DividedRound(divided, coordinator_cpu_s=of_work(costs.coordinator_cpu_s, own), aggregators_cpu_s=0.0)
+    # Beside aggregators an update costs the coordinator its row and receipt, and it merges one sum for each partition.
+    other_s = of_work(costs.coordinator_cpu_s, own.model_copy(update={"updates": 0.0}))
+    kept_s = costs.kept_update_s * own.updates
+    merge_s = settings.partitions * settings.model_mb * costs.merge_s_per_mb
+    summing_s = costs.aggregator_factor * of_work(costs.coordinator_cpu_s, divided.aggregators)
+    return _DividedRound(divided, coordinator_cpu_s=other_s + kept_s + merge_s, aggregators_cpu_s=summing_s)
+
+
+def _partial_sums_mb(settings: PlanSettings) -> float:
+    """Return the MB of the partial sums of all partitions."""
+    return settings.partitions * settings.model_mb * PARTIAL_SUM_BYTES / FLOAT_BYTES
+
+
+def _coordinator_load(
+    settings: PlanSettings,
+    costs: Costs,
+    size: Size,
+    stages: _Stages,
+    divided: _DividedRound,
+    day: Work,
+) -> Load:
+    """Return what the coordinator demands in the interval that has more to do: with a round, or with the end of a run.
+
+    Args:
+        settings: The fleet and its machines.
+        costs: What one of each count costs.
+        size: What is there at a time.
+        stages: What happens in an interval.
+        divided: Who does the work of a round.
+        day: What happens in a day, for the journal.
+    """
+    # 1. CPU and network.
+    finish_s = of_work(costs.coordinator_cpu_s, stages.finish)
+    busiest_s = of_work(costs.coordinator_cpu_s, stages.idle) + max(divided.coordinator_cpu_s, finish_s)
+    partial_mb = _partial_sums_mb(settings)
+    in_of_round_mb = _mb(costs.coordinator_in_bytes, divided.work.coordinator) + partial_mb
+    in_mb = max(in_of_round_mb, _mb(costs.coordinator_in_bytes, stages.finish))
+    out_of_round_mb = _mb(costs.coordinator_out_bytes, stages.round)
+    out_mb = settings.model_mb + max(out_of_round_mb, _mb(costs.coordinator_out_bytes, stages.finish))
+    # 2. The disk: the journal, the models, and the updates of the open round, or what aggregators have made of them.
+    journal_mb = settings.kept_days * of_work(costs.journal_bytes, day) / MB
+    received_mb = partial_mb
+    if settings.partitions == 0:
+        received_mb = size.cohort * settings.model_mb
+    return Load(
+        cores=busiest_s / settings.interval_s,
+        memory_mb=of_size(costs.coordinator_mb, size),
+        in_mb_s=(_mb(costs.coordinator_in_bytes, stages.idle) + in_mb) / settings.interval_s,
+        out_mb_s=out_mb / settings.interval_s,
+        disk_mb=journal_mb + KEPT_MODELS * settings.model_mb + received_mb,
+    )
+
+
+def _aggregators_load(settings: PlanSettings, costs: Costs, size: Size, divided: _DividedRound) -> Load:
+    """Return what all aggregators demand together; each is as large as a coordinator of its part of the agents."""
+    if settings.partitions == 0:
+        return Load()
+    part = Size(
+        processes=1,
+        agents=size.agents / settings.partitions,
+        cohort=size.cohort / settings.partitions,
+        model_mb=settings.model_mb,
+    )
+    models_mb = settings.partitions * KEPT_MODELS * settings.model_mb
+    return Load(
+        cores=divided.aggregators_cpu_s / settings.interval_s,
+        memory_mb=settings.partitions * of_size(costs.coordinator_mb, part),
+        in_mb_s=_mb(costs.coordinator_in_bytes, divided.work.aggregators) / settings.interval_s,
+        out_mb_s=_partial_sums_mb(settings) / settings.interval_s,
+        disk_mb=size.cohort * settings.model_mb + models_mb,
     )
 
 
@@ -215,24 +305,22 @@ def _day_work(settings: PlanSettings, agents: int, cohort: int) -> Work:
     )
 
 
-def _broker_load(settings: PlanSettings, costs: Costs, agents: int, idle: Work, round_: Work, finish: Work) -> Load:
+def _broker_load(settings: PlanSettings, costs: Costs, size: Size, stages: _Stages) -> Load:
     """Return what all broker nodes demand together. Each node keeps the messages of the model; agents are divided."""
     interval_s = settings.interval_s
-    busiest_s = of_work(costs.broker_cpu_s, idle) + max(
-        of_work(costs.broker_cpu_s, round_), of_work(costs.broker_cpu_s, finish)
-    )
     each = Size(
         processes=1,
-        agents=agents / settings.brokers,
-        cohort=round_.updates / settings.brokers,
+        agents=size.agents / settings.brokers,
+        cohort=size.cohort / settings.brokers,
         model_mb=settings.model_mb,
     )
-    from_agents_mb = max(_mb(costs.coordinator_in_bytes, round_), _mb(costs.coordinator_in_bytes, finish))
-    to_agents_mb = max(_mb(costs.agents_in_bytes, round_), _mb(costs.agents_in_bytes, finish))
-    idle_mb = _mb(costs.coordinator_in_bytes, idle)
     # What agents send goes on to the coordinator, and what they receive has come from it, a model once.
+    in_bytes = costs.coordinator_in_bytes
+    from_agents_mb = max(_mb(in_bytes, stages.round), _mb(in_bytes, stages.finish))
+    to_agents_mb = max(_mb(costs.agents_in_bytes, stages.round), _mb(costs.agents_in_bytes, stages.finish))
+    idle_mb = _mb(in_bytes, stages.idle)
     return Load(
-        cores=busiest_s / interval_s,
+        cores=stages.busiest(costs.broker_cpu_s) / interval_s,
         memory_mb=settings.brokers * of_size(costs.broker_mb, each),
         in_mb_s=(idle_mb + from_agents_mb + settings.model_mb) / interval_s,
         out_mb_s=(idle_mb + from_agents_mb + to_agents_mb) / interval_s,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from .costs import Check, Costs, of_work
 from .demand import Demand, Load, demand_of, divide_round
-from .limits import RESOURCES, ROLES, Limit, fits, limits_of
+from .limits import AGGREGATORS, BROKERS, COORDINATOR, RESOURCES, ROLES, Limit, fits, limits_of
 from .settings import PlanSettings
 from .work import Size, Work
 
@@ -37,13 +37,43 @@ class Term:
 
     @property
     def product(self) -> float:
-        """The part of the figure."""
+        """The amount times the cost of one, which is this part of the figure."""
         return self.amount * self.each
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the part of the figure as a JSON object."""
+        return {
+            "figure": self.figure,
+            "count": self.count,
+            "amount": self.amount,
+            "each": self.each,
+            "product": self.product,
+            "source": self.source,
+        }
+
+
+@dataclass(frozen=True)
+class RoleLoad:
+    """The demand of one kind of process.
+
+    Attributes:
+        role: The name of the kind.
+        processes: How many of them there are.
+        load: What they demand together.
+    """
+
+    role: str
+    processes: int
+    load: Load
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the load and whose it is as a JSON object."""
+        return {"role": self.role, "processes": self.processes, **asdict(self.load)}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a fleet needs.
+    """The processes and machines that a fleet needs, and the limits that it reaches.
 
     Attributes:
         settings: The fleet and the machines.
@@ -69,64 +99,79 @@ class Plan:
         """The limit that the smallest fleet reaches."""
         return self.limits[0]
 
-    def loads(self) -> list[tuple[str, int, Load]]:
-        """Return name, number of processes and load of each kind of process that there is."""
+    def loads(self) -> list[RoleLoad]:
+        """Return the load of each kind of process that there is."""
         loads = []
         for role in ROLES:
             processes = role.processes(self.settings)
             if processes > 0:
-                loads.append((role.name, processes, role.load(self.demand)))
+                loads.append(RoleLoad(role.name, processes, role.load(self.demand)))
         return loads
 
     def terms(self) -> Iterator[Term]:
         """Yield the parts of which the figures are sums, each with the source of its cost."""
-        origin = self.costs.origin
-        measured = f"measured on {origin.processor}, {origin.date}"
-        demand = self.demand
-        stages = (
-            ("an interval without a round", demand.idle),
-            ("a round", demand.round),
-            ("end of a run", demand.finish),
-        )
+        # 1. What happens in some time.
+        stages = {
+            "an interval without a round": self.demand.idle,
+            "a round": self.demand.round,
+            "end of a run": self.demand.finish,
+        }
         for resource in WORK_RESOURCES:
-            costs: Work = getattr(self.costs, resource)
-            unit = Costs.model_fields[resource].description or resource
-            for stage, work in stages:
-                for count in Work.model_fields:
-                    amount = getattr(work, count)
-                    each = getattr(costs, count)
-                    if amount > 0 and each > 0:
-                        yield Term(f"{unit}, {stage}", count, amount, each, measured)
-        size = Size(processes=1, agents=demand.agents, cohort=demand.cohort, model_mb=self.settings.model_mb)
-        for resource in ("coordinator_mb", "broker_mb"):
-            for count in Size.model_fields:
-                each = getattr(getattr(self.costs, resource), count)
-                if each > 0:
-                    unit = Costs.model_fields[resource].description or resource
-                    yield Term(unit, count, getattr(size, count), each, measured)
-        sums_mb = demand.cohort * self.settings.model_mb
-        yield Term("CPU seconds of the sum alone, a round", "update_mb", sums_mb, self.costs.sum_s_per_mb, measured)
+            for stage, work in stages.items():
+                yield from self._terms_of(resource, work, stage)
+        # 2. What is there at a time.
+        size = Size(processes=1, agents=self.demand.agents, cohort=self.demand.cohort, model_mb=self.settings.model_mb)
+        for resource in SIZE_RESOURCES:
+            yield from self._terms_of(resource, size)
+        # 3. Who adds the updates up.
+        sums_mb = self.demand.cohort * self.settings.model_mb
+        yield self._term("CPU seconds of the sum alone, a round", "update_mb", sums_mb, self.costs.sum_s_per_mb)
         if self.settings.partitions > 0:
-            _, summing = divide_round(demand.round, self.settings.partitions)
-            alone_s = of_work(self.costs.coordinator_cpu_s, summing)
-            merged_mb = self.settings.partitions * self.settings.model_mb
-            parts = (
-                ("CPU seconds beside aggregators, a round", "updates", demand.cohort, self.costs.kept_update_s),
-                ("CPU seconds of merging, a round", "partial sums, MB", merged_mb, self.costs.merge_s_per_mb),
-                (
-                    "CPU seconds of all aggregators, a round",
-                    "those of the coordinator alone",
-                    alone_s,
-                    self.costs.aggregator_factor,
-                ),
-            )
-            for figure, count, amount, each in parts:
-                yield Term(figure, count, amount, each, measured)
+            yield from self._terms_with_aggregators()
+
+    def _terms_of(self, resource: str, counts: Work | Size, stage: str = "") -> Iterator[Term]:
+        """Yield the parts of what some counts cost of a resource of `Costs`, without those that are 0.
+
+        Args:
+            resource: The name of the field of `Costs`.
+            counts: What happens, or is there.
+            stage: When it happens; empty: what is there at any time.
+        """
+        costs = getattr(self.costs, resource)
+        figure = Costs.model_fields[resource].description or resource
+        if stage:
+            figure = f"{figure}, {stage}"
+        for count in type(counts).model_fields:
+            amount = getattr(counts, count)
+            each = getattr(costs, count)
+            if amount > 0 and each > 0:
+                yield self._term(figure, count, amount, each)
+
+    def _terms_with_aggregators(self) -> Iterator[Term]:
+        """Yield the parts of a round's CPU seconds where aggregators take and sum the updates."""
+        summing = divide_round(self.demand.round, self.settings.partitions).aggregators
+        yield self._term(
+            "CPU seconds beside aggregators, a round", "updates", self.demand.cohort, self.costs.kept_update_s
+        )
+        merged_mb = self.settings.partitions * self.settings.model_mb
+        yield self._term("CPU seconds of merging, a round", "partial sums, MB", merged_mb, self.costs.merge_s_per_mb)
+        alone_s = of_work(self.costs.coordinator_cpu_s, summing)
+        yield self._term(
+            "CPU seconds of all aggregators, a round",
+            "those of the coordinator alone",
+            alone_s,
+            self.costs.aggregator_factor,
+        )
+
+    def _term(self, figure: str, count: str, amount: float, each: float) -> Term:
+        """Return a part of a figure with the machine on which its cost was measured."""
+        origin = self.costs.origin
+        return Term(figure, count, amount, each, source=f"measured on {origin.processor}, {origin.date}")
 
     def sums_per_s(self) -> float:
         """Return how many updates of this model one aggregator takes in a second with all of its work on them."""
-        one = Work(updates=1, update_mb=self.settings.model_mb)
-        return 1 / (self.costs.aggregator_factor * of_work(self.costs.coordinator_cpu_s, one))
+        single_update = Work(updates=1, update_mb=self.settings.model_mb)
+        return 1 / (self.costs.aggregator_factor * of_work(self.costs.coordinator_cpu_s, single_update))
 
     def as_json(self) -> dict[str, Any]:
         """Return the plan as a JSON object."""
@@ -134,39 +179,28 @@ class Plan:
             "settings": self.settings.model_dump(),
             "cohort": self.demand.cohort,
             "interval_s": self.settings.interval_s,
-            "loads": [
-                {"role": name, "processes": processes, **{item.name: getattr(load, item.name) for item in fields(load)}}
-                for name, processes, load in self.loads()
-            ],
+            "loads": [load.as_json() for load in self.loads()],
             "round_cpu_s": self.demand.round_cpu_s,
             "updates_per_s_of_one_aggregator": self.sums_per_s(),
             "journal_rows_per_day": self.demand.journal_rows_per_day,
             "partitions_needed": self.partitions_needed,
             "brokers_needed": self.brokers_needed,
             "machines_needed": self.machines_needed,
-            "limits": [
-                {
-                    "name": limit.name,
-                    "unit": limit.unit,
-                    "needed": limit.needed,
-                    "available": limit.available,
-                    "agents": limit.agents,
-                    "is_reached": limit.is_reached,
-                    "remedy": limit.remedy,
-                }
-                for limit in self.limits
-            ],
+            "limits": [limit.as_json() for limit in self.limits],
             "origin": self.costs.origin.model_dump(),
-            "checks": [{**check.model_dump(), "error": check.error} for check in self.costs.checks],
+            "checks": [check.as_json() for check in self.costs.checks],
         }
 
 
 WORK_RESOURCES = tuple(name for name, field in Costs.model_fields.items() if field.annotation is Work)
-"""The names of what costs by what happens, in the order of `Costs`."""
+"""The fields of `Costs` whose amount follows from what happens, in their order."""
+
+SIZE_RESOURCES = tuple(name for name, field in Costs.model_fields.items() if field.annotation is Size)
+"""The fields of `Costs` whose amount follows from what is there, in their order."""
 
 
 def make_plan(settings: PlanSettings, costs: Costs) -> Plan:
-    """Return the plan of a fleet."""
+    """Return what a fleet needs of the machines of the settings, by costs that were measured."""
     partitions = _fewest_partitions(settings, costs)
     brokers = _fewest_brokers(settings, costs)
     machines = None
@@ -194,7 +228,7 @@ def _fewest_partitions(settings: PlanSettings, costs: Costs) -> int | None:
     for partitions in range(MOST_PROCESSES + 1):
         divided = settings.model_copy(update={"partitions": partitions})
         demand = demand_of(divided, costs, settings.agents)
-        if fits(divided, demand, "coordinator") and fits(divided, demand, "aggregators"):
+        if fits(divided, demand, COORDINATOR) and fits(divided, demand, AGGREGATORS):
             return partitions
     return None
 
@@ -203,7 +237,7 @@ def _fewest_brokers(settings: PlanSettings, costs: Costs) -> int | None:
     """Return the fewest broker nodes that have enough of everything, connections included."""
     for brokers in range(math.ceil(settings.agents / settings.connections), MOST_PROCESSES + 1):
         divided = settings.model_copy(update={"brokers": brokers})
-        if fits(divided, demand_of(divided, costs, settings.agents), "broker nodes"):
+        if fits(divided, demand_of(divided, costs, settings.agents), BROKERS):
             return brokers
     return None
 
@@ -217,8 +251,6 @@ def _machines(settings: PlanSettings, costs: Costs) -> int:
     machines = 1
     for resource in RESOURCES:
         demanded = sum(resource.demanded(role.load(demand)) for role in ROLES)
-        of_one = settings.busy * resource.available(settings)
-        if resource.unit == "cores":
-            of_one *= settings.cores
-        machines = max(machines, math.ceil(demanded / of_one))
+        usable = settings.busy * resource.of_machine(settings)
+        machines = max(machines, math.ceil(demanded / usable))
     return machines

@@ -11,7 +11,7 @@ MB = 1_000_000
 
 
 class Work(Frozen):
-    """What happens in some time, each count from zero. The same fields hold costs of one unit, see `costs`."""
+    """Counts of what happens in some time, each from zero. The same fields hold costs of one unit, see `costs`."""
 
     starts: float = Field(0.0, ge=0, description="starts of a coordinator")
     joins: float = Field(0.0, ge=0, description="agents that connect, subscribe, say hello and are welcomed")
@@ -29,16 +29,16 @@ class Work(Frozen):
     final_mb: float = Field(0.0, ge=0, description="MB of the final models that go to these agents")
 
     def scaled(self, factor: float) -> Work:
-        """Return this work, so many times."""
+        """Return this work multiplied by a factor, count by count."""
         return Work(**{name: factor * getattr(self, name) for name in Work.model_fields})
 
     def plus(self, other: Work) -> Work:
-        """Return this work and another."""
+        """Return the sum of this work and another, count by count."""
         return Work(**{name: getattr(self, name) + getattr(other, name) for name in Work.model_fields})
 
 
 class Size(Frozen):
-    """What is there at a time; its fields hold costs as those of `Work` do."""
+    """Counts of what is there at a time. The same fields hold costs of one unit, as those of `Work` do."""
 
     processes: float = Field(0.0, ge=0, description="the process itself")
     agents: float = Field(0.0, ge=0, description="connected agents, with their subscriptions and rows")

@@ -43,17 +43,7 @@ def plan(given: Given, costs: CostFile = None, explain: Explain = False, as_json
     result = make_plan(settings, own_costs() if costs is None else read_costs(costs))
     content = result.as_json()
     if explain:
-        content["terms"] = [
-            {
-                "figure": term.figure,
-                "count": term.count,
-                "amount": term.amount,
-                "each": term.each,
-                "product": term.product,
-                "source": term.source,
-            }
-            for term in result.terms()
-        ]
+        content["terms"] = [term.as_json() for term in result.terms()]
     parts = [*_needs(result), *_limits(result)]
     if explain:
         parts += _explanation(result)
@@ -69,11 +59,12 @@ def _needs(result: Plan) -> Iterator[Table | str]:
         f"{settings.interval_s:,.0f} s"
     )
     rows = []
-    for name, processes, load in result.loads():
+    for of_role in result.loads():
+        load = of_role.load
         rows.append(
             (
-                name,
-                f"{processes}",
+                of_role.role,
+                f"{of_role.processes}",
                 _figure(load.cores),
                 _figure(load.memory_mb),
                 _figure(load.in_mb_s),

@@ -331,7 +331,7 @@ def request_for(
             console.print(f"note: {note}", soft_wrap=True)
     has_weights = defaults.weights is not None or settings.warm_start is not None
     asked_rounds = rounds if rounds is not None else defaults.rounds
-    for note in notes_on_frozen_encoder(made.name, asked_rounds, began_trained=has_weights):
+    for note in notes_on_frozen_encoder(made, asked_rounds, began_trained=has_weights):
         console.print(f"note: {note}", soft_wrap=True)
     return Request(
         method=made.name,

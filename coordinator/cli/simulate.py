@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from edge_agent import methods
 from edge_agent.bundle.starter import bundle_path
 from edge_agent.core.config import parse
 from edge_agent.core.errors import UsageError
@@ -89,8 +90,11 @@ def simulate(
     if is_saved_partition(given.get("partition")):
         given["partition"] = str(Path(given["partition"]).expanduser().absolute())
     plan, folder = _resumed(given, config, out) if resume else _planned(given, config, out)
-    for note in notes_on_frozen_encoder(plan.method_name, plan.rounds, began_trained=plan.weights is not None):
-        console.print(f"note: {note}", soft_wrap=True)
+    # A method in a file of the user's is loaded by the run itself; until then nothing is known of it.
+    if plan.method_name in methods.names():
+        method = methods.create(plan.method_name)
+        for note in notes_on_frozen_encoder(method, plan.rounds, began_trained=plan.weights is not None):
+            console.print(f"note: {note}", soft_wrap=True)
     try:
         with sigterm_as_ctrl_c():
             result = run_plan(plan, folder, resume=resume)

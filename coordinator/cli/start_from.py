@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from edge_agent import models
 from edge_agent.bundle.archive import open_bundle
 from edge_agent.bundle.starter import NAME, bundle_path
 from edge_agent.core.errors import UsageError
-from edge_agent.core.next_steps import FROZEN_METHODS
 from edge_agent.core.task import EncoderTask, Task
 from edge_agent.training.bundle_weights import is_bundle
 
 from ..config import CoordinatorConfig
 from ..state.store import StateFolder
+
+if TYPE_CHECKING:
+    from edge_agent.methods import Method
 
 _WEIGHTS_OF_RUN = "encoder.safetensors"
 """Name of the file with the encoder of an earlier run, in the folder of that run."""
@@ -115,25 +117,25 @@ class Start:
         return ", ".join(changes)
 
 
-def notes_on_frozen_encoder(method: str, rounds: int, *, began_trained: bool) -> Iterator[str]:
+def notes_on_frozen_encoder(method: Method, rounds: int, *, began_trained: bool) -> Iterator[str]:
     """Yield, before a run begins, what a method that leaves the encoder as it is lacks or wastes with these settings.
 
     Args:
-        method: The name of its method.
+        method: Its method; of one that trains the encoder nothing is said.
         rounds: The number of its rounds.
         began_trained: Whether the encoder begins with weights that were trained before.
     """
-    if method not in FROZEN_METHODS:
+    if not method.leaves_encoder:
         return
     if not began_trained:
         yield (
-            f"{method} leaves the encoder as it is, and this one has random weights: --from starter (pictures) or "
+            f"{method.name} leaves the encoder as it is, and this one has random weights: --from starter (pictures) or "
             "--from BUNDLE begins with one that is trained"
         )
     if rounds > 1:
         yield (
-            f"{method} needs one round (--rounds 1): the encoder stays as it is, so that later ones change nothing "
-            "unless other clients take part"
+            f"{method.name} needs one round (--rounds 1): the encoder stays as it is, so that later ones change "
+            "nothing unless other clients take part"
         )
 
 

@@ -14,7 +14,8 @@ from edge_agent.core.storage import PendingSyncs, syncs_into
 class DeferredEntries(ABC):
     """The part of a store on a disk or in a database that makes deferred entries durable together.
 
-    A store that is derived from this class says in `_commit_deferred` how its transaction ends.
+    A store that is derived from this class says how its transaction ends, in `_commit` and `_roll_back`. It begins one
+    where it writes the first deferred entry, and notes that in ``_has_deferred``.
     """
 
     def __init__(self) -> None:
@@ -73,11 +74,45 @@ class DeferredEntries(ABC):
             if lost is not None:
                 raise lost
 
-    @abstractmethod
     def _commit_deferred(self) -> None:
-        """Sync the pending files, then end the transaction of the deferred entries.
+        """Sync the pending files, then commit the transaction of the deferred entries, which are lost otherwise.
 
         Raises:
             StateError: The entries could not be written.
             OSError: A file could not be written.
         """
+        try:
+            self._pending.finish()
+            if self._has_deferred:
+                self._commit()
+        except (StateError, OSError) as error:
+            if self._has_deferred:
+                self._drop_deferred(error)
+            raise
+        self._has_deferred = False
+
+    def _drop_deferred(self, error: StateError | OSError) -> None:
+        """Give the deferred entries up, and keep the reason for the next `flush`."""
+        self._roll_back()
+        self._has_deferred = False
+        self._lost = error
+        self._losses += 1
+
+    def _forget_deferred(self) -> None:
+        """Forget the deferred entries, as in a crash: the journal is closed."""
+        self._pending.discard()
+        self._has_deferred = False
+        self._lost = None
+        self._losses += 1
+
+    @abstractmethod
+    def _commit(self) -> None:
+        """Commit the transaction of the deferred entries.
+
+        Raises:
+            StateError: They could not be written.
+        """
+
+    @abstractmethod
+    def _roll_back(self) -> None:
+        """End the transaction of the deferred entries without them; one whose connection is lost has ended."""

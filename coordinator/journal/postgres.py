@@ -230,7 +230,7 @@ class PostgresJournal(DeferredEntries, SharedJournal):
 
     @property
     def location(self) -> str:
-        """The URL without its parameters."""
+        """The URL of the database without its parameters, for messages."""
         return str(self._database)
 
     @property
@@ -244,7 +244,7 @@ class PostgresJournal(DeferredEntries, SharedJournal):
         return self._is_open
 
     def serve_from(self, start: int, is_held: Callable[[], bool] = lambda: True) -> None:
-        """From now on entries are written only while ``start`` is the newest start of a coordinator.
+        """Write entries, from now on, only while ``start`` is the newest start of a coordinator.
 
         ``is_held``: whether the lock of the state folder is still that of this process.
         """
@@ -355,15 +355,12 @@ class PostgresJournal(DeferredEntries, SharedJournal):
     def close(self) -> None:
         """Close the connection; deferred entries are lost, as in a crash: `flush` them before."""
         with self._lock:
-            self._pending.discard()
+            self._forget_deferred()
             self._discard_connection()
             self._is_open = False
-            self._has_deferred = False
-            self._lost = None
             self._start = None
             self._is_held = lambda: True
             self._successor = None
-            self._losses += 1
 
     # --- writing ---------------------------------------------------------------------------------------------------
 
@@ -450,10 +447,10 @@ class PostgresJournal(DeferredEntries, SharedJournal):
         """
         conditions = ["id > %s"]
         values: list[Any] = [after]
-        for column, wanted in (("run", run), ("round", round), ("agent", agent)):
-            if wanted is not None:
+        for column, value in (("run", run), ("round", round), ("agent", agent)):
+            if value is not None:
                 conditions.append(f"{column} = %s")
-                values.append(wanted)
+                values.append(value)
         if kinds is not None:
             conditions.append("kind = ANY(%s::text[])")
             values.append(list(kinds))
@@ -728,6 +725,7 @@ class PostgresJournal(DeferredEntries, SharedJournal):
             raise self._successor
 
     def _taken_over(self, by: str) -> DuplicateCoordinator:
+        """Return the error that another coordinator has taken over; ``by`` says, as a clause, how that was seen."""
         return DuplicateCoordinator(
             f"{self.location}: another coordinator has taken over this journal ({by}), because this one did not "
             "answer; this one stops and writes nothing more"
@@ -786,14 +784,13 @@ class PostgresJournal(DeferredEntries, SharedJournal):
 
         return self._attempt(write)
 
-    def _commit_deferred(self) -> None:
-        try:
-            self._pending.finish()
-        except OSError as error:
-            if self._has_deferred:
-                self._drop_deferred(error)
-            raise
-        if not self._has_deferred or self._connection is None:
+    def _commit(self) -> None:
+        """Commit the transaction of the deferred entries.
+
+        Raises:
+            StateError: They could not be written.
+        """
+        if self._connection is None:
             return
         try:
             self._connection.execute("COMMIT")
@@ -801,16 +798,12 @@ class PostgresJournal(DeferredEntries, SharedJournal):
             failure = self._translate(error)
             if isinstance(failure, JournalAway):
                 self._discard_connection()
-            self._drop_deferred(failure)
             raise failure from error
-        self._has_deferred = False
 
-    def _drop_deferred(self, error: StateError | OSError) -> None:
+    def _roll_back(self) -> None:
+        """End the transaction of the deferred entries without them; one whose connection is lost has ended."""
         if self._connection is not None:
             _roll_back(self._connection)
-        self._has_deferred = False
-        self._lost = error
-        self._losses += 1
 
     def _translate(self, error: Exception) -> StateError:
         """Return the error of ours for one of psycopg."""
@@ -833,42 +826,63 @@ class PostgresJournal(DeferredEntries, SharedJournal):
             StateError: They are of another version or another journal, or missing without ``create``.
         """
         with connection.transaction():
-            # 1. Two processes that start at once make them once.
+            # Two processes that start at once make them once.
             connection.execute("SELECT pg_advisory_xact_lock(%s)", [_MIGRATION_LOCK])
             version = _version_of(connection)
-            if not version and not create:
-                raise StateError(f"{self.location}: no journal here; start the coordinator once, or correct 'journal'")
-            if version > SCHEMA:
-                raise StateError(
-                    f"{self.location}: journal of version {version}, this program writes version {SCHEMA}; use the "
-                    "headwater release that wrote it, or another database"
-                )
-            if version < SCHEMA and not create:
-                raise StateError(
-                    f"{self.location}: journal of version {version}, this program reads version {SCHEMA}; start the "
-                    "coordinator of this release once, which brings it up to date"
-                )
-            # 2. Text has to be kept as it is, whichever language it is in.
-            encoding = _setting(connection, "server_encoding")
-            if not version and encoding != "UTF8":
-                raise StateError(
-                    f"{self.location}: the database keeps text as {encoding}, expected UTF8; make one with "
-                    "CREATE DATABASE ... ENCODING 'UTF8' TEMPLATE template0"
-                )
-            # 3. Version by version, with what is there.
+            self._check_version(version, create=create)
+            if version == 0:
+                self._check_encoding(connection)
+            # Version by version, with what is there.
             for statements in MIGRATIONS[version:]:
                 for statement in statements:
                     connection.execute(statement)
-            if not version:
+            if version == 0:
                 connection.execute(
                     "INSERT INTO headwater_journal (id, schema, last_hash) VALUES (%s, %s, %s)",
                     [self._expected_id or secrets.token_hex(16), SCHEMA, GENESIS],
                 )
-            if version < SCHEMA:
+            elif version < SCHEMA:
                 connection.execute("UPDATE headwater_journal SET schema = %s", [SCHEMA])
             journal_id = _read_id(connection)
             self._check_id(journal_id)
             self._id = journal_id
+
+    def _check_version(self, version: int, *, create: bool) -> None:
+        """Require that tables of a version can be used, or made or brought up to date where ``create`` allows it.
+
+        Args:
+            version: The version of the tables; 0: there are none.
+            create: Whether the tables may be made or changed.
+
+        Raises:
+            StateError: They cannot.
+        """
+        if version > SCHEMA:
+            raise StateError(
+                f"{self.location}: journal of version {version}, this program writes version {SCHEMA}; use the "
+                "headwater release that wrote it, or another database"
+            )
+        if create or version == SCHEMA:
+            return
+        if version == 0:
+            raise StateError(f"{self.location}: no journal here; start the coordinator once, or correct 'journal'")
+        raise StateError(
+            f"{self.location}: journal of version {version}, this program reads version {SCHEMA}; start the "
+            "coordinator of this release once, which brings it up to date"
+        )
+
+    def _check_encoding(self, connection: Connection) -> None:
+        """Require that the database keeps text as it is, whichever language it is in.
+
+        Raises:
+            StateError: It does not.
+        """
+        encoding = _setting(connection, "server_encoding")
+        if encoding != "UTF8":
+            raise StateError(
+                f"{self.location}: the database keeps text as {encoding}, expected UTF8; make one with "
+                "CREATE DATABASE ... ENCODING 'UTF8' TEMPLATE template0"
+            )
 
     def _check_id(self, journal_id: str) -> None:
         """Require that the database is the one that is expected, or was opened before.
@@ -896,6 +910,7 @@ def _is_of_connection(error: Exception) -> bool:
 
 
 def _may_be_retried(error: Exception) -> bool:
+    """Return whether a transaction may be tried again: its connection was lost, or another one was in its way."""
     return _is_of_connection(error) or getattr(error, "sqlstate", None) in _RETRIED
 
 
@@ -920,9 +935,7 @@ def _lock_head(connection: Connection) -> Head:
     Raises:
         StateError: It is missing.
     """
-    return _head_of(
-        connection.execute("SELECT last_id, last_hash, newest_start, fence FROM headwater_journal FOR UPDATE")
-    )
+    return _head_of(connection.execute(f"{_HEAD} FOR UPDATE"))
 
 
 def _read_head(connection: Connection) -> Head:
@@ -935,6 +948,11 @@ def _read_head(connection: Connection) -> Head:
 
 
 def _head_of(cursor: psycopg.Cursor[dict[str, Any]]) -> Head:
+    """Return the head that a statement has read.
+
+    Raises:
+        StateError: It is missing.
+    """
     row = cursor.fetchone()
     if row is None:
         raise StateError(f"the table headwater_journal of the database is empty. {WHAT_TO_DO}")
@@ -942,6 +960,7 @@ def _head_of(cursor: psycopg.Cursor[dict[str, Any]]) -> Head:
 
 
 def _write_head(connection: Connection, last: Mapping[str, Any], newest_start: int) -> None:
+    """Note the newest entry and the newest start of a coordinator in the head, which is locked."""
     connection.execute(
         "UPDATE headwater_journal SET last_id = %s, last_hash = %s, newest_start = %s",
         [last["id"], last["hash"], newest_start],
@@ -949,6 +968,7 @@ def _write_head(connection: Connection, last: Mapping[str, Any], newest_start: i
 
 
 def _has_row(connection: Connection, row: Mapping[str, Any]) -> bool:
+    """Return whether the journal has this entry: one of the same number with another hash is another entry."""
     cursor = connection.execute("SELECT hash FROM headwater_entries WHERE id = %s", [row["id"]])
     stored = cursor.fetchone()
     return stored is not None and bool(stored["hash"] == row["hash"])
@@ -963,6 +983,7 @@ def _pages(connection: Connection, highest: int, after: int = 0) -> Iterator[dic
 
 
 def _read_id(connection: Connection) -> str:
+    """Return the id of the journal; empty where the head is missing."""
     row = connection.execute("SELECT id FROM headwater_journal").fetchone()
     return "" if row is None else str(row["id"])
 
@@ -977,6 +998,7 @@ def _version_of(connection: Connection) -> int:
 
 
 def _setting(connection: Connection, name: str) -> str:
+    """Return a setting of the server as it is in force for this connection."""
     row = connection.execute("SELECT current_setting(%s) AS value", [name]).fetchone()
     return "" if row is None else str(row["value"])
 

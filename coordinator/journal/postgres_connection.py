@@ -69,11 +69,6 @@ class Database:
             def wait(self, gen: Any, *args: Any, **options: Any) -> Any:
                 return super().wait(_limited(gen, answer_s), *args, **options)
 
-        parameters = dict[str, Any](_TCP)
-        # Of several hosts, the one that takes entries: after a failover it is another one than before.
-        parameters["target_session_attrs"] = "read-write"
-        named_in_url = parse_qs(urlsplit(self.url).query)
-        parameters = {key: value for key, value in parameters.items() if key not in named_in_url}
         try:
             connection = Limited.connect(
                 self.url,
@@ -81,7 +76,7 @@ class Database:
                 row_factory=dict_row,
                 application_name=name,
                 connect_timeout=CONNECT_S,
-                **parameters,
+                **self._defaults(),
             )
         except psycopg.ProgrammingError as error:
             raise self.failure(error) from error
@@ -99,6 +94,14 @@ class Database:
             connection.close()
             raise self.away(error) from error
         return connection
+
+    def _defaults(self) -> dict[str, Any]:
+        """Return the parameters of libpq that the URL does not name itself."""
+        parameters = dict[str, Any](_TCP)
+        # Of several hosts, the one that takes entries: after a failover it is another one than before.
+        parameters["target_session_attrs"] = "read-write"
+        named_in_url = parse_qs(urlsplit(self.url).query)
+        return {key: value for key, value in parameters.items() if key not in named_in_url}
 
     def away(self, error: object) -> JournalAway:
         """Return the error of a database that cannot be reached, with the words of the database."""

@@ -184,7 +184,7 @@ class SqliteJournal(DeferredEntries, Journal):
             return True
 
     def serve_from(self, start: int, is_held: Callable[[], bool] = lambda: True) -> None:
-        """From now on entries are written only while ``start`` is the newest start of a coordinator.
+        """Write entries, from now on, only while ``start`` is the newest start of a coordinator.
 
         A coordinator that was suspended while another one took over its folder finds out before it writes a word.
         ``is_held``: whether the lock of the folder is still that of this process.
@@ -228,13 +228,10 @@ class SqliteJournal(DeferredEntries, Journal):
 
     def close(self) -> None:
         """Close the file; deferred entries are lost, as in a crash: `flush` them before."""
-        self._pending.discard()
-        self._has_deferred = False
-        self._lost = None
+        self._forget_deferred()
         self._start = None
         self._is_held = lambda: True
         self._successor = None
-        self._losses += 1
         if self._connection is not None:
             self._connection.close()
             self._connection = None
@@ -429,6 +426,12 @@ class SqliteJournal(DeferredEntries, Journal):
 
     @contextlib.contextmanager
     def _transaction(self, *, writes: bool = False) -> Iterator[sqlite3.Connection]:
+        """Yield the connection within a transaction; one that writes comes after all entries that are deferred.
+
+        Raises:
+            StateError: The journal cannot be read or written.
+            DuplicateCoordinator: It writes, and another coordinator has taken over.
+        """
         connection = self._usable(writes=writes)
         with self._lock:
             if self._has_deferred and not writes:
@@ -455,7 +458,7 @@ class SqliteJournal(DeferredEntries, Journal):
 
     @contextlib.contextmanager
     def _deferred(self) -> Iterator[sqlite3.Connection]:
-        """The transaction that `flush` ends."""
+        """Yield the connection within the transaction that `flush` ends, which the first deferred entry begins."""
         connection = self._usable(writes=True)
         with self._lock:
             try:
@@ -476,28 +479,24 @@ class SqliteJournal(DeferredEntries, Journal):
                     raise lost from error
                 raise
 
-    def _commit_deferred(self) -> None:
-        connection = self._connection
-        try:
-            self._pending.finish()
-            if self._has_deferred and connection is not None:
-                connection.commit()
-                self._has_deferred = False
-        except sqlite3.Error as error:
-            self._drop_deferred(self._failed(error))
-            raise self._failed(error) from error
-        except OSError as error:
-            if self._has_deferred:
-                self._drop_deferred(error)
-            raise
+    def _commit(self) -> None:
+        """Commit the transaction of the deferred entries.
 
-    def _drop_deferred(self, error: StateError | OSError) -> None:
+        Raises:
+            StateError: They could not be written.
+        """
+        if self._connection is None:
+            return
+        try:
+            self._connection.commit()
+        except sqlite3.Error as error:
+            raise self._failed(error) from error
+
+    def _roll_back(self) -> None:
+        """End the transaction of the deferred entries without them; SQLite may have ended it itself."""
         if self._connection is not None:
             with contextlib.suppress(sqlite3.Error):
                 self._connection.rollback()
-        self._has_deferred = False
-        self._lost = error
-        self._losses += 1
 
     def _usable(self, *, writes: bool) -> sqlite3.Connection:
         if self._connection is None:
@@ -528,6 +527,11 @@ class SqliteJournal(DeferredEntries, Journal):
         return read_row(row)
 
     def _check_or_make_schema(self, *, is_begun: bool, writes: bool = True) -> None:
+        """Make the tables of a new file, or require that those of another one are of this version and undamaged.
+
+        Raises:
+            StateError: They are not, or there are no entries where some must be (``is_begun``).
+        """
         with self._transaction(writes=writes) as connection:
             version = _value(connection, "PRAGMA user_version")
             tables = _value(connection, "SELECT count(*) FROM sqlite_master WHERE type = 'table'")

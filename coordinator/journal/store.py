@@ -347,7 +347,7 @@ class LeaseState:
 
 @dataclass(frozen=True)
 class StoreReport:
-    """What a look at a store has shown, for an operator."""
+    """The result of a look at a store, for an operator."""
 
     description: str
     """What it is, as a clause."""

@@ -86,8 +86,8 @@ class ActiveRun:
         request = self.run.request
         about = OfMethod(method=request.method_reference, params=request.params)
         values = describe(self.run.method)
-        context.aggregators.opens(collection, about, values)
-        context.sites.opens(collection, values)
+        context.aggregators.announce_collection(collection, about, values)
+        context.sites.announce_collection(collection, values)
 
     def ask(self, agents: tuple[str, ...], spec: JobSpec) -> Generator[Waiting, None, float]:
         """Offer the agents the blobs of their jobs, and send them the jobs.

@@ -30,11 +30,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median, median_high
 from types import MappingProxyType
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from edge_agent.core.errors import TensorsError
 from edge_agent.core.task import State, Tensors
 from edge_agent.core.weighted_sum import WeightedSum
 from edge_agent.methods import Method, Update
@@ -44,7 +43,7 @@ from edge_agent.methods.values import ClassStatistics
 from ..config import AggregationConfig
 from .class_statistics import StatisticBounds, find_statistic_bounds
 from .directions import WEIGHTS, Direction, extra_group, find_directions, outliers
-from .passes import Origin, Packet, Pass, Reading, Updates, read
+from .passes import Origin, Packet, Pass, PassValues, Reading, Updates, read
 from .repeats import NEAR_BOUND, count_repeats, is_repeater
 from .robust import LEAST_UPDATES
 from .shares import limit_to_sum
@@ -410,14 +409,19 @@ def _most_medians(
 # --- sizes -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Measured:
-    """The size of one update."""
+class Measured(NamedTuple):
+    """The size of one update; in JSON it is a list."""
 
     client: str
     weight: float
     norms: dict[str, float]
     """Group of tensors -> norm of the change."""
+
+
+class MeasuredSizes(PassValues):
+    """The answer of `Measure`."""
+
+    sizes: list[Measured]
 
 
 @dataclass(frozen=True)
@@ -440,7 +444,7 @@ class Measure(Pass[list[Measured]]):
 
     def to_packet(self, clients: Sequence[str]) -> Packet:  # noqa: ARG002 - nothing is needed
         """Return nothing: a size depends on the update alone."""
-        return Packet({}, {})
+        return Packet.from_values(PassValues())
 
     @classmethod
     def from_packet(cls, packet: Packet) -> Measure:  # noqa: ARG003 - nothing is needed
@@ -449,7 +453,7 @@ class Measure(Pass[list[Measured]]):
 
     def pack(self, answer: list[Measured]) -> Packet:
         """Return agent, weight and norms of each update, as JSON."""
-        return Packet({"sizes": [[change.client, change.weight, change.norms] for change in answer]}, {})
+        return Packet.from_values(MeasuredSizes(sizes=answer))
 
     def unpack(self, packet: Packet) -> list[Measured]:
         """Return the sizes that `pack` has packed.
@@ -457,10 +461,15 @@ class Measure(Pass[list[Measured]]):
         Raises:
             TensorsError: The packet holds no sizes.
         """
-        try:
-            return [Measured(client, weight, norms) for client, weight, norms in packet.values["sizes"]]
-        except (KeyError, TypeError, ValueError) as error:
-            raise TensorsError(f"no sizes of updates: {error!r}") from error
+        return packet.values_as(MeasuredSizes).sizes
+
+
+class BoundsOfClients(PassValues):
+    """What `SumBounded` needs of `Bounds` for some of the clients."""
+
+    factors: dict[str, dict[str, float]]
+    caps: dict[str, tuple[float, float]]
+    opposed: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -491,19 +500,23 @@ class SumBounded(Pass[WeightedSum]):
     def to_packet(self, clients: Sequence[str]) -> Packet:
         """Return the bounds of these clients; none has bounds on statistics of classes."""
         factors = {client: self.bounds.factors[client] for client in clients if client in self.bounds.factors}
-        caps = {client: list(self.bounds.caps[client]) for client in clients if client in self.bounds.caps}
-        opposed = [client for client in clients if client in self.bounds.opposed]
-        return Packet({"factors": factors, "caps": caps, "opposed": opposed}, {})
+        caps = {client: self.bounds.caps[client] for client in clients if client in self.bounds.caps}
+        opposed = tuple(client for client in clients if client in self.bounds.opposed)
+        return Packet.from_values(BoundsOfClients(factors=factors, caps=caps, opposed=opposed))
 
     @classmethod
     def from_packet(cls, packet: Packet) -> SumBounded:
-        """Return the pass with the bounds that `to_packet` has packed."""
-        caps = {client: (declared, counted) for client, (declared, counted) in packet.values["caps"].items()}
-        return cls(Bounds(packet.values["factors"], caps, tuple(packet.values["opposed"])))
+        """Return the pass with the bounds that `to_packet` has packed.
+
+        Raises:
+            TensorsError: The packet holds no bounds.
+        """
+        bounds = packet.values_as(BoundsOfClients)
+        return cls(Bounds(bounds.factors, bounds.caps, bounds.opposed))
 
     def pack(self, answer: WeightedSum) -> Packet:
         """Return the sum as named arrays."""
-        return Packet({}, answer.to_tensors())
+        return Packet.from_values(PassValues(), answer.to_tensors())
 
     def unpack(self, packet: Packet) -> WeightedSum:
         """Return the sum that `pack` has packed.

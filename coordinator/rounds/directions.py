@@ -25,18 +25,17 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from edge_agent.core.errors import TensorsError
 from edge_agent.core.exact_sum import ExactSum
 from edge_agent.core.task import Tensors
 from edge_agent.core.weighted_sum import exact_from_tensors, exact_to_tensors
 from edge_agent.methods import Update
 from edge_agent.methods.base import CLASS_MEANS, CLASSIFIERS, is_learned
 
-from .passes import Origin, Packet, Pass, Reading, read
+from .passes import Origin, Packet, Pass, PassValues, Reading, read
 
 WEIGHTS = "weights"
 COMPARED = (WEIGHTS, CLASSIFIERS, CLASS_MEANS)
@@ -125,8 +124,8 @@ class Shares:
             by_group[group] = {agent: 1.0 if norm <= middle else middle / norm for agent, norm in finite.items()}
         return cls(by_group)
 
-    def to_values(self, agents: Collection[str]) -> dict[str, dict[str, float]]:
-        """Return the factors of these agents as JSON."""
+    def of_agents(self, agents: Collection[str]) -> dict[str, dict[str, float]]:
+        """Return the factors of these agents alone: group of tensors -> agent -> factor."""
         return {
             group: {agent: share for agent, share in by_agent.items() if agent in agents}
             for group, by_agent in self.by_group.items()
@@ -142,6 +141,12 @@ class Shares:
                 continue
             if update.client in self.by_group.get(group, {}):
                 yield group, name, array
+
+
+class SharesOfAgents(PassValues):
+    """What `SumOfChanges` needs of `Shares` for some of the agents."""
+
+    shares: dict[str, dict[str, float]]
 
 
 @dataclass(frozen=True)
@@ -177,16 +182,20 @@ class SumOfChanges(Pass[dict[str, ExactSum]]):
 
     def to_packet(self, clients: Sequence[str]) -> Packet:
         """Return the factors of these clients."""
-        return Packet({"shares": self.shares.to_values(frozenset(clients))}, {})
+        return Packet.from_values(SharesOfAgents(shares=self.shares.of_agents(frozenset(clients))))
 
     @classmethod
     def from_packet(cls, packet: Packet) -> SumOfChanges:
-        """Return the pass with the factors that `to_packet` has packed."""
-        return cls(Shares(packet.values["shares"]))
+        """Return the pass with the factors that `to_packet` has packed.
+
+        Raises:
+            TensorsError: The packet holds no factors.
+        """
+        return cls(Shares(packet.values_as(SharesOfAgents).shares))
 
     def pack(self, answer: dict[str, ExactSum]) -> Packet:
         """Return the sums as named arrays."""
-        return Packet({}, exact_to_tensors(answer))
+        return Packet.from_values(PassValues(), exact_to_tensors(answer))
 
     def unpack(self, packet: Packet) -> dict[str, ExactSum]:
         """Return the sums that `pack` has packed.
@@ -197,15 +206,26 @@ class SumOfChanges(Pass[dict[str, ExactSum]]):
         return exact_from_tensors(packet.tensors)
 
 
-@dataclass(frozen=True)
-class Products:
-    """The inner products of one update's changes."""
+class Products(NamedTuple):
+    """The inner products of one update's changes; in JSON they are a list."""
 
     with_sum: Mapping[str, float]
     """Group of tensors -> the product with the sum of all changes."""
 
     with_way: float
     """The product of its change of the weights with the way of the run; 0 where there is no way."""
+
+
+class FactorsOfProducts(SharesOfAgents):
+    """What `MultiplyChanges` needs beside the sums."""
+
+    has_way: bool
+
+
+class ProductsOfAgents(PassValues):
+    """The answer of `MultiplyChanges`."""
+
+    products: dict[str, Products]
 
 
 @dataclass(frozen=True)
@@ -249,18 +269,22 @@ class MultiplyChanges(Pass[dict[str, Products]]):
 
     def to_packet(self, clients: Sequence[str]) -> Packet:
         """Return the factors of these clients, and the sums."""
-        values = {"shares": self.shares.to_values(frozenset(clients)), "has_way": self.has_way}
-        return Packet(values, self.sums)
+        shares = self.shares.of_agents(frozenset(clients))
+        return Packet.from_values(FactorsOfProducts(shares=shares, has_way=self.has_way), self.sums)
 
     @classmethod
     def from_packet(cls, packet: Packet) -> MultiplyChanges:
-        """Return the pass with the factors and sums that `to_packet` has packed."""
-        return cls(Shares(packet.values["shares"]), packet.tensors, packet.values["has_way"])
+        """Return the pass with the factors and sums that `to_packet` has packed.
+
+        Raises:
+            TensorsError: The packet holds no factors.
+        """
+        factors = packet.values_as(FactorsOfProducts)
+        return cls(Shares(factors.shares), packet.tensors, factors.has_way)
 
     def pack(self, answer: dict[str, Products]) -> Packet:
         """Return the products of each agent, as JSON."""
-        values = {agent: [dict(products.with_sum), products.with_way] for agent, products in answer.items()}
-        return Packet({"products": values}, {})
+        return Packet.from_values(ProductsOfAgents(products=answer))
 
     def unpack(self, packet: Packet) -> dict[str, Products]:
         """Return the products that `pack` has packed.
@@ -268,10 +292,7 @@ class MultiplyChanges(Pass[dict[str, Products]]):
         Raises:
             TensorsError: The packet holds no products.
         """
-        try:
-            return {agent: Products(sums, way) for agent, (sums, way) in packet.values["products"].items()}
-        except (KeyError, TypeError, ValueError) as error:
-            raise TensorsError(f"no products of changes: {error!r}") from error
+        return packet.values_as(ProductsOfAgents).products
 
 
 def find_directions(

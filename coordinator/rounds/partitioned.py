@@ -56,7 +56,7 @@ class Sites:
     def tick(self) -> None:
         """Do what is due by time alone."""
 
-    def opens(self, collection: Collection, values: MethodValues) -> None:
+    def announce_collection(self, collection: Collection, values: MethodValues) -> None:
         """Tell the relays what is collected now."""
 
     def holds(self, agent: str) -> bool:  # noqa: ARG002 - for overriding methods
@@ -93,7 +93,7 @@ class Aggregators:
         """Return the name of the partition whose aggregator takes an agent's update; empty: the coordinator does."""
         return ""
 
-    def opens(self, collection: Collection, about: OfMethod, values: MethodValues) -> None:
+    def announce_collection(self, collection: Collection, about: OfMethod, values: MethodValues) -> None:
         """Tell the aggregators what is collected now."""
 
     def would_read(self, updates: int) -> bool:  # noqa: ARG002 - for overriding methods

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
 from edge_agent.core.errors import TensorsError
 from edge_agent.core.task import State, Tensors
@@ -30,16 +31,54 @@ _JSON = "json"
 """Name of the array that holds the values of a packet."""
 
 
+class PassValues(BaseModel):
+    """The values that a pass or its answer has beside its arrays; a pass without any has no subclass of its own.
+
+    Processes of one version exchange them. A number may be infinite, or not a number.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore", defer_build=True)
+
+
+Values = TypeVar("Values", bound=PassValues)
+
+
 @dataclass(frozen=True)
 class Packet:
-    """What a pass needs, or has found, on its way between processes: values as JSON, and named arrays beside them."""
+    """The values and arrays of a pass, or of its answer, on their way between processes; the values as JSON.
 
-    values: dict[str, Any]
+    Call `from_values` to make one, and `values_as` to read its values.
+    """
+
+    fields: Mapping[str, JsonValue]
+    """Name of a value -> the value as JSON."""
+
     tensors: Tensors
 
+    @classmethod
+    def from_values(cls, values: PassValues, tensors: Tensors | None = None) -> Packet:
+        """Return the packet of these values, and of these arrays where there are any."""
+        return cls(values.model_dump(mode="json"), tensors or {})
+
+    def with_values(self, values: PassValues) -> Packet:
+        """Return this packet with further values beside its own; no two have one name."""
+        return Packet({**self.fields, **values.model_dump(mode="json")}, self.tensors)
+
+    def values_as(self, kind: type[Values]) -> Values:
+        """Return those of the values that a class of them has as its fields.
+
+        Raises:
+            TensorsError: One is missing, or has another form.
+        """
+        try:
+            return kind.model_validate(self.fields)
+        except ValidationError as error:
+            mistakes = "; ".join(f"{detail['loc']}: {detail['msg']}" for detail in error.errors()[:3])
+            raise TensorsError(f"a packet without {kind.__name__} as this version knows them: {mistakes}") from error
+
     def to_tensors(self) -> Tensors:
-        """Return both as named arrays: the values are an array of bytes."""
-        text = json.dumps(self.values, separators=(",", ":"), allow_nan=True).encode()
+        """Return values and arrays as named arrays: the values are an array of bytes."""
+        text = json.dumps(self.fields, separators=(",", ":"), allow_nan=True).encode()
         return {**self.tensors, _JSON: np.frombuffer(text, np.uint8)}
 
     @classmethod
@@ -51,18 +90,20 @@ class Packet:
         """
         others = dict(tensors)
         text = others.pop(_JSON, None)
+        if text is None:
+            raise TensorsError("a pass without values")
         try:
-            values = json.loads(b"null" if text is None else text.tobytes())
+            fields = json.loads(text.tobytes())
         except (ValueError, RecursionError) as error:
             raise TensorsError(f"the values of a pass are not JSON: {error}") from error
-        if not isinstance(values, dict):
+        if not isinstance(fields, dict):
             raise TensorsError("a pass without values")
-        return cls(values, others)
+        return cls(fields, others)
 
 
 @dataclass(frozen=True)
 class Origin:
-    """What the updates of a round are changes of."""
+    """The model that the updates of a round are changes of, and the one that the run began with."""
 
     method: Method
     received: Tensors
@@ -103,7 +144,11 @@ class Pass(ABC, Generic[Answer]):
     @classmethod
     @abstractmethod
     def from_packet(cls, packet: Packet) -> Pass[Answer]:
-        """Return the pass that `to_packet` has described."""
+        """Return the pass that `to_packet` has described.
+
+        Raises:
+            TensorsError: The packet does not describe such a pass.
+        """
 
     @abstractmethod
     def pack(self, answer: Answer) -> Packet:

@@ -264,6 +264,7 @@ def next_steps(
     losses: Sequence[Mapping[str, float]],
     *,
     has_bundle: bool,
+    leaves_encoder: bool = False,
 ) -> list[NextStep]:
     """Return what can be tried next where clients are worse than alone, as far as the figures of the run say.
 
@@ -275,6 +276,7 @@ def next_steps(
         agents: What each client reports at the end.
         losses: Client -> training loss, for each round in order.
         has_bundle: Whether the encoder was exported.
+        leaves_encoder: Whether the method leaves the encoder as it is.
     """
     scored = list(_find_scored(agents))
     losing = [client.agent for client in scored if client.agent.better_alone]
@@ -296,6 +298,7 @@ def next_steps(
             has_bundle=has_bundle,
             local_epochs=request.params.get("local_epochs"),
             began_trained=request.weights is not None or request.warm_start is not None,
+            leaves_encoder=leaves_encoder,
         )
     )
 

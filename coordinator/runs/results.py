@@ -117,7 +117,8 @@ def finish_run(run: Run, stats: Stats, exclusions: Exclusions, stopped: str) -> 
     ]
     # A simulation has many clients, and its result has all of them.
     shown_clients = 0 if context.is_simulation else SHOWN_CLIENTS
-    steps = next_steps(request, agents, losses, has_bundle=export.released is not None)
+    has_bundle = export.released is not None
+    steps = next_steps(request, agents, losses, has_bundle=has_bundle, leaves_encoder=run.method.leaves_encoder)
     for line in describe_warnings(warnings, shown_clients):
         log.warning("result_warning run=%s: %s", run.id, line)
     # Step 4: summary and report first, the journal last: a kill before that repeats this function, and nobody who sees

@@ -215,7 +215,7 @@ class Coordinator:
         if of == 0 or not has_such_rounds or keys is None or self.identity is not None:
             return Aggregators()
         from ..aggregators.messages import Sealed
-        from ..aggregators.remote import AggregatorLink, RemoteAggregators
+        from ..aggregators.remote import AggregatorLink, CoordinatorSteps, RemoteAggregators
 
         transport = self.transport
         link = AggregatorLink(
@@ -223,21 +223,13 @@ class Coordinator:
             self._publish,
             transport.subscribe,
             transport.unsubscribe,
-            Sealed(keys.for_aggregators()),
-            self._boot,
+            sealed=Sealed(keys.for_aggregators()),
+            start=self._boot,
+            folder=self.state.path / AGGREGATORS,
             unread_s=lambda: transport.unread_s,
         )
-        return RemoteAggregators(
-            of,
-            link,
-            self.collector,
-            self.state.path / AGGREGATORS,
-            self._run_ids,
-            self._take_stored,
-            self._ask_again,
-            self._refuse_aggregator,
-            self.clock,
-        )
+        steps = CoordinatorSteps(take=self._take_stored, ask_again=self._ask_again, refuse=self._refuse_aggregator)
+        return RemoteAggregators(of, link, self.collector, self._run_ids, steps, self.clock)
 
     def _make_sites(self, keys: CommandKeys | None) -> Sites:
         """Return the side of the relays that sum, or that of none where their sums would not be enough."""

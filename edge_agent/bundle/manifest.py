@@ -17,7 +17,6 @@ from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
 
 from ..core.config import mistakes_of
 from ..core.errors import BundleDamaged, BundleError, cause
-from ..core.next_steps import FROZEN_METHODS
 from ..core.storage import (
     sha256_of,
 )
@@ -36,6 +35,12 @@ SCHEMA: Literal[3] = 3
 
 NO_METHOD = "none"
 """The ``method`` in the manifest of a bundle whose encoder no run has trained."""
+
+LEAVE_ENCODER = ("afl", "fedcof", "linear_probe")
+"""The methods that leave the encoder as it is (`Method.leaves_encoder`), for devices that cannot load a method.
+
+A bundle has the name of its method alone, and a method may need torch; a test compares the names with the methods.
+"""
 
 NEWEST_SCHEMA: Literal[4] = 4
 """The newest version that is read.
@@ -258,7 +263,7 @@ class Manifest(Frozen):
     @property
     def is_trained_by_devices(self) -> bool:
         """Whether devices of a federation have trained the encoder, so that it has learned from their samples."""
-        return self.method != NO_METHOD and self.method not in FROZEN_METHODS
+        return self.method != NO_METHOD and self.method not in LEAVE_ENCODER
 
 
 def files_of(manifest: Manifest) -> Files:

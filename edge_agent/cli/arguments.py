@@ -17,7 +17,7 @@ from .where import check_exists
 if TYPE_CHECKING:
     from ..bundle.unpacked import Bundle
     from ..core.config import DataConfig
-    from ..data import Samples
+    from ..data import LeftOut, Samples
     from ..heads.saved import SavedHead, SavedNumeric
     from ..personal.encoder import Encoder
     from ..personal.fitting import FitOptions
@@ -189,7 +189,7 @@ def data_config(arguments: argparse.Namespace) -> DataConfig:
     return local_data(arguments.data, seed=arguments.seed, **given)
 
 
-def skipped_of(parts: tuple[Samples, Samples]) -> tuple[str, ...]:
+def skipped_of(parts: tuple[Samples, Samples]) -> tuple[LeftOut, ...]:
     """Return what was left out of training and held-out samples, each once."""
     return tuple(dict.fromkeys((*parts[0].skipped, *parts[1].skipped)))
 

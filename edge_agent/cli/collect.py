@@ -80,7 +80,7 @@ def add(arguments: argparse.Namespace) -> int:
     if arguments.label is not None:
         samples = labelled(samples, arguments.label)
     added = collection.add(samples, config.data.budget)
-    content = {**asdict(added), "renamed": dict(added.renamed), "skipped": list(left_out)}
+    content = {**asdict(added), "renamed": dict(added.renamed), "skipped": [str(item) for item in left_out]}
     count = f"{added.added} added"
     if added.known:
         count += f", {added.known} were there already"
@@ -90,7 +90,7 @@ def add(arguments: argparse.Namespace) -> int:
         count += f", {added.dropped} older ones dropped: at most {config.data.budget} are kept"
     rows = [("samples", count)]
     rows += [("class", f"'{old}' is called '{new}' on this device") for old, new in added.renamed.items()]
-    rows += [("left out", reason) for reason in left_out[:SHOWN_REASONS]]
+    rows += [("left out", str(item)) for item in left_out[:SHOWN_REASONS]]
     if len(left_out) > SHOWN_REASONS:
         rows.append(("left out", f"… and {len(left_out) - SHOWN_REASONS} more"))
     return _refitted(arguments, config, content, rows)

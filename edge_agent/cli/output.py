@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ..core import formats
 
 if TYPE_CHECKING:
+    from ..data import LeftOut
     from ..personal.unknown import UnknownRule
 
 
@@ -47,27 +48,22 @@ _MOST_REASONS = 5
 """The most lines that describe what was left out; one more counts the rest."""
 
 
-def skipped(reasons: Sequence[str]) -> list[str]:
-    """Return lines about images and recordings that were left out; none where all could be used.
-
-    Args:
-        reasons: For each file or recording its name and why it cannot be used, as "name: reason".
-    """
-    if not reasons:
+def skipped(unusable: Sequence[LeftOut]) -> list[str]:
+    """Return lines about images and recordings that were left out; none where all could be used."""
+    if not unusable:
         return []
     # 1. A few have a line each.
-    head = f"left out because they cannot be used: {len(reasons)}"
-    if len(reasons) <= _MOST_REASONS:
-        return [head, *(f"  {line}" for line in reasons)]
+    head = f"left out because they cannot be used: {len(unusable)}"
+    if len(unusable) <= _MOST_REASONS:
+        return [head, *(f"  {item}" for item in unusable)]
     # 2. Of many, files of one folder with the same reason share a line, so that a folder
     # at the wrong path does not take all the lines.
     counts: dict[tuple[str, str], int] = {}
     first_names: dict[tuple[str, str], str] = {}
-    for line in reasons:
-        name, _, reason = line.partition(": ")
-        group = (str(Path(name).parent), reason)
+    for item in unusable:
+        group = (str(Path(item.name).parent), item.reason)
         counts[group] = counts.get(group, 0) + 1
-        first_names.setdefault(group, name)
+        first_names.setdefault(group, item.name)
     lines = [head]
     described = 0
     for group in list(counts)[:_MOST_REASONS]:
@@ -77,8 +73,8 @@ def skipped(reasons: Sequence[str]) -> list[str]:
         lines.append(f"  {first_names[group]}{others}: {reason}")
         described += count
     # 3. The rest is counted.
-    if described < len(reasons):
-        lines.append(f"  … and {len(reasons) - described} more")
+    if described < len(unusable):
+        lines.append(f"  … and {len(unusable) - described} more")
     return lines
 
 

@@ -81,7 +81,7 @@ def predict(arguments: argparse.Namespace) -> int:
     notes = [f"answers of {answered}", *output.skipped(samples.skipped)]
     content: dict[str, Any] = {
         "predictions": rows,
-        "skipped": list(samples.skipped),
+        "skipped": [str(item) for item in samples.skipped],
         "head": None if head is None else head.title,
         "head_folder": None if head is None else str(arguments.head),
         "unknown": None,
@@ -114,7 +114,7 @@ def _predict_numeric(arguments: argparse.Namespace, bundle: Bundle) -> int:
             row["anomaly"] = None if threshold is None else row["score"] > threshold
     shown = [[formats.number(cell) if isinstance(cell, float) else cell for cell in row.values()] for row in rows]
     header = ("input", key) if saved.head.predicts_targets else ("input", key, "anomaly")
-    content = {"predictions": rows, "threshold": threshold, "skipped": list(samples.skipped)}
+    content = {"predictions": rows, "threshold": threshold, "skipped": [str(item) for item in samples.skipped]}
     notes = output.skipped(samples.skipped)
     return output.result(arguments, content, lambda: [*output.table(header, shown), *notes])
 

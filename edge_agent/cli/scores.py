@@ -10,7 +10,7 @@ from ..core import formats
 from . import output
 
 if TYPE_CHECKING:
-    from ..data import Samples
+    from ..data import LeftOut, Samples
     from ..heads import Head
     from ..heads.saved import SavedNumeric
     from ..personal.personalize import Result, Scores
@@ -139,7 +139,7 @@ def numeric_result(
     arguments: argparse.Namespace,
     saved: SavedNumeric,
     samples: str,
-    skipped: tuple[str, ...],
+    skipped: tuple[LeftOut, ...],
     scores: dict[str, float | None],
     content: dict[str, Any],
     more: list[tuple[str, str]],

@@ -26,9 +26,6 @@ FEW_SAMPLES = 100
 FEW_EPOCHS = 2
 """A client that makes no more passes over few samples in a round makes a handful of steps."""
 
-FROZEN_METHODS = ("afl", "fedcof", "linear_probe")
-"""Methods that send devices an encoder and leave it as it is, so that few samples are enough; a test keeps the list."""
-
 PERSONAL_METHODS = ("fedper", "fedrep", "fedavg_ft")
 """Methods with a personal part that work with their default parameters."""
 
@@ -76,6 +73,7 @@ class RunEvidence:
         has_bundle: Whether the encoder was exported.
         local_epochs: Passes over its samples that a client makes in a round; None: not known.
         began_trained: Whether the encoder began with weights that were trained before, not with random ones.
+        leaves_encoder: Whether devices use the encoder as it is (`Method.leaves_encoder`): few samples are enough then.
     """
 
     method: str
@@ -91,6 +89,7 @@ class RunEvidence:
     has_bundle: bool = False
     local_epochs: int | None = None
     began_trained: bool = False
+    leaves_encoder: bool = False
 
     @property
     def typical_samples(self) -> int | None:
@@ -170,7 +169,7 @@ class MoreSteps(Rule[RunEvidence]):
     def message(self, evidence: RunEvidence) -> str:
         """See `Rule.message`."""
         typical = evidence.typical_samples
-        if typical is None or not evidence.has_few_samples or evidence.method in FROZEN_METHODS:
+        if typical is None or not evidence.has_few_samples or evidence.leaves_encoder:
             return ""
         passes_few_times = evidence.local_epochs is not None and evidence.local_epochs <= FEW_EPOCHS
         has_settled = evidence.earlier_loss is not None and not evidence.is_loss_falling
@@ -207,7 +206,7 @@ class PretrainedEncoder(Rule[RunEvidence]):
         # For pictures an encoder comes with the package; for recordings a bundle has to be named.
         source = "starter, or a bundle" if evidence.input_kind == "image" else "BUNDLE"
         # 1. A method that leaves the encoder as it is needs one that was trained.
-        if evidence.method in FROZEN_METHODS:
+        if evidence.leaves_encoder:
             if evidence.began_trained or evidence.typical_samples is None:
                 return ""
             return (
@@ -235,8 +234,7 @@ class TrainEncoder(Rule[RunEvidence]):
 
     def message(self, evidence: RunEvidence) -> str:
         """See `Rule.message`."""
-        is_frozen = evidence.method in FROZEN_METHODS
-        if not is_frozen or evidence.typical_samples is None or evidence.has_few_samples:
+        if not evidence.leaves_encoder or evidence.typical_samples is None or evidence.has_few_samples:
             return ""
         return (
             f"a method that trains the encoder (--method fedavg_ft): {evidence.method} leaves it as it is, and half of "

@@ -33,6 +33,7 @@ from ._sound_files import SUFFIXES as SOUND_SUFFIXES
 from .base import (
     DataSource,
     FileItems,
+    LeftOut,
     Options,
     Raw,
     Samples,
@@ -47,6 +48,7 @@ from .npz import load_array
 
 __all__ = [
     "DataSource",
+    "LeftOut",
     "Options",
     "Raw",
     "Samples",
@@ -582,7 +584,7 @@ class _Executed:
     rows: np.ndarray
     groups: np.ndarray | None
     targets: np.ndarray | None
-    skipped: tuple[str, ...]
+    skipped: tuple[LeftOut, ...]
     starts: np.ndarray | None = None
 
     def samples(self, raw: Raw, labels: np.ndarray, class_names: tuple[str, ...], spec: InputSpec) -> Samples:
@@ -699,7 +701,7 @@ def _for_all(
     *,
     strict: bool | None,
     progress: Progress | None,
-) -> tuple[np.ndarray, tuple[str, ...]]:
+) -> tuple[np.ndarray, tuple[LeftOut, ...]]:
     """Call ``fill`` for each row.
 
     Args:
@@ -711,7 +713,7 @@ def _for_all(
         progress: Called after each row with the number of rows that are done, and of all rows.
 
     Returns:
-        The rows (n,) for which it worked; and a line for each item or other file that cannot be used, with its reason.
+        The rows (n,) for which it worked; and each item or other file that cannot be used.
 
     Raises:
         DataError: Reading failed for all items, or for some where ``strict`` (see `load`) does not allow that; or other
@@ -719,18 +721,18 @@ def _for_all(
     """
     # 1. Every row is tried, so that all failures are reported at once.
     rows: list[int] = []
-    failures: list[tuple[str, str]] = []
+    failures: list[LeftOut] = []
     for row in range(len(raw.items)):
         try:
             fill(row)
             rows.append(row)
         except DataError as error:
             name = raw.names[row] if raw.names else str(row)
-            failures.append((name, str(error)))
+            failures.append(LeftOut(name, str(error)))
         if progress is not None:
             progress(row + 1, len(raw.items))
     # 2. Unless `strict` is stated, other files may lie beside the items, and none of these may fail.
-    unusable = (*raw.skipped, *(f"{name}: {reason}" for name, reason in failures))
+    unusable = (*raw.skipped, *failures)
     is_refused = bool(failures)
     if strict is not None:
         is_refused = strict and bool(unusable)
@@ -738,7 +740,7 @@ def _for_all(
     if not rows or is_refused:
         beside = raw.skipped if strict or not rows else ()
         message = f"{source}: {len(beside) + len(failures)} of {total} {plural} cannot be used"
-        message += _bullets([*beside, *_lines_by_reason(failures)])
+        message += _bullets([*map(str, beside), *_lines_by_reason(failures)])
         if rows:
             message += "\nWithout --strict (strict = false, strict=False in Python) these are left out."
         raise DataError(message)
@@ -747,11 +749,11 @@ def _for_all(
     return np.array(rows, np.int64), unusable
 
 
-def _lines_by_reason(failures: Iterable[tuple[str, str]]) -> list[str]:
-    """Return one line for each reason, with the names of the items that failed for it, from (name, reason)."""
+def _lines_by_reason(failures: Iterable[LeftOut]) -> list[str]:
+    """Return one line for each reason, with the names of the items that failed for it."""
     names_by_reason = dict[str, list[str]]()
-    for name, reason in failures:
-        names_by_reason.setdefault(reason, []).append(name)
+    for failure in failures:
+        names_by_reason.setdefault(failure.reason, []).append(failure.name)
     return [f"{_listed(names)}: {reason}" for reason, names in names_by_reason.items()]
 
 

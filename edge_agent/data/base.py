@@ -42,6 +42,21 @@ class PartOptions(Options):
 
 
 @dataclass(frozen=True)
+class LeftOut:
+    """Something of a data source that cannot be used: a file, an item or a recording."""
+
+    name: str
+    """The path of the file below the location of the source, or the name or number of the item."""
+
+    reason: str
+    """Why it cannot be used, as a clause whose subject is the name."""
+
+    def __str__(self) -> str:
+        """Return name and reason as a line for people."""
+        return f"{self.name}: {self.reason}"
+
+
+@dataclass(frozen=True)
 class Raw:
     """Raw samples of a source, before preprocessing."""
 
@@ -80,8 +95,8 @@ class Raw:
     """A function from row and sample of a recording to the name of the window that begins there; None: the row's name.
     """
 
-    skipped: tuple[str, ...] = ()
-    """What is there beside the items and cannot be used, each with the reason."""
+    skipped: tuple[LeftOut, ...] = ()
+    """What is there beside the items and cannot be used."""
 
     short_advice: Callable[[int], str] | None = None
     """A function from the samples that a window needs to the advice about a shorter recording; None: record longer.
@@ -156,8 +171,8 @@ class Samples:
     names: tuple[str, ...] = ()
     """The origins of the inputs; n of them, or none."""
 
-    skipped: tuple[str, ...] = ()
-    """What was left out because it cannot be used, each with the reason."""
+    skipped: tuple[LeftOut, ...] = ()
+    """What was left out because it cannot be used."""
 
     are_whole: bool = False
     """Whether `split` holds out whole groups."""

@@ -21,7 +21,7 @@ from pydantic import Field
 from ..core.errors import DataError, MissingCapability, cause
 from ..core.storage import open_regular
 from ._sound_files import SUFFIXES as SOUND_SUFFIXES
-from .base import DataSource, FileItems, Options, Raw
+from .base import DataSource, FileItems, LeftOut, Options, Raw
 from .expansion import SMALL_BYTES, memory_budget_bytes
 from .preprocess import has_pillow
 
@@ -140,7 +140,7 @@ def read(where: str, options: ImagesOptions) -> Raw:
 class ClassFiles:
     """Files by class: labels (n,) int64 and names from the sub-folders, or the reason why there are none.
 
-    ``skipped``: files beside them that are not read, each with the reason.
+    ``skipped``: files beside them that are not read.
     """
 
     paths: list[Path]
@@ -148,7 +148,7 @@ class ClassFiles:
     class_names: tuple[str, ...]
     names: tuple[str, ...]
     unlabelled: str = ""
-    skipped: tuple[str, ...] = ()
+    skipped: tuple[LeftOut, ...] = ()
 
 
 def files_by_class(root: Path, kind: str, suffixes: tuple[str, ...], limit: int | None = None) -> ClassFiles:
@@ -166,7 +166,7 @@ def files_by_class(root: Path, kind: str, suffixes: tuple[str, ...], limit: int 
     here = _Folder.of(root, kind, suffixes)
     folders = {name: _Folder.of(root / name, kind, suffixes) for name in here.folders}
     unread = sorted(_unread(root, here, folders, kind, suffixes))
-    skipped = tuple(f"{Path(*parts)}: {reason}" for parts, reason in unread)
+    skipped = tuple(LeftOut(str(Path(*parts)), reason) for parts, reason in unread)
     files_of = {name: folder.files[:limit] for name, folder in folders.items() if folder.files}
     if files_of:
         _warn_of_empty(root, kind, [name for name in folders if name not in files_of])
@@ -190,7 +190,7 @@ def _warn_of_empty(root: Path, kind: str, classes: Sequence[str]) -> None:
         _log.warning("class_without_samples source=%s:%s classes=%s: no files in them", kind, root, ", ".join(classes))
 
 
-def _labelled_files(root: Path, files_of: Mapping[str, list[str]], skipped: tuple[str, ...]) -> ClassFiles:
+def _labelled_files(root: Path, files_of: Mapping[str, list[str]], skipped: tuple[LeftOut, ...]) -> ClassFiles:
     """Return the files of class folders, in the order of the folders, with the number of its folder as each label."""
     names: list[str] = []
     for folder, files in files_of.items():

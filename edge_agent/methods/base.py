@@ -122,6 +122,16 @@ class Method:
         return "model"
 
     @property
+    def leaves_encoder(self) -> bool:
+        """Whether devices get the encoder and use it as it is: no update carries it back."""
+        return "encoder" in self.shared and "encoder" not in self._returned_parts
+
+    @property
+    def _returned_parts(self) -> Any:
+        """The parts that an update carries back."""
+        return self.shared if self.returned is None else self.returned
+
+    @property
     def shares_classifier(self) -> bool:
         """Whether the shared parts alone, encoder and head, classify."""
         return {"encoder", "head"} <= set(self.shared)
@@ -187,7 +197,7 @@ class Method:
         from ..training import peft
 
         objection = f"method '{self.name}' {self.no_peft}" if self.no_peft else ""
-        if "encoder" not in (self.shared if self.returned is None else self.returned):
+        if "encoder" not in self._returned_parts:
             objection = f"the updates of method '{self.name}' hold no encoder"
         peft.check(task, objection)
 
@@ -228,7 +238,7 @@ class Method:
         """Return names of those of the `shared_names` that an update carries back, sorted."""
         from ..training.parts import names_that_travel
 
-        parts = self.shared if self.returned is None else self.returned
+        parts = self._returned_parts
         names = names_that_travel(model, parts, self.norm)
         return tuple(name for name in names if name not in model.frozen_names)
 

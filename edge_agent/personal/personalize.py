@@ -17,7 +17,7 @@ import numpy as np
 from ..bundle.manifest import EncoderPrecision
 from ..bundle.unpacked import Bundle
 from ..core.errors import HeadwaterError, StateError
-from ..data import Samples, split
+from ..data import LeftOut, Samples, split
 from ..data.base import same_sitting
 from ..heads import Head, saved
 from ..heads.base import softmax
@@ -153,8 +153,8 @@ class Result:
     n_collected: int = 0
     """The number of samples that were added one by one."""
 
-    skipped: tuple[str, ...] = ()
-    """What was left out of all samples because it cannot be used, each with the reason."""
+    skipped: tuple[LeftOut, ...] = ()
+    """What was left out of all samples because it cannot be used."""
 
     takes: HeadInput = field(default_factory=HeadInput)
     """What the head takes: the encoder's features, or these and features of the raw inputs."""
@@ -233,7 +233,7 @@ class Result:
             "n_test": self.n_test,
             "n_collected": self.n_collected,
             "n_skipped": len(self.skipped),
-            "skipped_first": self.skipped[0][:300] if self.skipped else None,
+            "skipped_first": str(self.skipped[0])[:300] if self.skipped else None,
             "same_sitting": self.same_sitting,
             "one_class": self.one_class,
             "classes": len(self.head.arrays.get("classes", [0])),

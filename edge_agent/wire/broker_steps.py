@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,19 +46,18 @@ def _walk_to_single(
     """Try the steps to one broker, up to and with the first that fails, and yield each; see `walk_to_broker`."""
     address = broker.host, broker.port
 
-    # The name of each step is that of its function.
-    def name() -> str:
+    def look_up_name() -> str:
         """Look up the broker's addresses."""
         entries = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
         addresses = sorted({str(entry[4][0]) for entry in entries})
         return f"{broker.host} is {', '.join(addresses)}"
 
-    def tcp() -> str:
+    def connect() -> str:
         """Connect to the broker's port."""
         with socket.create_connection(address, timeout_s):
             return f"port {broker.port} is open"
 
-    def tls() -> str:
+    def check_certificate() -> str:
         """Check the broker's certificate, with this client's own: without it the broker reports a refused device."""
         from .mqtt import tls_context
 
@@ -69,18 +68,21 @@ def _walk_to_single(
         ):
             return f"{secure.version()}, certificate is trusted"
 
-    steps = [name, tcp, tls] if broker.uses_tls else [name, tcp]
+    steps: dict[str, Callable[[], str]] = {"name": look_up_name, "tcp": connect}
+    if broker.uses_tls:
+        steps["tls"] = check_certificate
+    visit = None
     if config is not None:
         visit = _Visit(config, timeout_s)
-        steps += [visit.login, visit.topics, visit.coordinator]
+        steps |= {"login": visit.login, "topics": visit.topics, "coordinator": visit.coordinator}
     try:
-        for attempt in steps:
-            step = try_step(attempt.__name__, attempt)
+        for name, attempt in steps.items():
+            step = try_step(name, attempt)
             yield step
             if not step.is_ok:
                 return
     finally:
-        if config is not None:
+        if visit is not None:
             visit.leave()
 
 
@@ -137,14 +139,16 @@ class _Visit:
         from .transport import Subscribed
 
         agent = self._config.id
-        wanted = set(self._topics.for_agent(agent))
+        # 1. Listen: the broker confirms each filter.
+        unconfirmed = set(self._topics.for_agent(agent))
         until = time.monotonic() + self._timeout_s
-        while wanted and time.monotonic() < until:
+        while unconfirmed and time.monotonic() < until:
             event = self._connect().receive(0.1)
             if isinstance(event, Subscribed):
-                wanted -= set(event.filters)
-        if wanted:
-            raise self._forbidden(f"listen on {', '.join(sorted(wanted))}")
+                unconfirmed -= set(event.filters)
+        if unconfirmed:
+            raise self._forbidden(f"listen on {', '.join(sorted(unconfirmed))}")
+        # 2. Speak, on another connection: it alone can be told that a message is refused.
         self.leave()  # with a certificate all connections have one id, and the second one ends the first
         beat = codec.encode(up.Heartbeat(boot=self._boot))  # of a start that has said no hello: it changes nothing
         spoken = {topic(agent): beat for topic in (self._topics.up, self._topics.heartbeat)}

@@ -11,7 +11,7 @@ from enum import Enum
 
 
 class AnswerTo5(Enum):
-    """What a broker does with a client that wants to speak MQTT 5."""
+    """The answer of a broker to a client that wants to speak MQTT 5."""
 
     SPOKEN = "spoken"
     """It lets the client in, and speaks it."""
@@ -28,7 +28,7 @@ class AnswerTo5(Enum):
 
 @dataclass(frozen=True)
 class BrokerTraits:
-    """What one broker was seen to do.
+    """The behaviour that one broker has shown.
 
     Attributes:
         version: What it says on ``$SYS/broker/version``; empty where it says nothing, or does not let this user read.

@@ -68,7 +68,7 @@ class Failover:
         *,
         return_after_s: float = 0.0,
     ) -> None:
-        """Begin with the first broker.
+        """Make the choice of brokers for one client, which begins with the first one.
 
         Args:
             order: The brokers in the order of `order_for`, at least one.
@@ -164,7 +164,7 @@ class Failover:
 
 @dataclass(frozen=True)
 class LinkState:
-    """What the operating system knows of a connection."""
+    """The state of a connection, as far as the operating system knows it."""
 
     received_bytes: int
     """Bytes that have arrived since its begin."""
@@ -185,7 +185,7 @@ class Vigil:
     """
 
     def __init__(self, limit_s: float, clock: Callable[[], float]) -> None:
-        """Begin the watch.
+        """Begin to watch a connection that has just let this client in.
 
         Args:
             limit_s: Seconds of silence after which the other side counts as lost.
@@ -230,12 +230,14 @@ class Vigil:
         """
         return self._asked_at is not None and self._clock() - self._asked_at >= self._answer_s
 
-    def asks(self) -> bool:
-        """Return whether to ask for a sign of life now; if so, that counts as done until something arrives."""
-        if self._asked_at is not None or self.silence_s < self._ask_s:
-            return False
+    @property
+    def is_question_due(self) -> bool:
+        """Whether to ask for a sign of life now: the other side is silent, and has not been asked since."""
+        return self._asked_at is None and self.silence_s >= self._ask_s
+
+    def note_question(self) -> None:
+        """Note that the other side is asked for a sign of life: from now on its answer is waited for."""
         self._asked_at = self._clock()
-        return True
 
     def due_in_s(self) -> float:
         """Return the seconds until the other side is to be asked, or counts as lost."""

@@ -1,4 +1,4 @@
-"""What to do when a broker refuses a login; apart from `mqtt`, whose client takes more than a megabyte of memory."""
+"""The advice for a login that a broker refuses; apart from `mqtt`, whose client takes over a megabyte of memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LoginAdvice:
-    """What to do when the broker refuses a login.
+    """The advice for a login that the broker refuses.
 
     Attributes:
         without_user: Where no user is configured.

@@ -20,12 +20,13 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from pathlib import Path
 
 import paho.mqtt.client as paho
-from paho.mqtt.enums import CallbackAPIVersion, MQTTProtocolVersion
+from paho.mqtt.enums import CallbackAPIVersion, MQTTErrorCode, MQTTProtocolVersion
 from paho.mqtt.reasoncodes import ReasonCode
 
 from ..core.config import BrokerConfig, credential
@@ -60,7 +61,6 @@ CONNECT_TIMEOUT_S = 10.0
 LEAVE_TIMEOUT_S = 2.0
 """Seconds by which a broker that has stopped reading may delay a disconnect."""
 
-
 VISIT_TIMEOUT_S = 2.0
 """Seconds in which the first broker has to let a client in that is to return to it; its connection rests meanwhile."""
 
@@ -78,6 +78,59 @@ LONGEST_WAIT_S = 1.0
 
 _TCP_INFO = struct.Struct("=24xI92xQQ8xI")
 """Of the system's `tcp_info`: segments in flight, confirmed and received bytes, bytes that were not sent yet."""
+
+
+@dataclass
+class _Attempt:
+    """What is known of one attempt at a session, from the login to its end."""
+
+    subscribe_pause_s: float
+    """How many seconds after the next refusal filters are asked for again."""
+
+    rejection: str = ""
+    """Why the broker has refused the login, and the remedy; empty where it has not."""
+
+    remedy: str = ""
+    """What to do about that, or about a certificate; empty where waiting may help."""
+
+    clocks_differ: bool = False
+    """Whether a certificate was refused because it does not hold at the time of this machine's clock."""
+
+    pending_filters: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    """Number of a subscription -> its filters, until the broker answers it."""
+
+    subscribed_by: float = 0.0
+    """The time until which the answer to the last subscription is waited for without a sign of life."""
+
+    has_answered: bool = False
+    """Whether the broker has answered a subscription."""
+
+    is_thrown_off: bool = False
+    """Whether the broker has ended the session instead of answering the first subscription."""
+
+    refused_filters: list[str] = field(default_factory=list)
+    """The filters that the broker has refused, to be asked for again."""
+
+    subscribe_at: float = float("inf")
+    """When they are asked for again."""
+
+
+@dataclass(frozen=True)
+class _SessionEnd:
+    """How an attempt at a session ended."""
+
+    reason: str
+    was_up: bool
+    """Whether there was a session: the broker had let this client in, and had not ended it for its subscription."""
+
+
+@dataclass(frozen=True)
+class _LoginRefusal:
+    """A login that the broker has refused."""
+
+    reason: str
+    remedy: str
+    """What to do; empty where waiting may help."""
 
 
 class MqttTransport:
@@ -135,22 +188,12 @@ class MqttTransport:
         self._advice = advice
         self._inbox = Inbox(rank_of, on_event=on_event)
         self._filters: list[str] = []
-        self._pending_filters: dict[int, tuple[str, ...]] = {}
-        self._refused_filters: list[str] = []
-        """The filters that the broker of this session has refused, to be asked for again."""
-
-        self._subscribe_pause_s = SUBSCRIBE_AGAIN_S
-        self._subscribe_at = float("inf")
-        self._subscribed_by = 0.0
-        """The time until which the answer to the last subscription is waited for without a sign of life."""
-
-        self._has_answered = False
-        """Whether the broker of this session has answered a subscription."""
-
-        self._is_thrown_off = False
-        """Whether the broker has ended this session instead of answering the first subscription."""
+        self._attempt = _Attempt(SUBSCRIBE_AGAIN_S)
+        """What is known of the session of now, or of the last one."""
 
         self._subscribing = threading.RLock()
+        """Held while a request to subscribe is sent and noted, or its answer is looked up."""
+
         self._client: paho.Client | None = None
         self._last_sent: paho.MQTTMessageInfo | None = None
         self._up = threading.Event()
@@ -162,12 +205,9 @@ class MqttTransport:
         self._only_refusals = True
         """Whether each of these failures was a refused login for which there is a remedy."""
 
-        self._rejection = ""
-        self._remedy = ""
         self._was_away = False
         """Whether the log says that the broker is away."""
 
-        self._clocks_differ = False
         self._thread: threading.Thread | None = None
         self._connection = 0
 
@@ -279,7 +319,8 @@ class MqttTransport:
         """Keep a session with a broker until `close`, with longer random pauses while none lets this client in."""
         while not self._stopping.is_set():
             url = self._failover.url
-            reason, was_up = self._session()
+            end = self._serve_session()
+            reason = end.reason
             self._note_first_attempt(url, reason)
             if self._stopping.is_set():
                 return
@@ -287,13 +328,13 @@ class MqttTransport:
             if self._is_returning:
                 pause_s = self._failover.return_to_first()
             else:
-                pause_s = self._failover.failed(reason, was_up=was_up)
+                pause_s = self._failover.failed(reason, was_up=end.was_up)
             # 2. The program has to know that nobody hears it meanwhile.
             self._was_away = True
             log.warning("broker_away url=%s reason=%s retry_in_s=%.1f", url, reason, pause_s)
             if self._failover.is_list:
                 reason = f"{url}: {reason}"
-            self._inbox.put(Disconnected(reason, pause_s, self._remedy, self._clocks_differ))
+            self._inbox.put(Disconnected(reason, pause_s, self._attempt.remedy, self._attempt.clocks_differ))
             self._stopping.wait(pause_s)
 
     def _note_first_attempt(self, url: str, reason: str) -> None:
@@ -301,12 +342,12 @@ class MqttTransport:
         if self._tried.is_set():
             return
         self._first_failures.append(f"{url}: {reason}" if self._failover.is_list else reason)
-        self._only_refusals = self._only_refusals and bool(self._rejection and self._remedy)
+        self._only_refusals = self._only_refusals and bool(self._attempt.rejection and self._attempt.remedy)
         if len(self._first_failures) == len(self.config.urls):
             self._tried.set()
 
-    def _session(self) -> tuple[str, bool]:
-        """Connect, serve the connection until its end, and return why it ended and whether it was established."""
+    def _serve_session(self) -> _SessionEnd:
+        """Connect, serve the connection until its end, and return how it ended."""
         self._is_returning = False
         self._leave_reason = ""
         self._vigil = None
@@ -328,14 +369,14 @@ class MqttTransport:
         # A broken packet makes paho raise anything; a new session is the cure.
         except Exception as error:  # noqa: BLE001 - see above
             reason = cause(error)
-            self._clocks_differ = is_of_another_time(error)
-            self._remedy = SET_CLOCK if self._clocks_differ else ""
+            self._attempt.clocks_differ = is_of_another_time(error)
+            self._attempt.remedy = SET_CLOCK if self._attempt.clocks_differ else ""
         # Somebody who is thrown off for what he asks for would be back at once, for ever, if that counted as a session.
-        was_up = self._up.is_set() and not self._is_thrown_off
+        was_up = self._up.is_set() and not self._attempt.is_thrown_off
         self._up.clear()
         self._client = None  # its sockets close with it
         self._last_sent = None
-        return self._rejection or reason, was_up
+        return _SessionEnd(self._attempt.rejection or reason, was_up)
 
     def _serve(self, client: _Client, login_until: float) -> str:
         """Handle what a connected client receives and sends until the connection ends, and return why it ended.
@@ -345,30 +386,37 @@ class MqttTransport:
             login_until: The time (as `time.monotonic`) until which the broker has to let it in.
         """
         code = paho.MQTT_ERR_SUCCESS
-        until = float("inf")
-        while code == paho.MQTT_ERR_SUCCESS and time.monotonic() < until:
+        leave_until = float("inf")
+        while code == paho.MQTT_ERR_SUCCESS and time.monotonic() < leave_until:
+            # 1. What the network brings and takes.
             code = client.loop(timeout=self._wait_s(login_until))
-            # `close` may have come before there was a client, so it is looked for here as well.
+            # 2. The end that this side wants. `close` may have come before there was a client, so it is looked for here
+            #    as well.
             is_leaving = self._stopping.is_set() or bool(self._leave_reason)
-            if is_leaving and until == float("inf"):
-                until = time.monotonic() + LEAVE_TIMEOUT_S
+            if is_leaving and leave_until == float("inf"):
+                leave_until = time.monotonic() + LEAVE_TIMEOUT_S
                 client.disconnect()
-            if time.monotonic() >= self._subscribe_at:
+            # 3. Filters that were refused.
+            if time.monotonic() >= self._attempt.subscribe_at:
                 self._subscribe_again()
-            # With another broker to go to, this one has to show that it lives.
-            if self._failover.is_list and not is_leaving and code == paho.MQTT_ERR_SUCCESS:
+            # 4. With another broker to go to, this one has to show that it lives.
+            is_watched = self._failover.is_list and not is_leaving
+            if is_watched and code == paho.MQTT_ERR_SUCCESS:
                 reason = self._reason_to_end(client, login_until)
                 if reason:
                     return reason
-        if self._leave_reason:
-            return self._leave_reason
+        return self._leave_reason or self._explain_end(code)
+
+    def _explain_end(self, code: MQTTErrorCode) -> str:
+        """Return why a connection ended that this side did not end, and note where the topic rules may be why."""
         reason = paho.error_string(code)
         has_certificate = self.config.tls is not None and self.config.tls.cert is not None
         if has_certificate and not self._up.is_set():
             reason = f"{reason.rstrip('.')}; the broker may refuse this certificate"
         # RabbitMQ answers a filter that its rules forbid by ending the connection.
-        if self._up.is_set() and self._pending_filters and not self._has_answered:
-            self._is_thrown_off = True
+        is_unanswered = bool(self._attempt.pending_filters) and not self._attempt.has_answered
+        if self._up.is_set() and is_unanswered:
+            self._attempt.is_thrown_off = True
             reason = f"{reason.rstrip('.')} before the broker answered the subscription; its topic rules may forbid it"
         return reason
 
@@ -404,13 +452,14 @@ class MqttTransport:
         NATS reads nothing more of a client, also no question, until it has answered its subscription. That takes more
         than ten seconds after its cluster has lost a node, and would begin again at another node.
         """
-        is_subscribing = bool(self._pending_filters) and time.monotonic() < self._subscribed_by
+        is_subscribing = bool(self._attempt.pending_filters) and time.monotonic() < self._attempt.subscribed_by
         vigil.observe(None if is_subscribing else _link_state(client))
         if vigil.is_lost:
             self._strictness.lost()
             return True
-        if vigil.asks():
+        if vigil.is_question_due:
             client.ask_for_sign_of_life()
+            vigil.note_question()
         return False
 
     def _may_return(self) -> bool:
@@ -428,7 +477,7 @@ class MqttTransport:
             visitor.disconnect()
         except HeadwaterError as error:
             reason = str(error)
-        except Exception as error:  # noqa: BLE001 - as in `_session`: a visit that fails costs nothing
+        except Exception as error:  # noqa: BLE001 - as in `_serve_session`: a visit that fails costs nothing
             reason = cause(error)
         if answers and not answers[0].is_failure:
             return True
@@ -441,15 +490,7 @@ class MqttTransport:
     def _new_client(self) -> _Client:
         """Return a client for the next connection, with its callbacks and will."""
         self._connection += 1
-        self._rejection = ""
-        self._remedy = ""
-        self._clocks_differ = False
-        self._pending_filters.clear()
-        self._has_answered = False
-        self._is_thrown_off = False
-        self._refused_filters.clear()
-        self._subscribe_pause_s = SUBSCRIBE_AGAIN_S
-        self._subscribe_at = float("inf")
+        self._attempt = _Attempt(SUBSCRIBE_AGAIN_S)
         client = _client(self.broker, self.client_id, session_of(self.client_id), paho.MQTTv311)
         client.max_inflight_messages_set(INFLIGHT)
         if self.will is not None:
@@ -466,8 +507,9 @@ class MqttTransport:
     def _on_connect(self, client: paho.Client, _data: object, _flags: object, code: ReasonCode, _props: object) -> None:
         """Note why the broker does not let this client in; otherwise tell the program, and subscribe again."""
         if code.is_failure:
-            reason, self._remedy = _refused_login(self.config, self.client_id, code, self._advice)
-            self._rejection = f"{reason}; {self._remedy}" if self._remedy else reason
+            refusal = _explain_refusal(self.config, self.client_id, code, self._advice)
+            self._attempt.remedy = refusal.remedy
+            self._attempt.rejection = f"{refusal.reason}; {refusal.remedy}" if refusal.remedy else refusal.reason
             return
         sock = client.socket()
         if isinstance(sock, socket.socket):
@@ -501,37 +543,38 @@ class MqttTransport:
             return
         for begin in range(0, len(filters), 8):
             part = filters[begin : begin + 8]
-            wanted: list[tuple[str, int]] = [(topic_filter, self.config.qos) for topic_filter in part]
+            with_qos: list[tuple[str, int]] = [(topic_filter, self.config.qos) for topic_filter in part]
             with self._subscribing:  # the broker may confirm before this thread has noted the request
-                _, mid = client.subscribe(wanted)
+                _, mid = client.subscribe(with_qos)
                 if mid is not None:
-                    self._pending_filters[mid] = part
-                    self._subscribed_by = time.monotonic() + self.config.keepalive_s
+                    self._attempt.pending_filters[mid] = part
+                    self._attempt.subscribed_by = time.monotonic() + self.config.keepalive_s
 
     def _on_subscribe(
         self, _client: paho.Client, _data: object, mid: int, codes: list[ReasonCode], _props: object
     ) -> None:
         """Tell the program which filters the broker grants, by the number of the request."""
         with self._subscribing:
-            filters = self._pending_filters.pop(mid, ())
-        self._has_answered = True
+            filters = self._attempt.pending_filters.pop(mid, ())
+        self._attempt.has_answered = True
         answers = zip(filters, codes, strict=False)
         rejected = [topic_filter for topic_filter, code in answers if code.is_failure]
         if rejected:
-            is_news = self._subscribe_pause_s == SUBSCRIBE_AGAIN_S
+            is_news = self._attempt.subscribe_pause_s == SUBSCRIBE_AGAIN_S
             log.log(logging.ERROR if is_news else logging.DEBUG, "subscription_refused filters=%s", ",".join(rejected))
-            self._refused_filters += rejected
-            self._subscribe_at = time.monotonic() + self._subscribe_pause_s
+            self._attempt.refused_filters += rejected
+            self._attempt.subscribe_at = time.monotonic() + self._attempt.subscribe_pause_s
         granted = tuple(topic_filter for topic_filter in filters if topic_filter not in rejected)
         self._inbox.put(Subscribed(granted))
 
     def _subscribe_again(self) -> None:
         """Ask again for the filters that were refused and are still wanted; the broker may grant them by now."""
-        wanted = tuple(topic_filter for topic_filter in self._refused_filters if topic_filter in self._filters)
-        self._refused_filters.clear()
-        self._subscribe_at = float("inf")
-        self._subscribe_pause_s = min(1.5 * self._subscribe_pause_s, SUBSCRIBE_SELDOM_S)
-        self._ask_for(wanted)
+        attempt = self._attempt
+        still_wanted = tuple(topic_filter for topic_filter in attempt.refused_filters if topic_filter in self._filters)
+        attempt.refused_filters.clear()
+        attempt.subscribe_at = float("inf")
+        attempt.subscribe_pause_s = min(1.5 * attempt.subscribe_pause_s, SUBSCRIBE_SELDOM_S)
+        self._ask_for(still_wanted)
 
     def _on_message(self, _client: paho.Client, _data: object, message: paho.MQTTMessage) -> None:
         """Put a message into the inbox, if it is of a topic that was asked for and is admitted."""
@@ -640,7 +683,7 @@ _VERSION_WAIT_S = 0.5
 
 
 class _Question(Enum):
-    """What a subscription of `observe_broker` is to show."""
+    """A property of a broker that a subscription of `observe_broker` is to show."""
 
     QOS = "the highest quality of service"
     SPACE = "whether a topic may have a space in it"
@@ -659,21 +702,30 @@ def observe_broker(config: BrokerConfig, client_id: str, root: str, timeout_s: f
     Raises:
         ConfigError: A certificate or key cannot be loaded.
     """
-    grants, version = _observe_grants(config, client_id, root, timeout_s)
-    qos = grants.get(_Question.QOS, _NOT_GRANTED)
-    space = grants.get(_Question.SPACE)
+    observed = _observe_grants(config, client_id, root, timeout_s)
+    qos = observed.codes.get(_Question.QOS, _NOT_GRANTED)
+    space = observed.codes.get(_Question.SPACE)
     return BrokerTraits(
-        version=version,
+        version=observed.version,
         answer_to_5=_observe_answer_to_5(config, client_id, timeout_s),
         highest_qos=None if qos == _NOT_GRANTED else qos,
         takes_spaces=None if space is None else space != _NOT_GRANTED,
     )
 
 
-def _observe_grants(
-    config: BrokerConfig, client_id: str, root: str, timeout_s: float
-) -> tuple[dict[_Question, int], str]:
-    """Return the code with which the broker answers each question, as far as it does, and what it calls itself.
+@dataclass(frozen=True)
+class _Observed:
+    """The answers of a broker to the subscriptions of `observe_broker`."""
+
+    codes: Mapping[_Question, int]
+    """The code of each answer; a question without an answer has none."""
+
+    version: str
+    """What the broker calls itself; empty where it says nothing."""
+
+
+def _observe_grants(config: BrokerConfig, client_id: str, root: str, timeout_s: float) -> _Observed:
+    """Return what the broker answers to each question.
 
     The question that a topic rule may forbid comes last: RabbitMQ closes the connection then.
     """
@@ -686,7 +738,7 @@ def _observe_grants(
     connected: list[bool] = []
     codes: dict[int | None, int] = {}
     versions: list[str] = []
-    grants: dict[_Question, int] = {}
+    answered: dict[_Question, int] = {}
 
     def note_message(_client: paho.Client, _data: object, message: paho.MQTTMessage) -> None:
         if message.topic == _VERSION_TOPIC:
@@ -705,7 +757,7 @@ def _observe_grants(
             _, mid = client.subscribe(topic_filter, qos)
             stands = _loop_until(client, partial(codes.__contains__, mid), until)
             if mid in codes:
-                grants[question] = codes[mid]
+                answered[question] = codes[mid]
         # What is retained comes right after the answer to the subscription, from those that have it.
         if stands:
             _loop_until(client, lambda: bool(versions), min(until, time.monotonic() + _VERSION_WAIT_S))
@@ -714,7 +766,7 @@ def _observe_grants(
         log.info("broker_not_observed url=%s reason=%s", config.names, cause(error))
     finally:
         client.disconnect()
-    return grants, versions[0] if versions else ""
+    return _Observed(answered, version=versions[0] if versions else "")
 
 
 def _observe_answer_to_5(config: BrokerConfig, client_id: str, timeout_s: float) -> AnswerTo5:
@@ -807,15 +859,22 @@ def blob_tls_context(config: BrokerConfig) -> ssl.SSLContext:
     return context
 
 
-def _refused_login(config: BrokerConfig, client_id: str, code: ReasonCode, advice: LoginAdvice) -> tuple[str, str]:
-    """Return the reason of a refused login, and its remedy, which is empty where waiting may help."""
+def _explain_refusal(config: BrokerConfig, client_id: str, code: ReasonCode, advice: LoginAdvice) -> _LoginRefusal:
+    """Return why the broker has answered a login with a code, and what to do.
+
+    Args:
+        config: The broker, and how this client logs in.
+        client_id: The id of the client, which may be its user, too.
+        code: The broker's answer.
+        advice: What to do where it does not let the user in.
+    """
     user = user_of(config, client_id)
     if code.value not in _SHUT_OUT:
-        return f"broker refuses: {code}", ""
+        return _LoginRefusal(f"broker refuses: {code}", remedy="")
     if user is None:
-        return f"broker refuses a login without a user ({code})", advice.without_user
+        return _LoginRefusal(f"broker refuses a login without a user ({code})", remedy=advice.without_user)
     password = f"the one in '{config.password_file}'" if config.password_file else "the empty one"
     reason = (
         f"broker refuses user '{user}' ({code}): it does not know the user, or has another password than {password}"
     )
-    return reason, advice.refused.format(user=user)
+    return _LoginRefusal(reason, remedy=advice.refused.format(user=user))

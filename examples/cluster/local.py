@@ -144,38 +144,53 @@ mqtt {{ listen: 127.0.0.1:{ports.mqtt(node)}, max_ack_pending: 256 }}
 
 def start_database(cluster: Cluster) -> str:
     """Start PostgreSQL, after making its data folder at the first start, and return the URL of the journal."""
-    # 1. The programs, and the account that runs them.
-    programs = sorted(Path("/usr/lib/postgresql").glob("*/bin"), key=lambda path: int(path.parent.name))
-    if not programs:
+    # 1. The programs of the newest version, and the account that runs them.
+    versions = sorted(Path("/usr/lib/postgresql").glob("*/bin"), key=lambda path: int(path.parent.name))
+    if not versions:
         sys.exit("PostgreSQL is not installed; apt install postgresql")
+    programs = versions[-1]
     folder = cluster.folder / "database"
-    data = folder / "data"
-    passfile = cluster.folder / "passfile"
-    as_user: list[str] = []
     folder.mkdir(exist_ok=True)
+    as_user: list[str] = []
     if os.geteuid() == 0:
         as_user = ["setpriv", f"--reuid={DATABASE_USER}", f"--regid={DATABASE_USER}", "--clear-groups"]
         shutil.chown(folder, DATABASE_USER)
-    # 2. The data folder and its password, in files that no other user can read.
+    # 2. The data folder.
+    data = folder / "data"
+    passfile = cluster.folder / "passfile"
     if not (data / "PG_VERSION").exists():
-        password = secrets.token_hex(16)
-        write_private(passfile, f"*:*:*:*:{password}\n")
-        password_file = folder / "password"
-        write_private(password_file, password)
-        if os.geteuid() == 0:
-            shutil.chown(password_file, DATABASE_USER)
-        options = ["-U", "headwater", "--auth=scram-sha-256", f"--pwfile={password_file}", "--encoding=UTF8"]
-        command = [*as_user, str(programs[-1] / "initdb"), "-D", str(data), *options, "--locale=C"]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-        password_file.unlink()
-        if done.returncode != 0:
-            sys.exit(f"the data folder of PostgreSQL could not be made: {done.stderr.strip()}")
+        make_data_folder(data, passfile, [*as_user, str(programs / "initdb")])
     # 3. The server.
     port = cluster.ports.database
     settings = [f"--port={port}", "--listen_addresses=127.0.0.1", "--unix_socket_directories="]
-    cluster.run("database", *as_user, programs[-1] / "postgres", "-D", data, *settings)
+    cluster.run("database", *as_user, programs / "postgres", "-D", data, *settings)
     cluster.wait_for_port("database", port)
     return f"postgresql://headwater@127.0.0.1:{port}/postgres?passfile={passfile}"
+
+
+def make_data_folder(data: Path, passfile: Path, initdb: list[str]) -> None:
+    """Make the data folder of PostgreSQL, with a password in files that no other user can read.
+
+    Args:
+        data: The data folder, which is not there.
+        passfile: The file from which coordinators and commands read the password.
+        initdb: The command that makes the folder, without its options.
+
+    Raises:
+        SystemExit: PostgreSQL could not make it.
+    """
+    password = secrets.token_hex(16)
+    write_private(passfile, f"*:*:*:*:{password}\n")
+    password_file = data.parent / "password"
+    write_private(password_file, password)
+    if os.geteuid() == 0:
+        shutil.chown(password_file, DATABASE_USER)
+    options = ["-U", "headwater", "--auth=scram-sha-256", f"--pwfile={password_file}", "--encoding=UTF8", "--locale=C"]
+    command = [*initdb, "-D", str(data), *options]
+    done = subprocess.run(command, cwd=data.parent, capture_output=True, text=True, check=False)
+    password_file.unlink()
+    if done.returncode != 0:
+        sys.exit(f"the data folder of PostgreSQL could not be made: {done.stderr.strip()}")
 
 
 def write_private(path: Path, text: str) -> None:
@@ -219,23 +234,32 @@ encoder = "small_cnn"
     return path
 
 
-def start_headwater(cluster: Cluster, journal: str, agents: int) -> None:
-    """Start coordinators, aggregators and agents."""
-    config = write_coordinator(cluster, journal, agents)
-    python = sys.executable
+def start_coordinators(cluster: Cluster, config: Path) -> None:
+    """Start the coordinators, and wait until one of them serves: it makes the secret that aggregators need.
+
+    Raises:
+        SystemExit: None serves in time.
+    """
     for number in range(1, COORDINATORS + 1):
         command = ("serve", "--standby", "--insecure", "--config", config)
-        cluster.run(f"coordinator-{number}", python, "-m", "coordinator", *command)
-    # The first coordinator makes the secret that aggregators need.
+        cluster.run(f"coordinator-{number}", sys.executable, "-m", "coordinator", *command)
     until = time.monotonic() + START_LIMIT_S
     pause = threading.Event()
     while not (cluster.folder / "state" / "status.json").exists():
         if time.monotonic() > until:
             sys.exit(f"no coordinator serves; see {cluster.folder / 'logs'}")
         pause.wait(0.2)
+
+
+def start_aggregators(cluster: Cluster, config: Path) -> None:
+    """Start one aggregator for each partition."""
     for number in range(1, AGGREGATORS + 1):
-        command = ("aggregate", "--partition", f"{number}/{AGGREGATORS}", "--config", str(config))
-        cluster.run(f"aggregator-{number}", python, "-m", "coordinator", *command)
+        command = ("aggregate", "--partition", f"{number}/{AGGREGATORS}", "--config", config)
+        cluster.run(f"aggregator-{number}", sys.executable, "-m", "coordinator", *command)
+
+
+def start_agents(cluster: Cluster, agents: int) -> None:
+    """Start so many agents, each with a part of the digits of its own."""
     for number in range(agents):
         name = f"agent-{number}"
         settings = cluster.folder / f"{name}.toml"
@@ -254,7 +278,7 @@ source = "digits:optdigits?client={number}&clients={agents}"
 """,
             encoding="utf-8",
         )
-        cluster.run(name, python, "-m", "edge_agent", "run", "--insecure", "--config", settings)
+        cluster.run(name, sys.executable, "-m", "edge_agent", "run", "--insecure", "--config", settings)
 
 
 def interrupt(_number: int, _frame: object) -> None:
@@ -281,13 +305,16 @@ def main() -> None:
         print("database: PostgreSQL", flush=True)
         journal = start_database(cluster)
         print("coordinators, aggregators, agents", flush=True)
-        start_headwater(cluster, journal, options.agents)
+        config = write_coordinator(cluster, journal, options.agents)
+        start_coordinators(cluster, config)
+        start_aggregators(cluster, config)
+        start_agents(cluster, options.agents)
         width = max(map(len, cluster.processes))
         for name, process in cluster.processes.items():
             print(f"  {name:{width}}  process {process.pid}", flush=True)
         print(f"logs: {folder / 'logs'}")
-        print(f"now:  headwater run --config {folder / 'coordinator.toml'} --rounds 5")
-        print(f"      headwater status --config {folder / 'coordinator.toml'}; kill -9 any process, and look again")
+        print(f"now:  headwater run --config {config} --rounds 5")
+        print(f"      headwater status --config {config}; kill -9 any process, and look again")
         print("Ctrl-C ends all of it", flush=True)
         threading.Event().wait()
     except KeyboardInterrupt:

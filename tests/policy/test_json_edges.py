@@ -38,7 +38,6 @@ EDGES = {
     "journal.sqlite": "rows of the database",
     "journal.store": "rows of a journal, whose hashes are over their JSON",
     "processes.compute": "the JSON of the pipe to the compute process",
-    "rounds.passes": "a pass over updates, and its answer, on their way between processes",
     "report": "the summary of a run as its file would have it, for a run that has none yet",
     "report.figures": "files that agents have contributed to, of which every value may have another form",
     "report.page": "the plan of a simulation as TOML",

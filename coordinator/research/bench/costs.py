@@ -234,7 +234,7 @@ def _fit_kept_update(measured: Sequence[PhaseUse], costs: Work) -> float:
     rest_s = 0.0
     updates = 0.0
     for use in _with_aggregators(measured):
-        own, _ = divide_round(use.work, use.point.aggregators)
+        own = divide_round(use.work, use.point.aggregators).coordinator
         others = own.model_copy(update={"updates": 0.0, "open_seconds": 0.0, "open_member_seconds": 0.0})
         rest_s += use.used["coordinator_cpu_s"] - of_work(costs, others)
         updates += own.updates
@@ -251,7 +251,7 @@ def _fit_aggregators(measured: Sequence[PhaseUse], costs: Work) -> float:
     used_s = 0.0
     alone_s = 0.0
     for use in _with_aggregators(measured):
-        _, summing = divide_round(use.work, use.point.aggregators)
+        summing = divide_round(use.work, use.point.aggregators).aggregators
         used_s += use.used[AGGREGATORS]
         alone_s += of_work(costs, summing)
     return float(f"{used_s / alone_s:.4g}")

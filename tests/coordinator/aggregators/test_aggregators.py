@@ -119,7 +119,7 @@ PHASES = {
     "after a file was stored, before anybody knows": ("_send", "Receipt"),
     "after the coordinator was told": ("_on_noted", ""),
     "as it is asked for a pass": ("_make", ""),
-    "after a pass was made, before it says so": ("_say_done", ""),
+    "after a pass was made, before it says so": ("_report_pass", ""),
     "as it gets partitions": ("_on_partitions", ""),
 }
 
@@ -198,7 +198,7 @@ def test_a_second_aggregator_of_a_partition_stands_by_and_is_named(tmp_path):
         fed.wait(2)
         first = fed.coordinator.status()["aggregators"][0]
         assert (first["aggregator"], first["stands_by"]) == ("sum1", ("second",))
-        assert not fed.aggregators["second"]._work.terms
+        assert not fed.aggregators["second"]._assignment.terms
         fed.kill_aggregator("sum1")
         fed.wait(5)
         assert fed.coordinator.status()["aggregators"][0]["aggregator"] == "second"
@@ -221,7 +221,7 @@ def test_a_coordinator_that_was_replaced_is_obeyed_no_more(tmp_path, caplog):
     with PartitionedFederation(tmp_path, 1, agents=1) as fed:
         fed.wait(2)
         aggregator = fed.aggregators["sum1"]
-        newest = aggregator._work
+        newest = aggregator._assignment
         about = {"whom": "sum1", "boot": aggregator.site.boot, "federation": newest.federation, "partitions": ()}
         earlier = ServePartitions(epoch=newest.epoch - 1, start="gone", **about)
         stranger = fed.broker.transport()
@@ -229,7 +229,7 @@ def test_a_coordinator_that_was_replaced_is_obeyed_no_more(tmp_path, caplog):
         sealed = Sealed(CommandKeys.of(fed.config.state, fed.config.federation).for_aggregators())
         stranger.publish(fed.topics.aggregators_down, sealed.encode(earlier))
         fed.settle()
-        assert aggregator._work == newest
+        assert aggregator._assignment == newest
         assert "earlier_coordinator_ignored" in caplog.text
 
 

@@ -7,9 +7,9 @@ import pytest
 
 from coordinator.config import AggregationConfig
 from coordinator.rounds.aggregation import aggregate, combine
-from coordinator.rounds.bounds import Measure, SumBounded
+from coordinator.rounds.bounds import Measure, Measured, SumBounded
 from coordinator.rounds.directions import MultiplyChanges, SumOfChanges
-from coordinator.rounds.passes import Origin, Packet
+from coordinator.rounds.passes import Origin, Packet, PassValues
 from edge_agent import methods
 from edge_agent.core.errors import TensorsError
 from edge_agent.methods import Update
@@ -95,5 +95,13 @@ def test_bytes_that_are_no_packet_are_an_error():
         Packet.from_tensors({})
     with pytest.raises(TensorsError, match="not JSON"):
         Packet.from_tensors({"json": np.frombuffer(b"{", np.uint8)})
-    with pytest.raises(TensorsError, match="no sizes"):
-        Measure().unpack(Packet({}, {}))
+    with pytest.raises(TensorsError, match="without MeasuredSizes as this version knows them"):
+        Measure().unpack(Packet.from_values(PassValues()))
+
+
+def test_sizes_that_are_infinite_or_no_number_travel():
+    """An update may overflow: that is for the bounds to judge, not for the way between two processes."""
+    sizes = [Measured("agent-1", 3.0, {"weights": float("inf")}), Measured("agent-2", 2.5, {"weights": 1e-7})]
+    assert Measure().unpack(travelled(Measure().pack(sizes))) == sizes
+    (size,) = Measure().unpack(travelled(Measure().pack([Measured("agent-3", 1.0, {"weights": float("nan")})])))
+    assert np.isnan(size.norms["weights"])

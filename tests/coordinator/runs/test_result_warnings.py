@@ -20,6 +20,7 @@ from coordinator.runs.result_notes import (
 )
 from coordinator.state.noise import standard_error
 from coordinator.state.run_lines import AgentLine, RoundLine
+from edge_agent import methods
 from edge_agent.core.task import ImageInput, Task
 
 
@@ -130,7 +131,9 @@ def requested(method="fedavg", encoder="small_cnn", side=32):
 
 
 def names_of(agents, losses=(), *, request=None, has_bundle=False):
-    steps = next_steps(request or requested(), agents, losses, has_bundle=has_bundle)
+    request = request or requested()
+    leaves_encoder = methods.create(request.method).leaves_encoder
+    steps = next_steps(request, agents, losses, has_bundle=has_bundle, leaves_encoder=leaves_encoder)
     return [next_step.step for next_step in steps]
 
 

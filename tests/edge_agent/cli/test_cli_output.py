@@ -9,6 +9,7 @@ from edge_agent.agent.health import problem_of
 from edge_agent.cli import output
 from edge_agent.core.errors import UsageError
 from edge_agent.core.formats import value_text
+from edge_agent.data import LeftOut
 
 
 @pytest.mark.parametrize(
@@ -24,16 +25,18 @@ def test_what_is_not_known_is_a_dash():
 
 def test_files_that_are_left_out_share_a_line_where_folder_and_reason_are_the_same():
     """Ten photos in a folder too deep hid which photo was broken."""
-    deep = [f"star/more/{number}.jpg: is too deep" for number in range(10)]
-    lines = output.skipped(["car/a.heic: is of another form", *deep, "cup/b.jpg: cannot be read"])
+    deep = [LeftOut(f"star/more/{number}.jpg", "is too deep") for number in range(10)]
+    lines = output.skipped(
+        [LeftOut("car/a.heic", "is of another form"), *deep, LeftOut("cup/b.jpg", "cannot be read: no such form")]
+    )
     assert lines == [
         "left out because they cannot be used: 12",
         "  car/a.heic: is of another form",
         "  star/more/0.jpg and 9 more in its folder: is too deep",
-        "  cup/b.jpg: cannot be read",
+        "  cup/b.jpg: cannot be read: no such form",
     ]
     assert output.skipped(deep[:2]) == ["left out because they cannot be used: 2", *(f"  {line}" for line in deep[:2])]
-    assert output.skipped([f"{name}/x.jpg: cannot be read" for name in "abcdefg"])[-1] == "  … and 2 more"
+    assert output.skipped([LeftOut(f"{name}/x.jpg", "cannot be read") for name in "abcdefg"])[-1] == "  … and 2 more"
     assert output.skipped([]) == []
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from edge_agent import methods, models
+from edge_agent.bundle.manifest import LEAVE_ENCODER
 from edge_agent.core.errors import ConfigError
 from edge_agent.core.next_steps import (
     FEW_EPOCHS,
     FEW_SAMPLES,
     FIT_RULES,
-    FROZEN_METHODS,
     PERSONAL_METHODS,
     RUN_RULES,
     AllowLocal,
@@ -70,7 +70,7 @@ def test_more_steps_where_few_samples_are_passed_once():
     assert not MoreSteps().message(evidence(samples=(40,), local_epochs=FEW_EPOCHS + 1))
     assert not MoreSteps().message(evidence(samples=(400,), local_epochs=1))
     assert not MoreSteps().message(evidence(samples=(40,))), "a method without epochs"
-    assert not MoreSteps().message(evidence(**few, method="afl")), "a method without steps"
+    assert not MoreSteps().message(evidence(**few, leaves_encoder=True)), "a method without steps"
 
 
 def test_more_samples_where_half_of_the_devices_have_few():
@@ -81,10 +81,11 @@ def test_more_samples_where_half_of_the_devices_have_few():
     assert not CollectOnDevices().message(evidence(samples=(FEW_SAMPLES,)))
 
 
-@pytest.mark.parametrize("method", FROZEN_METHODS)
+@pytest.mark.parametrize("method", LEAVE_ENCODER)
 def test_an_encoder_is_given_where_samples_are_few_and_trained_where_they_are_many(method):
     few = (40, 40)
     many = (400, 400)
+    frozen = {"method": method, "leaves_encoder": True}
     assert "--method afl with --from starter, or a bundle, one" in PretrainedEncoder().message(evidence(samples=few))
     of_windows = evidence(samples=few, input_kind="window")
     assert "--method afl with --from BUNDLE, one round" in PretrainedEncoder().message(of_windows)
@@ -95,12 +96,12 @@ def test_an_encoder_is_given_where_samples_are_few_and_trained_where_they_are_ma
         .message(has_one)
         .startswith("the encoder as it began (the same --from or --weights with --m")
     )
-    assert not PretrainedEncoder().message(evidence(method=method, samples=few, began_trained=True)), "it has one"
-    has_none = PretrainedEncoder().message(evidence(method=method, samples=few))
+    assert not PretrainedEncoder().message(evidence(**frozen, samples=few, began_trained=True)), "it has one"
+    has_none = PretrainedEncoder().message(evidence(**frozen, samples=few))
     assert has_none.startswith("an encoder that is trained already (--from starter, or a bundle): ")
     assert f"{method} leaves it as it is, and this one has the random weights" in has_none
-    assert f"{method} leaves it as it is" in TrainEncoder().message(evidence(method=method, samples=many))
-    assert not TrainEncoder().message(evidence(method=method, samples=few))
+    assert f"{method} leaves it as it is" in TrainEncoder().message(evidence(**frozen, samples=many))
+    assert not TrainEncoder().message(evidence(**frozen, samples=few))
     assert not TrainEncoder().message(evidence(samples=many))
 
 
@@ -177,14 +178,8 @@ def test_steps_come_in_the_order_of_the_rules():
 
 
 def test_all_methods_that_send_the_encoder_and_get_none_back_are_named():
-    """A new one that is missing in the list would be advised to collect samples for training."""
-    frozen = []
-    for name in methods.names():
-        method = methods.create(name)
-        returned = method.shared if method.returned is None else method.returned
-        if "encoder" in method.shared and "encoder" not in returned:
-            frozen.append(name)
-    assert frozen == sorted(FROZEN_METHODS)
+    """Of a bundle of a new one that is missing in the list, a device would say that it has trained the encoder."""
+    assert [name for name in methods.names() if methods.create(name).leaves_encoder] == sorted(LEAVE_ENCODER)
 
 
 @pytest.mark.parametrize("name", PERSONAL_METHODS)

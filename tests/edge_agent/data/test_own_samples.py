@@ -178,7 +178,7 @@ def test_what_cannot_be_used_is_left_out_unless_strict_or_in_a_partition(tmp_pat
     take = lambda **given: partition.own_samples(DataConfig(source=source, **given), "c0", spec, ("0", "1"))
     train, test = take()
     assert (len(train), len(test), sorted({*train.groups.tolist()})) == (3, 2, [0, 2])
-    assert train.skipped == ("recording 1: has 4 samples, one window needs 10; record longer",)
+    assert [str(item) for item in train.skipped] == ["recording 1: has 4 samples, one window needs 10; record longer"]
     pool = partition.Pool.of(np.array([0, 0, 0, 1, 1]), None)
     partition.divided("iid", {}, pool, {"c0": (np.array([0]), np.array([4]))}).write(tmp_path / "p.json")
     for given in ({"strict": True}, {"partition": tmp_path / "p.json"}):

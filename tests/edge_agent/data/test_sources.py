@@ -15,7 +15,7 @@ from edge_agent.core.config import DataConfig
 from edge_agent.core.errors import ConfigError, DataError, MissingCapability, UnknownName
 from edge_agent.core.task import ImageInput, WindowInput
 from edge_agent.data import check, domains, from_files, label_array, load, parse_source, registry
-from edge_agent.data.base import DataSource, Options, Raw
+from edge_agent.data.base import DataSource, LeftOut, Options, Raw
 from edge_agent.data.images import files_by_class
 from edge_agent.data.partition import Pool, divided, own_samples, read_pools
 
@@ -143,9 +143,9 @@ def test_files_that_look_like_images_and_are_not_read_are_counted(folder):
     for samples in (load(source, SPEC), load(source, SPEC, strict=False), read_pools(source, SPEC).train):
         assert len(samples) == 6
         assert samples.skipped == (
-            "loose.png: is beside the folders of classes, so it has none; move it into one",
-            "red/1.HEIC: is of a form that is not read; save it as JPEG or PNG",
-            "red/more/a.png: is in a folder inside that of a class; move it up",
+            LeftOut("loose.png", "is beside the folders of classes, so it has none; move it into one"),
+            LeftOut("red/1.HEIC", "is of a form that is not read; save it as JPEG or PNG"),
+            LeftOut("red/more/a.png", "is in a folder inside that of a class; move it up"),
         )
     assert [len(part) for part in own_samples(DataConfig(**of_partition), "c0", SPEC, names)] == [2, 1]
     with pytest.raises(DataError, match="3 of 9 images cannot be used"):
@@ -535,7 +535,7 @@ def test_a_recording_whose_targets_cannot_be_cut_is_left_out_as_a_whole(monkeypa
     samples = load("plugged:", WindowInput(channels=1, length=4, stride=4), strict=False)
     assert samples.inputs[:, 0, 0].tolist() == [1, 1, 3, 3]
     assert samples.targets.tolist() == [0, 0, 5, 5]
-    assert samples.skipped == ("1: holds NaN or infinity",)
+    assert samples.skipped == (LeftOut("1", "holds NaN or infinity"),)
 
 
 def test_folders_of_pictures_are_classes_and_no_domains(tmp_path):

@@ -178,14 +178,20 @@ def state(received=0, confirmed=0, *, is_queued=False):
     return LinkState(received, confirmed, is_queued)
 
 
+def ask_where_due(vigil):
+    if vigil.is_question_due:
+        vigil.note_question()
+
+
 def test_a_silent_broker_is_asked_once_and_is_lost_if_it_does_not_answer(clock):
     vigil = Vigil(3.5, clock)
     vigil.observe(state(received=10))
-    assert not vigil.asks()
+    assert not vigil.is_question_due
     assert vigil.due_in_s() == pytest.approx(1.75)
     clock.now += 1.75
-    assert vigil.asks()
-    assert not vigil.asks()
+    assert vigil.is_question_due
+    vigil.note_question()
+    assert not vigil.is_question_due
     assert vigil.due_in_s() == pytest.approx(1.75)
     clock.now += 1.7
     vigil.observe(state(received=10, confirmed=2))
@@ -200,7 +206,8 @@ def test_each_byte_that_arrives_is_a_sign_of_life(clock):
     for received in range(10):
         vigil.observe(state(received=received))
         clock.now += 1.75
-        assert vigil.asks()
+        assert vigil.is_question_due
+        vigil.note_question()
         assert not vigil.is_lost
     clock.now += 1.75
     assert vigil.is_lost
@@ -211,12 +218,12 @@ def test_a_slow_link_that_drains_its_queue_is_alive_and_one_that_does_not_move_i
     vigil = Vigil(3.5, clock)
     for second in range(120):
         vigil.observe(state(confirmed=8000 * second, is_queued=True))
-        vigil.asks()
+        ask_where_due(vigil)
         clock.now += 1.0
         assert not vigil.is_lost
     for _ in range(5):
         vigil.observe(state(confirmed=8000 * 119, is_queued=True))
-        vigil.asks()
+        ask_where_due(vigil)
         clock.now += 1.0
     assert vigil.is_lost
 
@@ -226,7 +233,7 @@ def test_what_a_stopped_program_leaves_to_its_machine_is_no_sign_of_life(clock):
     vigil = Vigil(3.5, clock)
     for second in range(4):
         vigil.observe(state(received=5, confirmed=100 * second))
-        vigil.asks()
+        ask_where_due(vigil)
         clock.now += 1.0
     assert vigil.is_lost
 
@@ -237,7 +244,7 @@ def test_a_program_that_stood_still_itself_asks_before_it_judges(clock):
     clock.now += 3600.0
     vigil.observe(state(received=5))
     assert not vigil.is_lost
-    assert vigil.asks()
+    assert vigil.is_question_due
     vigil.observe(state(received=7))
     assert vigil.silence_s == 0
 
@@ -246,7 +253,7 @@ def test_a_system_that_does_not_tell_leaves_the_judgement_to_the_keep_alive(cloc
     vigil = Vigil(3.5, clock)
     for _ in range(100):
         vigil.observe(None)
-        assert not vigil.asks()
+        assert not vigil.is_question_due
         assert not vigil.is_lost
         clock.now += 1.0
 
