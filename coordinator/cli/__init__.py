@@ -43,6 +43,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "aggregate": "Take and sum updates of a part of the agents.",
         "enroll": "Make a token by which a device gets a certificate.",
         "run": "Start a run and follow it to its end.",
+        "pretrain": "Train a warm start ahead, on one or several machines.",
         "status": "Show runs, agents, and what the coordinator waits for.",
         "logs": "Show what happened in a run, and for whom it waited.",
         "cancel": "End a run for good, queued or under way.",

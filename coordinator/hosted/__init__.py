@@ -7,6 +7,6 @@ torch in the coordinator's own process.
 
 Read in this order: `placement` (which process, device or cluster a client gets), `transport` (messages to and from
 these processes), `agents` (such a process), `lanes`, `remote_session` and `on_ray` (one whose clients compute on a
-cluster), `in_memory`, `run_hooks` (what happens around a run), `own_data` (warm start and proxy) and `spread` (a warm
-start on several devices).
+cluster), `in_memory`, `run_hooks` (what happens around a run), `own_data` (warm start and proxy), `spread` (a warm
+start on several devices) and `machines` (on several machines).
 """
