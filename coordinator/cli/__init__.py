@@ -43,7 +43,6 @@ GROUPS: dict[str, dict[str, str]] = {
         "aggregate": "Take and sum updates of a part of the agents.",
         "enroll": "Make a token by which a device gets a certificate.",
         "run": "Start a run and follow it to its end.",
-        "pretrain": "Train a warm start ahead, on one or several machines.",
         "status": "Show runs, agents, and what the coordinator waits for.",
         "logs": "Show what happened in a run, and for whom it waited.",
         "cancel": "End a run for good, queued or under way.",
@@ -59,6 +58,7 @@ GROUPS: dict[str, dict[str, str]] = {
     "Data and pictures": {
         "methods": "List all methods, or show one of them.",
         "partition": "Divide data among clients, and save who has which rows.",
+        "pretrain": "Train a warm start ahead, on one or several machines.",
         "reproduce": "Run the cells of a published table and compare.",
         "analyze": "Measure a run's features and models as the papers do.",
         "report": "Write a run's page with tables and plots.",
