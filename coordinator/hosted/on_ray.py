@@ -420,7 +420,7 @@ def open_location(
         MissingCapability: Ray is not installed.
         RunFailed: There is no cluster, or its workers cannot start.
     """
-    report(f"it connects to the Ray cluster at '{settings.address}'")
+    report(f"its process connects to the Ray cluster at '{settings.address}'")
     with connect_to_cluster(settings.address, RAY_ADVICE) as ray:
         # As in `worker_main`: signals of a stop are left to the owner. Ray has set a handler of its own.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -438,7 +438,7 @@ def serve(pipe: Pipe, settings: str) -> None:
 
     def report(waits_for: str) -> None:
         if waits_for:
-            log.warning("waiting_for %s", waits_for)
+            log.info("waiting %s", waits_for)
         pipe.send(WAITING_TOPIC, waits_for.encode())
 
     try:

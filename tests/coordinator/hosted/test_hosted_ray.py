@@ -361,12 +361,9 @@ def test_devices_of_a_cluster_are_not_looked_for_on_this_machine(monkeypatch):
 # --- the real thing --------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    """A real cluster with two processors on this machine: its address, and the process of its head."""
-    pytest.importorskip("ray")
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+@contextlib.contextmanager
+def cluster_at(port):
+    """Run a real cluster with two processors on this machine, and yield the process of its head."""
     environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
     # The sockets of Ray need a short path.
     with tempfile.TemporaryDirectory(prefix="hw-ray-", ignore_cleanup_errors=True) as folder:
@@ -377,14 +374,25 @@ def cluster():
             f"--object-store-memory={100 << 20}",
         ]
         with output.open("wb") as log:
-            head = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
+            head = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+            )
         try:
             until(lambda: head.poll() is not None or b"Ray runtime started" in output.read_bytes(), "it is there")
             assert head.poll() is None, output.read_text()
-            yield f"127.0.0.1:{port}", head
+            yield head
         finally:
             head.terminate()
             head.wait(LIMIT_S)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(head.pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def port():
+    pytest.importorskip("ray")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return taken.getsockname()[1]
 
 
 def at_work(head):
@@ -403,6 +411,10 @@ def is_below(pid, ancestor):
             return True
         pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     return False
+
+
+def placement_at(port):
+    return f'hosted_ray = {{ address = "127.0.0.1:{port}", workers = 2 }}'
 
 
 PARAMS = {"local_epochs": 150, "batch_size": 8, "lr": 0.001}
@@ -432,24 +444,46 @@ def ended(folder, prepared, placement, disturb=lambda state, run: None):
 
 @pytest.mark.slow
 @pytest.mark.broker
-def test_on_a_real_cluster_a_run_ends_in_the_bits_of_this_machine_though_a_worker_is_killed_at_work(tmp_path, cluster):
-    address, head = cluster
+def test_on_a_real_cluster_a_run_ends_in_the_bits_of_this_machine_though_a_worker_is_killed_at_work(tmp_path, port):
     prepared, _ = simulated(tmp_path / "sim", 1)
     (tmp_path / "here").mkdir()
     here, expected, _ = ended(tmp_path / "here", prepared, "hosted_processes = 1")
-    killed = []
-
-    def kill_one_at_work(state, run):
-        killed.append(until(lambda: at_work(head), "a worker computes")[0])
-        os.kill(killed[0], signal.SIGKILL)
-
     (tmp_path / "ray").mkdir()
-    placement = f'hosted_ray = {{ address = "{address}", workers = 2 }}'
-    there, updates, log = ended(tmp_path / "ray", prepared, placement, kill_one_at_work)
+    with cluster_at(port) as head:
+
+        def kill_one_at_work(state, run):
+            os.kill(until(lambda: at_work(head), "a worker computes")[0], signal.SIGKILL)
+
+        there, updates, log = ended(tmp_path / "ray", prepared, placement_at(port), kill_one_at_work)
     assert there == here
     assert updates == expected == [(number, f"c{client}") for number in (1, 2) for client in range(4)]
     assert log.count("worker_lost") == 1
     assert "workers_started count=2" in log
+
+
+@pytest.mark.slow
+@pytest.mark.broker
+def test_a_cluster_that_is_lost_in_a_run_and_comes_back_ends_in_the_bits_of_this_machine(tmp_path, port):
+    """All of its processes are killed while they compute; until there is another one, clients are offline."""
+    prepared, _ = simulated(tmp_path / "sim", 1)
+    (tmp_path / "here").mkdir()
+    here, expected, _ = ended(tmp_path / "here", prepared, "hosted_processes = 1")
+    (tmp_path / "ray").mkdir()
+    with contextlib.ExitStack() as clusters:
+
+        def lose_cluster(state, run):
+            with cluster_at(port) as head:
+                until(lambda: at_work(head), "a worker computes")
+                os.killpg(head.pid, signal.SIGKILL)
+            clients = lambda: json.loads((tmp_path / "ray/state/status.json").read_text())["agents"]
+            reason = "no Ray cluster can be used at"
+            until(lambda: all(any(reason in note for note in one["notes"]) for one in clients()), "it is told")
+            assert state.journal.entries(run, ("run_finished", "run_failed")) == []
+            clusters.enter_context(cluster_at(port))
+
+        there, updates, _ = ended(tmp_path / "ray", prepared, placement_at(port), lose_cluster)
+    assert there == here
+    assert updates == expected
 
 
 @pytest.mark.slow
