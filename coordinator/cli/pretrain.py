@@ -79,7 +79,8 @@ def pretrain(
         meeting = Meeting(launch, wait, lambda line: console.print(line, soft_wrap=True), address)
         done = train_warm_on_machines(request, meeting)
         if done is None:
-            console.print(f"rank {launch.number} is done; rank 0 writes {out}", soft_wrap=True)
+            line = f"rank {launch.number} of {launch.processes} is done; rank 0 has the result"
+            present({"rank": launch.number, "processes": launch.processes}, [line], as_json=as_json)
             return
         result = done
     _show(result, out, as_json=as_json)

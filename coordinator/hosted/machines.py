@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import re
 import socket
@@ -329,8 +328,7 @@ class Meeting:
                 self.say(f"waiting for {who} at {launch.endpoint}, for {until - now:.0f} s more")
                 reported_at = now
             pause.wait(LOOK_S)
-        texts = [store.get(f"rank-{number}") for number in range(launch.processes)]
-        return [Introduction.from_json(json.loads(text)) for text in texts]
+        return [parse_introduction(number, store.get(f"rank-{number}")) for number in range(launch.processes)]
 
     def _wait_for_readers(self, store: Store) -> None:
         """Have the process that keeps the store stay until all have read in it, also where it then refuses to go on."""
@@ -416,6 +414,21 @@ def _first_line(error: Exception) -> str:
     lines = cause(error).splitlines() or [type(error).__name__]
     reason = re.sub(r"^\[\S+:\d+\] ", "", lines[0])
     return reason.partition(". ")[0][:300]
+
+
+def parse_introduction(number: int, content: bytes) -> Introduction:
+    """Return what a process has said of itself.
+
+    Raises:
+        UsageError: It is no introduction: something else came to the port, or another version.
+    """
+    try:
+        return Introduction.model_validate_json(content)
+    except ValueError as error:
+        raise UsageError(
+            f"rank {number} has introduced itself with {len(content)} bytes that are no introduction; give all "
+            "machines the same Headwater, and this training a port of its own (MASTER_PORT)"
+        ) from error
 
 
 def check_equal(everybody: Sequence[Introduction]) -> None:

@@ -18,10 +18,21 @@ import pytest
 from hosted_harness import until
 from simulation_harness import write_images
 
+from coordinator.cli.pretrain import _request
+from coordinator.config import load_config
 from coordinator.hosted import machines
-from coordinator.hosted.machines import Introduction, Launch, Meeting, check_equal, device_of_process
+from coordinator.hosted.machines import (
+    Introduction,
+    Launch,
+    Meeting,
+    check_equal,
+    device_of_process,
+    parse_introduction,
+)
+from edge_agent import methods
 from edge_agent.core.errors import TrainingFailed, UsageError
 from edge_agent.core.storage import read_tensors
+from edge_agent.training.weights import read_weights
 
 ENVIRONMENT = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 
@@ -106,6 +117,14 @@ def test_all_that_differs_is_told_at_once():
         "configuration or other options than rank 0; rank 3 (o) has other samples than rank 0 (dddddddddddd, not "
         "bbbbbbbbbbbb); give all machines the same software, configuration and data"
     )
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff", b"[]", b'{"machine": "m"}', introduced(device="x" * 64).model_dump_json().encode()[:-1]]
+)
+def test_bytes_of_something_else_are_refused(content):
+    with pytest.raises(UsageError, match=rf"rank 2 .* {len(content)} bytes that are no introduction; give all"):
+        parse_introduction(2, content)
 
 
 class Clock:
@@ -273,10 +292,15 @@ def test_two_machines_end_in_the_bits_of_one(tmp_path, source):
     assert (tmp_path / "rank-0.safetensors").read_bytes() == expected
     assert not (tmp_path / "rank-1.safetensors").exists(), "rank 0 alone writes"
     assert told["sha256"] in (tmp_path / "rank0.log").read_text().replace("\n", "").replace(" ", "")
-    assert "rank 1 is done; rank 0 writes" in (tmp_path / "rank1.log").read_text()
+    assert "rank 1 of 2 is done; rank 0 has the result" in (tmp_path / "rank1.log").read_text()
+    # A run begins with the encoder of the file, and leaves out the classifier that was trained with it.
+    encoder = methods.create("fedavg", {}).build(load_config(config).task).encoder
+    weights, left_out = read_weights(encoder, tmp_path / "alone.safetensors")
     trained = read_tensors(tmp_path / "alone.safetensors")
-    assert any(name.startswith("encoder.") for name in trained)
-    assert all(np.isfinite(array).all() for array in trained.values())
+    for name, array in weights.items():
+        np.testing.assert_array_equal(array, trained[f"encoder.{name}"])
+    assert weights.keys() == encoder.state_dict().keys()
+    assert left_out == ("head.bias", "head.weight")
 
 
 @pytest.mark.slow
@@ -299,6 +323,15 @@ def test_torchrun_on_two_machines_ends_in_the_bits_of_one(tmp_path, source):
     assert codes == {"node0": 0, "node1": 0}, "".join((tmp_path / f"node{node}.log").read_text() for node in range(2))
     assert (tmp_path / "node-0.safetensors").read_bytes() == alone.read_bytes()
     assert not (tmp_path / "node-1.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_one_process_of_a_launcher_ends_in_the_bits_of_none(tmp_path, source):
+    config = written(tmp_path, source, parts=2)
+    subprocess.run(pretrain(config, tmp_path / "alone.safetensors"), check=True, capture_output=True)
+    with started(tmp_path, **ranks(config, tmp_path, ("127.0.0.1",), free_port())) as running:
+        assert ended(tmp_path, running) == {"rank0": 0}
+    assert (tmp_path / "rank-0.safetensors").read_bytes() == (tmp_path / "alone.safetensors").read_bytes()
 
 
 @pytest.mark.slow
@@ -335,8 +368,5 @@ def are_connected(pid, port):
 def test_without_a_warm_start_in_the_configuration_nothing_is_trained(tmp_path, source):
     path = written(tmp_path, source)
     path.write_text(path.read_text().partition("[warm_start]")[0])
-    from coordinator.cli.pretrain import _request
-    from coordinator.config import load_config
-
     with pytest.raises(UsageError, match=r"the configuration has no \[warm_start\]; add one"):
         _request(load_config(path), None, None, tmp_path / "out")
