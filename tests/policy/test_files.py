@@ -111,10 +111,10 @@ REMOVALS = {
     ("coordinator.api", "simulate", "tempfile.mkdtemp"): "made here and marked; `remove_folder` removes it",
     ("coordinator.broker", "MosquittoBroker", "tempfile.TemporaryDirectory"): "the type of the next one",
     ("coordinator.broker", "MosquittoBroker.start", "tempfile.TemporaryDirectory"): CHILD_FILES,
+    ("coordinator.processes.cluster", "connect_to_cluster", "tempfile.TemporaryDirectory"): CHILD_FILES,
     ("coordinator.processes.pipe", "SharedBuffer.of", "tempfile.TemporaryFile"): "a file without a name",
     ("coordinator.research.analyze.targets", "_open_bundle", "tempfile.TemporaryDirectory"): CHILD_FILES,
     ("coordinator.research.bench.measuring", "scratch", "tempfile.TemporaryDirectory"): CHILD_FILES,
-    ("coordinator.simulation.engines.ray_cluster", "connect_to_cluster", "tempfile.TemporaryDirectory"): CHILD_FILES,
     ("coordinator.state.release_keys", "file_to_release", "tempfile.TemporaryDirectory"): CHILD_FILES,
     # --- files that are replaced as a whole
     ("edge_agent.core.storage", "write_atomic", ".replace"): (
