@@ -120,8 +120,9 @@ _LOCK_NOT_AVAILABLE = "55P03"
 _RETRIED = frozenset({_LOCK_NOT_AVAILABLE, "40001", "40P01"})
 """Codes of PostgreSQL for a transaction that was in the way of another one, and may be tried again."""
 
-_AWAY = ("08", "57P")
-"""Beginnings of its codes for connections that end, and for a server that stops or starts."""
+_AWAY = ("08", "57P", "25P03")
+"""Beginnings of its codes for connections that end, for a server that stops or starts, and for one that has ended the
+transaction of a process that was suspended within it."""
 
 T = TypeVar("T")
 
@@ -312,11 +313,7 @@ class PostgresJournal(DeferredEntries, SharedJournal):
             JournalAway: It does not answer.
         """
         with self._lock:
-            try:
-                return read_lease(self._connected())
-            except database_errors() as error:
-                self._discard_connection()
-                raise self._translate(error) from error
+            return self._attempt_once(read_lease)
 
     @property
     def is_ours(self) -> bool:
@@ -406,6 +403,7 @@ class PostgresJournal(DeferredEntries, SharedJournal):
         """Write the rows of another journal into this one, which is empty, and return their number.
 
         Raises:
+            JournalAway: The connection was lost; the entries are there, or none of them is.
             StateError: There are entries, or a link of the rows' chain is broken; nothing was written.
         """
 
@@ -427,7 +425,8 @@ class PostgresJournal(DeferredEntries, SharedJournal):
 
         with self._lock:
             self._check_usable()
-            return self._attempt(write)
+            # The rows can be read once, so another attempt would write those that are left, or none.
+            return self._attempt_once(write)
 
     # --- reading ---------------------------------------------------------------------------------------------------
 
@@ -652,6 +651,19 @@ class PostgresJournal(DeferredEntries, SharedJournal):
                 self._away_since = None
                 return result
             self._pause.wait(PAUSE_S)
+
+    def _attempt_once(self, act: Callable[[Connection], T]) -> T:
+        """Return the result of ``act``, which is not done again where the connection is lost.
+
+        Raises:
+            JournalAway: The connection is lost.
+            StateError: The database refuses what was asked for.
+        """
+        try:
+            return act(self._connected())
+        except database_errors() as error:
+            self._discard_connection()
+            raise self._translate(error) from error
 
     def _away_for_s(self) -> float:
         """Return since when nothing has succeeded, in seconds; the first failure begins to count."""

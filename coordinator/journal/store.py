@@ -367,6 +367,7 @@ class SharedJournal(Journal, Protocol):
         """Write the rows of another journal into this one, which is empty, and return their number.
 
         Raises:
+            JournalAway: The store did not answer to the end; the entries are there, or none of them is.
             StateError: There are entries, or a link of the rows' chain is broken; nothing was written.
         """
 
