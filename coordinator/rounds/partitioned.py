@@ -1,4 +1,4 @@
-"""The contract of aggregators, as rounds see them: who takes an agent's update, and who reads those of a round."""
+"""The contract of aggregators and summing relays, as rounds see them: who takes an update, and who reads those of a round."""
 
 from __future__ import annotations
 
