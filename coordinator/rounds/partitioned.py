@@ -1,4 +1,4 @@
-"""The contract of aggregators and summing relays, as rounds see them: who takes an update, and who reads those of a round."""
+"""The contracts of aggregators and of relays that sum, as rounds see them: who takes updates, and who reads them."""
 
 from __future__ import annotations
 
