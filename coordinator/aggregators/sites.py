@@ -392,7 +392,7 @@ class RemoteSites(Sites):
         collection = self._awaited()
         if collection is None or self._values is None:
             return None
-        agents = tuple(agent for agent in collection.cohort if self._link.relay_of(agent) == site.name)
+        agents = tuple(agent for agent in collection.outstanding if self._link.relay_of(agent) == site.name)
         if not LEAST_AGENTS <= len(agents) <= MOST_MEMBERS:
             return None
         return SiteRound(

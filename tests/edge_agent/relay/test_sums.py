@@ -427,3 +427,10 @@ def test_a_recorded_round_is_not_taken_again_by_a_relay(tmp_path):
         fed.settle()
         assert relay.sums.holds == ()
         assert relay.sums._round is None
+
+
+def test_a_relay_waits_for_no_agent_that_has_delivered(waiting):
+    fed, relay = waiting
+    assert relay.offer([member("a0"), member("a1")], sum_of(fed, 10, 10))[0].is_accepted
+    fed.wait(6)
+    assert fed.relays["north"].sums._round.asked.agents == FIVE[2:]
