@@ -39,7 +39,10 @@ MOST_FACTS = 32
 
 
 SAYS_EVERY_S = 5.0
-"""Seconds between two messages by which a relay that sums says that it is online."""
+"""Seconds between two messages by which a relay says that it is online, to a coordinator that takes its sums."""
+
+SAYS_SELDOM_S = 60.0
+"""The same while no coordinator has said that it takes sums of this relay."""
 
 
 @dataclass(frozen=True)
@@ -227,7 +230,8 @@ class Relay:
             return
         self.sums.tick()
         now = self._clock()
-        if now - self._says_at >= SAYS_EVERY_S:
+        every_s = SAYS_EVERY_S if self._followed.start else SAYS_SELDOM_S
+        if now - self._says_at >= every_s:
             self._says_at = now
             followed = self._followed
             says = SiteSays(
