@@ -277,6 +277,9 @@ def protocol_page() -> str:
         (topics.heartbeat("AGENT"), "agent", "heartbeats"),
         (topics.aggregators_down, "coordinator", "messages to aggregators, which agents cannot read"),
         (topics.aggregators_up, "aggregator", "messages to the coordinator"),
+        (topics.site_down("RELAY"), "coordinator", "messages to the relay of a site about sums of updates"),
+        (topics.site_up("RELAY"), "relay", "messages to the coordinator about sums"),
+        (topics.site_chunks("RELAY"), "relay", "chunks of a sum"),
     ]
     every = {**vars(up), **vars(down)}
     kinds = [kind for kind in every.values() if inspect.isclass(kind) and issubclass(kind, Control)]
