@@ -306,6 +306,9 @@ def _one_or_more(value: object) -> object:
     return (value,) if isinstance(value, str) else value
 
 
+AgentName = Annotated[str, Field(pattern=NAME_PATTERN)]
+
+
 class AggregatorsConfig(Frozen):
     """Processes that take, check and sum the updates of rounds beside the coordinator: 'headwater aggregate'.
 
@@ -319,6 +322,13 @@ class AggregatorsConfig(Frozen):
         le=1024,
         description="into how many partitions the agents are divided, each for one 'headwater aggregate --partition "
         "K/N'; the coordinator takes the updates of those that nobody serves; 0: none",
+    )
+    sites: tuple[AgentName, ...] = Field(
+        (),
+        max_length=256,
+        description="relays ('edge-agent relay') whose sums of their site's updates are taken, where nothing looks at "
+        "single updates: the bounds of [aggregation] are 'none', or privacy.clip is set; a relay in this list is "
+        "trusted with the updates of its agents",
     )
 
 
@@ -372,6 +382,9 @@ class ExportConfig(Frozen):
         return self
 
 
+RAY_ADDRESS = "HOST:PORT of the head of a running cluster; auto: the cluster that this machine is a part of"
+
+
 class HostedConfig(Frozen):
     """A client whose data are where the coordinator is: it takes part as any agent does, in a process beside us."""
 
@@ -402,6 +415,37 @@ class HostedConfig(Frozen):
             ),
             privacy=PrivacyConfig(min_class_count=1, statistics=("*",)),  # its data are the coordinator's own
         )
+
+
+class HostedRayConfig(Frozen):
+    """The Ray cluster on which hosted clients compute; their data and their files stay where the coordinator is."""
+
+    address: str = Field("auto", min_length=1, max_length=253, description=RAY_ADDRESS)
+    workers: int | None = Field(
+        None,
+        ge=1,
+        le=1024,
+        description="computations at a time; default: as many as the cluster has CPUs for, at most one for each client",
+    )
+    gpus: float = Field(
+        0.0, ge=0, le=8, description="GPUs of each worker; 0.5: two workers share one. 0: workers compute on CPUs"
+    )
+
+    @field_validator("address")
+    @classmethod
+    def _is_no_remote_client(cls, address: str) -> str:
+        if "://" in address:
+            raise ValueError(f"'{address}' is a URL; expected HOST:PORT of the cluster's head, or auto")
+        return address
+
+    @field_validator("gpus")
+    @classmethod
+    def _are_whole_above_one(cls, gpus: float) -> float:
+        if gpus > 1 and not gpus.is_integer():
+            raise ValueError(
+                f"{gpus:g}: Ray gives a share of one GPU, or whole ones; use a share up to 1, or 2, 3, ..."
+            )
+        return gpus
 
 
 class OwnDataConfig(Frozen):
@@ -738,7 +782,9 @@ class CoordinatorConfig(Frozen):
         description="devices of the hosted clients, with a process for each: clients that name no device are spread "
         "over all; a device may be there several times. Default: each client as its device says",
     )
-
+    hosted_ray: HostedRayConfig | None = Field(
+        None, description="the Ray cluster on which hosted clients compute; default: they compute on this machine"
+    )
     warm_start: WarmStartConfig | None = Field(
         None, description="training of the encoder on this machine before round 1"
     )
@@ -798,6 +844,34 @@ class CoordinatorConfig(Frozen):
             "there, or leave the client's device out"
             for client in homeless
         )
+        if mistakes:
+            raise ValueError("; ".join(mistakes))
+        return self
+
+    @model_validator(mode="after")
+    def _hosted_clients_can_be_on_ray(self) -> CoordinatorConfig:
+        """Require that the cluster is the only placement of hosted clients, and has what each of them needs."""
+        cluster = self.hosted_ray
+        if cluster is None:
+            return self
+        mistakes = []
+        if not self.hosted:
+            mistakes.append("[hosted_ray] without [[hosted]] clients has no effect; add clients, or leave it out")
+        if self.hosted_processes is not None or self.hosted_devices:
+            mistakes.append(
+                "[hosted_ray] excludes hosted_processes and hosted_devices, which are of this machine; keep one of them"
+            )
+        for client in self.hosted:
+            if client.device not in {"auto", "cpu", "cuda"}:
+                mistakes.append(
+                    f"hosted client '{client.id}' has device = '{client.device}', but a worker on a cluster sees only "
+                    "the GPUs that Ray gives it; use auto, cpu or cuda"
+                )
+            elif client.device == "cuda" and not cluster.gpus:
+                mistakes.append(
+                    f"hosted client '{client.id}' has device = 'cuda', but hosted_ray.gpus = 0; raise gpus, or leave "
+                    "the client's device out"
+                )
         if mistakes:
             raise ValueError("; ".join(mistakes))
         return self

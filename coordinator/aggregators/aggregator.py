@@ -31,7 +31,7 @@ from ..fleet.uploads import Collector
 from ..journal.memory import MemoryJournal
 from ..state.command_keys import CommandKeys
 from ..state.store import BlobStore
-from ..text import reason_of
+from ..text import counted, reason_of
 from .messages import (
     MOST_UPDATES,
     Dismissed,
@@ -278,7 +278,7 @@ class Aggregator:
         if isinstance(message, MakePass):
             self._make(message.request)
             return
-        if message.boot != self.site.boot:
+        if message.boot != self.site.boot or self._is_of_replaced(message):
             return
         if isinstance(message, Dismissed):
             raise UsageError(f"aggregator for partition {self.site.partition}: {message.reason}")
@@ -287,10 +287,22 @@ class Aggregator:
         else:
             self._on_partitions(message)
 
+    def _is_of_replaced(self, message: ServePartitions | Noted | Dismissed) -> bool:
+        """Return whether a message is of a coordinator that was replaced.
+
+        One that was suspended may speak once more before it finds that out. By then its successor has closed rounds,
+        and removed the updates that it still looks for.
+        """
+        newest = self._assignment
+        is_earlier = message.federation == newest.federation and message.epoch < newest.epoch
+        if is_earlier:
+            log.warning("earlier_coordinator_ignored epoch=%d newest=%d", message.epoch, newest.epoch)
+        return is_earlier
+
     def _ignore(self, who: str, error: Exception) -> None:
         """Count and log a message that is not used; one that comes again and again is no longer a warning."""
-        counted = self.rejected.note(f"{who}: {type(error).__name__}")
-        level = logging.DEBUG if counted is None else logging.WARNING
+        times = self.rejected.note(f"{who}: {type(error).__name__}")
+        level = logging.DEBUG if times is None else logging.WARNING
         log.log(level, "message_refused from=%s reason=%s", who, reason_of(error))
 
     # --- partitions -------------------------------------------------------------------------------------------------
@@ -302,20 +314,16 @@ class Aggregator:
             StateError: The description of a round cannot be read, again and again.
         """
         before = self._assignment
-        # 1. A coordinator that was suspended, and has been replaced meanwhile, may speak once more before it ends.
-        if message.federation == before.federation and message.epoch < before.epoch:
-            log.warning("earlier_coordinator_ignored epoch=%d newest=%d", message.epoch, before.epoch)
-            return
-        # 2. The partitions.
+        # 1. The partitions.
         of = self.site.partition.of
         terms = {Partition(served.number, of): served.term for served in message.partitions}
         self._assignment = _Assignment(message.federation, message.epoch, message.start, terms, before.collection)
         self._change_partitions(before.terms.keys(), terms.keys())
         self._restart_sequences(before)
-        # 3. The round.
+        # 2. The round.
         if message.collection != before.collection or message.start != before.start:
             self._open(message.collection)
-        # 4. The coordinator waits for the answer before it asks agents to send here. A round that could not be opened
+        # 3. The coordinator waits for the answer before it asks agents to send here. A round that could not be opened
         #    is answered in the usual time, or the two would ask each other without a pause.
         if self._assignment.collection == message.collection:
             self._said_at = float("-inf")
@@ -437,11 +445,14 @@ class Aggregator:
         Raises:
             StateError: It does not find them.
         """
-        if message.missing:
+        # Updates that are gone here, too, were of a round that was closed since they were stored. Their agents offer
+        # them again where they are still wanted.
+        missing = [digest for digest in message.missing if digest in self.site.blobs]
+        if missing:
             raise StateError(
-                f"{self.site.blobs.folder}: the coordinator does not find {len(message.missing)} updates that were "
-                f"stored here, such as {message.missing[0][:12]}; an aggregator needs the state folder of its "
-                "coordinator, on the same machine or as a shared folder"
+                f"{self.site.blobs.folder}: the coordinator does not find {counted(len(missing), 'update')} stored "
+                f"here, such as {missing[0][:12]}; an aggregator needs the state folder of its coordinator, on the "
+                "same machine or as a shared folder"
             )
         self._unnoted.pop(message.number, None)
 

@@ -37,7 +37,9 @@ def check(config: CoordinatorConfig, partition: Partition) -> None:
             f"[aggregators] partitions is not set; set it to {partition.of} for the coordinator as well, and restart it"
         )
     elif of != partition.of:
-        mistakes.append(f"[aggregators] partitions = {of}, and --partition names one of {partition.of}")
+        mistakes.append(
+            f"[aggregators] partitions = {of}, and --partition names one of {partition.of}; give --partition K/{of}"
+        )
     if config.identity is not None:
         mistakes.append(
             "with [identity] the broker lets each certificate have one session, and that of the coordinator is taken; "

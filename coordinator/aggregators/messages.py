@@ -113,6 +113,8 @@ class Noted(Frozen):
     type: Literal["noted"] = "noted"
     whom: Name
     boot: Start
+    federation: FederationId
+    epoch: Epoch
     number: int = Field(ge=0)
     missing: tuple[Digest, ...] = Field((), max_length=MOST_UPDATES, description="updates that are not in the store")
 
@@ -131,6 +133,8 @@ class Dismissed(Frozen):
     type: Literal["dismissed"] = "dismissed"
     whom: Name
     boot: Start
+    federation: FederationId
+    epoch: Epoch
     reason: Text = Field(max_length=1000)
 
 

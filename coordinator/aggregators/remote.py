@@ -189,7 +189,7 @@ class RemoteAggregators(Aggregators):
         """Return the name of the partition whose aggregator takes an agent's update."""
         return partition_of(agent, self.of).name
 
-    def opens(self, collection: Collection, about: OfMethod, values: MethodValues) -> None:
+    def announce_collection(self, collection: Collection, about: OfMethod, values: MethodValues) -> None:
         """Tell the aggregators what is collected now, where it is the updates of a round."""
         if collection.purpose != "train" or collection.session:
             self._collection = None
@@ -339,7 +339,8 @@ class RemoteAggregators(Aggregators):
         )
         self._members.pop(message.name, None)
         self._steps.refuse(f"aggregator {message.wants}/{message.of} at {message.host}", reason)
-        self._send(Dismissed(whom=message.name, boot=message.boot, reason=reason))
+        about = {"whom": message.name, "boot": message.boot}
+        self._send(Dismissed(**about, federation=self._federation, epoch=self._epoch, reason=reason))
 
     def _assign(self) -> None:
         """Give each partition to the aggregator that was started for it, or else to the one with the fewest."""
@@ -438,7 +439,14 @@ class RemoteAggregators(Aggregators):
     def _on_updates(self, message: Updates) -> None:
         """Take the updates that an aggregator has received, and say so."""
         missing = [stored.manifest.blob.digest for stored in message.updates if not self._steps.take(stored)]
-        noted = Noted(whom=message.name, boot=message.boot, number=message.number, missing=tuple(missing))
+        noted = Noted(
+            whom=message.name,
+            boot=message.boot,
+            federation=self._federation,
+            epoch=self._epoch,
+            number=message.number,
+            missing=tuple(missing),
+        )
         self._send(noted)
 
     # --- passes ----------------------------------------------------------------------------------------------------

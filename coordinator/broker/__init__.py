@@ -33,7 +33,15 @@ from edge_agent.core.limits import OPEN_FILES, allow_open_files
 from edge_agent.core.storage import Access, read_regular_text, write_atomic
 
 from ..processes.supervisor import ChildProcess, Supervisor, worker_command
-from .access import COORDINATOR_USER, is_password, mosquitto_acl, read_passwords, set_password
+from .access import (
+    COORDINATOR_USER,
+    NO_RELAYS,
+    is_password,
+    mosquitto_acl,
+    read_passwords,
+    read_relays,
+    set_password,
+)
 
 log = logging.getLogger(__name__)
 
@@ -437,7 +445,8 @@ class MosquittoBroker(Mosquitto):
         """Return the command line that serves ``bind`` and ``port``; the configuration is written on the way."""
         folder = Path(self._folder.name if self._folder is not None else tempfile.gettempdir())
         acl = folder / "acl"
-        acl.write_text(mosquitto_acl(self.federation), encoding="utf-8")
+        relays = NO_RELAYS if self.password_file is None else read_relays(self.password_file)
+        acl.write_text(mosquitto_acl(self.federation, relays), encoding="utf-8")
         settings = folder / "mosquitto.conf"
         access = (self.password_file.resolve(), acl) if self.password_file is not None else None
         settings.write_text(settings_text(self.bind, self.port, access), encoding="utf-8")

@@ -1,7 +1,7 @@
 """Who may connect to a broker and which topics they may use; the same rules and password file for every broker.
 
 The MQTT user name is the agent's id. An agent speaks and listens only on its own topics, the broadcast topics and the
-announcements; the coordinator may do everything in its federation.
+announcements; the relay of a site may do so for the agents there; the coordinator may do everything in its federation.
 """
 
 from __future__ import annotations
@@ -9,15 +9,17 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
+import json
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from edge_agent.core.config import NAME_PATTERN
 from edge_agent.core.errors import StateError, UsageError, cause
 from edge_agent.core.locks import waited_lock
-from edge_agent.core.storage import Access, access_of, read_regular_text, write_atomic
+from edge_agent.core.storage import Access, access_of, read_json, read_regular_text, write_atomic
 from edge_agent.wire.topics import Topics, matches
 
 COORDINATOR_USER = "coordinator"
@@ -31,6 +33,17 @@ _HASH_BYTES = 64
 _ANY_BLOB = "+"
 _ANY_PARTITION = "+"
 
+ALL_AGENTS = "*"
+"""In the list of a relay's agents: it speaks for whatever agent there is."""
+
+Relays = Mapping[str, tuple[str, ...]]
+"""User of a relay -> the agents for which it speaks and listens, or `ALL_AGENTS`."""
+
+Granted = Callable[[Topics, str], tuple[str, ...]]
+"""Returns the topics, or filters, of a user."""
+
+NO_RELAYS: Relays = MappingProxyType({})
+
 
 def _writable(topics: Topics, user: str) -> tuple[str, ...]:
     """Return the topics that an agent may publish on."""
@@ -43,38 +56,112 @@ def _readable(topics: Topics, user: str) -> tuple[str, ...]:
     return (topics.down(user), topics.down_chunks(user), topics.broadcast(_ANY_BLOB), topics.announce)
 
 
+def _writable_for_sums(topics: Topics, relay: str) -> tuple[str, ...]:
+    """Return the topics that a relay may publish on, about sums of its agents' updates."""
+    return (topics.site_up(relay), topics.site_chunks(relay))
+
+
+def _readable_for_sums(topics: Topics, relay: str) -> tuple[str, ...]:
+    """Return the filters that a relay may subscribe to, about sums of its agents' updates."""
+    return (topics.site_down(relay),)
+
+
+def _levels(agents: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the levels of topics that stand for the agents of a relay."""
+    return ("+",) if ALL_AGENTS in agents else agents
+
+
 class Rules:
     """The rules that say what the users of one federation's broker may do."""
 
-    def __init__(self, federation: str) -> None:
+    def __init__(self, federation: str, relays: Relays = NO_RELAYS) -> None:
         self.topics = Topics(federation)
+        self.relays = relays
 
     def may_publish(self, user: str, topic: str) -> bool:
         """Return whether ``user`` may publish on ``topic``."""
-        return self._may(user, topic, _writable)
+        return self._may(user, topic, _writable, _writable_for_sums)
 
     def may_subscribe(self, user: str, topic_filter: str) -> bool:
         """Return whether ``user`` may subscribe to ``topic_filter``."""
-        return self._may(user, topic_filter, _readable)
+        return self._may(user, topic_filter, _readable, _readable_for_sums)
 
-    def _may(self, user: str, topic: str, granted: Callable[[Topics, str], tuple[str, ...]]) -> bool:
+    def _may(self, user: str, topic: str, granted: Granted, granted_to_relay: Granted) -> bool:
         if user == COORDINATOR_USER:
             return matches(f"{self.topics.root}/#", topic)
-        is_agent = re.fullmatch(NAME_PATTERN, user) is not None
-        return is_agent and any(matches(allowed, topic) for allowed in granted(self.topics, user))
+        if re.fullmatch(NAME_PATTERN, user) is None:
+            return False
+        agents = (user, *_levels(self.relays.get(user, ())))
+        allowed = [topic_filter for agent in agents for topic_filter in granted(self.topics, agent)]
+        if user in self.relays:
+            allowed += granted_to_relay(self.topics, user)
+        return any(matches(topic_filter, topic) for topic_filter in allowed)
 
 
-def mosquitto_acl(federation: str) -> str:
+def mosquitto_acl(federation: str, relays: Relays = NO_RELAYS) -> str:
     """Return the same rules as a mosquitto ACL file, where ``%u`` stands for the user name."""
     topics = Topics(federation)
     # The version is for 'headwater doctor', which says what is known of a broker.
     lines = [f"user {COORDINATOR_USER}", f"topic readwrite {topics.root}/#", "topic read $SYS/broker/version", ""]
+    for relay in sorted(relays):
+        lines.append(f"user {relay}")
+        for agent in _levels(relays[relay]):
+            lines += [f"topic write {topic}" for topic in _writable(topics, agent)]
+            lines += [f"topic read {topic}" for topic in _readable(topics, agent)]
+        lines += [f"topic write {topic}" for topic in _writable_for_sums(topics, relay)]
+        lines += [f"topic read {topic}" for topic in _readable_for_sums(topics, relay)]
+        lines.append("")
     lines += [f"pattern write {topic}" for topic in _writable(topics, "%u")]
     lines += [f"pattern read {topic}" for topic in _readable(topics, "%u")]
     return "\n".join([*lines, ""])
 
 
-def add_rules(path: Path, federation: str, *, account: str | None = None) -> bool:
+def relays_file(users: Path) -> Path:
+    """Return the file beside a password file that says which of its users are relays, and for whom they speak."""
+    return users.with_name(f"{users.name}.relays")
+
+
+def read_relays(users: Path) -> Relays:
+    """Return the relays among the users of a password file.
+
+    Raises:
+        StateError: The file beside it is damaged.
+    """
+    path = relays_file(users)
+    content = read_json(path) or {}
+    relays = {}
+    for relay, agents in content.items():
+        names = [relay, *agents] if isinstance(agents, list) else [None]
+        if not all(isinstance(name, str) and _is_relayed(name) for name in names):
+            raise StateError(f"{path}: not a list of agents for each relay; 'headwater password --relay-for' writes it")
+        relays[relay] = tuple(agents)
+    return relays
+
+
+def set_relay(users: Path, relay: str, agents: tuple[str, ...], *, account: str | None = None) -> Relays:
+    """Note for which agents a user of a password file speaks, in place of those before; return all relays.
+
+    Raises:
+        UsageError: One of the names cannot be an agent's.
+        StateError: The file of the relays is damaged.
+    """
+    users = users.resolve()
+    for name in (relay, *agents):
+        if name != ALL_AGENTS or name == relay:
+            check_user(name)
+    with waited_lock(users.parent):
+        relays = {**read_relays(users), relay: agents}
+        content = {name: list(relays[name]) for name in sorted(relays)}
+        path = relays_file(users)
+        write_atomic(path, f"{json.dumps(content, indent=1)}\n".encode(), access=access_for(path, account))
+    return relays
+
+
+def _is_relayed(name: str) -> bool:
+    return name == ALL_AGENTS or re.fullmatch(NAME_PATTERN, name) is not None
+
+
+def add_rules(path: Path, federation: str, relays: Relays = NO_RELAYS, *, account: str | None = None) -> bool:
     """Add the rules of ``federation`` to the ACL file at ``path``; return whether anything was changed.
 
     All other lines stay as they are, so one file serves several federations and other rules. Its rules stand
@@ -84,7 +171,7 @@ def add_rules(path: Path, federation: str, *, account: str | None = None) -> boo
     path = path.resolve()
     first = f"# begin of the rules of federation '{federation}'"
     last = f"# end of the rules of federation '{federation}'"
-    block = f"{first}, made by 'headwater password'\n{mosquitto_acl(federation)}{last}\n"
+    block = f"{first}, made by 'headwater password'\n{mosquitto_acl(federation, relays)}{last}\n"
     present = re.compile(rf"^{re.escape(first)},.*?^{re.escape(last)}\n", re.DOTALL | re.MULTILINE)
     path.parent.mkdir(parents=True, exist_ok=True)
     with waited_lock(path.parent):

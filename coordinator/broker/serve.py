@@ -29,7 +29,7 @@ from edge_agent.wire.transport import DEFAULT_MAX_PAYLOAD_BYTES
 from ..processes.pipe import Pipe
 from ..processes.worker_main import listen
 from . import REFUSED_LINE
-from .access import Rules, is_password, read_passwords
+from .access import Rules, is_password, read_passwords, read_relays, relays_file
 
 log = logging.getLogger(__name__)
 
@@ -56,9 +56,9 @@ class AccessPlugin(BaseAuthPlugin, BaseTopicPlugin):  # type: ignore[misc]
     def __init__(self, context: Any) -> None:
         super().__init__(context)
         self._path = Path(self.config.password_file)
-        self._rules = Rules(self.config.federation)
+        self._rules = Rules(self.config.federation, read_relays(self._path))
         self._users = read_passwords(self._path)
-        self._read_at = self._path.stat().st_mtime_ns
+        self._read_at = self._changed_at()
         # A password takes milliseconds to check, on purpose: in another thread it delays no message, and one that
         # was right is known again at once, so that agents come back while somebody tries passwords.
         self._checking = ThreadPoolExecutor(1, "passwords")
@@ -89,12 +89,22 @@ class AccessPlugin(BaseAuthPlugin, BaseTopicPlugin):  # type: ignore[misc]
         return True
 
     def _read_changed_users(self) -> None:
-        """Read the password file again if it has changed, so that enrolling needs no restart."""
+        """Read the users and relays again if a file has changed, so that enrolling needs no restart."""
         with contextlib.suppress(OSError):
-            changed_at = self._path.stat().st_mtime_ns
+            changed_at = self._changed_at()
             if changed_at != self._read_at:
                 self._users = read_passwords(self._path)
+                self._rules.relays = read_relays(self._path)
                 self._read_at = changed_at
+
+    def _changed_at(self) -> tuple[int, int]:
+        """Return when the users, and the relays among them, were written last; 0 where nobody is a relay.
+
+        Raises:
+            OSError: There is no file of users.
+        """
+        relays = relays_file(self._path)
+        return self._path.stat().st_mtime_ns, relays.stat().st_mtime_ns if relays.exists() else 0
 
     def _refuse(self, session: Any, why: str) -> bool:
         """Report a refused login on stdout, for `EmbeddedBroker.refusal_in`, and return False."""

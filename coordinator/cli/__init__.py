@@ -58,6 +58,7 @@ GROUPS: dict[str, dict[str, str]] = {
     "Data and pictures": {
         "methods": "List all methods, or show one of them.",
         "partition": "Divide data among clients, and save who has which rows.",
+        "pretrain": "Train a warm start ahead, on one or several machines.",
         "reproduce": "Run the cells of a published table and compare.",
         "analyze": "Measure a run's features and models as the papers do.",
         "report": "Write a run's page with tables and plots.",

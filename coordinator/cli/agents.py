@@ -203,6 +203,7 @@ def _facts_of(row: AgentRow) -> dict[str, object]:
         "state": row.presence.value,
         "tier": row.tier or None,
         "last seen": f"{seen} ago" if seen else None,
+        "relay": row.relay or None,
         "version": row.software or None,
         "bundle": row.bundle_id or None,
         "head": row.head or None,

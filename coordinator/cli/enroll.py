@@ -12,6 +12,7 @@ import typer
 from edge_agent.core.config import NAME_PATTERN
 from edge_agent.core.errors import UsageError
 
+from ..broker.access import ALL_AGENTS, check_user
 from .options import Config, Json, State
 from .output import console, print_json
 
@@ -36,11 +37,22 @@ MaxSamples = Annotated[
 ]
 
 
+RelayFor = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--relay-for",
+        metavar="AGENT",
+        help="The device is the relay of a site, and speaks for this agent; may be repeated; '*': for all agents.",
+    ),
+]
+
+
 def enroll(
     name: Name,
     expires: Expires = "14d",
     owner: Owner = None,
     max_samples: MaxSamples = None,
+    relay_for: RelayFor = None,
     config: Config = None,
     state: State = None,
     as_json: Json = False,
@@ -55,8 +67,17 @@ def enroll(
     life = duration(expires)
     if owner and not re.fullmatch(NAME_PATTERN, owner):
         raise UsageError(f"owner '{owner[:80]}' does not match {NAME_PATTERN}")
-    token = enrolment(config, state).token(name, life, owner=owner, max_samples=max_samples)
-    print_token(token, as_json=as_json)
+    relayed = None if relay_for is None else tuple(relay_for)
+    for agent in relayed or ():
+        if agent != ALL_AGENTS:
+            check_user(agent)
+    issuer = enrolment(config, state)
+    token = issuer.token(name, life, owner=owner, max_samples=max_samples, relay_for=relayed)
+    if relayed is not None:
+        from ..identity.serving import BrokerFiles
+
+        BrokerFiles(issuer).write_rules()
+    print_token(token, as_json=as_json, is_relay=relayed is not None)
 
 
 def enrolment(config: Path | None, state: Path | None) -> Enrolment:
@@ -92,7 +113,7 @@ def duration(text: str) -> timedelta:
     return life
 
 
-def print_token(token: Token, *, as_json: bool) -> None:
+def print_token(token: Token, *, as_json: bool, is_relay: bool = False) -> None:
     """Print the token alone on stdout, and what to do with it on stderr.
 
     The command reads the token from its input: on the command line everybody on the device could see it.
@@ -104,7 +125,8 @@ def print_token(token: Token, *, as_json: bool) -> None:
         print_json(content)
         return
     console.print(f"on the device, once, until {show_utc(token.expires)}:", soft_wrap=True)
-    console.print("  edge-agent enroll - --data SOURCE", soft_wrap=True)
+    options = "--relay" if is_relay else "--data SOURCE"
+    console.print(f"  edge-agent enroll - {options}", soft_wrap=True)
     console.print("it asks for the token, which is a secret: paste the line below", soft_wrap=True)
     console.print(f"authority {token.authority}", soft_wrap=True)
     print(token.text())

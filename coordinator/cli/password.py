@@ -14,7 +14,17 @@ from edge_agent.core.config import NAME_PATTERN
 from edge_agent.core.errors import UsageError
 from edge_agent.core.storage import Access, access_of, write_atomic
 
-from ..broker.access import BROKER_ACCOUNT, COORDINATOR_USER, access_for, add_rules, check_user, set_password
+from ..broker.access import (
+    BROKER_ACCOUNT,
+    COORDINATOR_USER,
+    Relays,
+    access_for,
+    add_rules,
+    check_user,
+    read_relays,
+    set_password,
+    set_relay,
+)
 from ..state.command_keys import MASTER, CommandKeys
 from .options import Config, Json, state_path
 from .output import present, ready_for
@@ -30,6 +40,14 @@ Acl = Annotated[
     Path | None, typer.Option("--acl", help="Mosquitto's ACL file; the rules of --federation are added where missing.")
 ]
 Federation = Annotated[str, typer.Option("--federation", help="The federation whose rules are added to --acl.")]
+RelayFor = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--relay-for",
+        metavar="AGENT",
+        help="The user is the relay of a site, and speaks for this agent; may be repeated; '*': for all agents.",
+    ),
+]
 Account = Annotated[
     str | None,
     typer.Option(
@@ -56,6 +74,7 @@ def password(
     out: Out = None,
     acl: Acl = None,
     federation: Federation = "home",
+    relay_for: RelayFor = None,
     account: Account = None,
     config: Config = None,
     state: State = None,
@@ -89,7 +108,8 @@ def password(
     was_there = set_password(users, agent, secret, account=account)
     _write_password(path, secret)
     key_file = _write_key(path, agent, federation, state)
-    has_changed = acl is not None and add_rules(acl, federation, account=account)
+    relays = _note_relay(users, agent, relay_for, account)
+    has_changed = acl is not None and add_rules(acl, federation, relays, account=account)
     # 4. What was done, and what is left to do.
     owner = _owner_of(users)
     mode = f"{stat.S_IMODE(users.stat().st_mode):o}"
@@ -102,17 +122,19 @@ def password(
         "owner": owner,
         "mode": mode,
         "acl_changed": has_changed,
+        "relay_for": list(relays.get(agent, ())),
     }
     lines = [f"{agent} is in {users}; its password is in {path}"]
     if was_there:
         lines[0] += "; the previous password is invalid"
     lines.append(f'broker.user = "{agent}", broker.password_file = "{path}"')
+    lines += _relay_lines(agent, relays)
     if key_file is not None:
         lines.append(f'broker.command_key_file = "{key_file}"')
         if lacked_secret:
             lines.append(f"{state} had no secret of commands, and has one now; is it the coordinator's folder?")
     lines.append(f"{users} belongs to '{owner}' (mode {mode})")
-    if key_file is None and agent != COORDINATOR_USER:
+    if key_file is None and agent != COORDINATOR_USER and agent not in relays:
         lines.append("no key for the agent's commands was made: name the coordinator's state folder with --state")
     if owner != BROKER_ACCOUNT:
         lines.append(f"a broker that runs as another user cannot read it: sudo chown <its user> {users}")
@@ -124,6 +146,20 @@ def password(
         "broker reads it by itself"
     )
     present(result, lines, as_json=as_json)
+
+
+def _note_relay(users: Path, agent: str, relay_for: list[str] | None, account: str | None) -> Relays:
+    """Note for whom a user speaks, where that was said, and return all relays."""
+    if relay_for is None:
+        return read_relays(users)
+    return set_relay(users, agent, tuple(relay_for), account=account)
+
+
+def _relay_lines(agent: str, relays: Relays) -> list[str]:
+    """Return for whom a user speaks; nothing where it is no relay."""
+    if agent not in relays:
+        return []
+    return [f"it is a relay, and may speak for: {', '.join(relays[agent])}"]
 
 
 def _write_password(path: Path, secret: str) -> None:

@@ -19,7 +19,7 @@ from edge_agent.core.formats import other_version, value_text
 from edge_agent.core.time_and_text import show_time
 
 from ..identity.revoked import revoked_agents
-from ..journal.store import utc_now
+from ..journal.store import ServingOrder, utc_now
 from ..runs.result_notes import BELOW_LOCAL, SHOWN_CLIENTS, CoordinatorMetrics
 from ..runs.run_summary import RunSummary
 from ..state.fleet_rows import HeardAgent, Presence
@@ -32,6 +32,7 @@ from ..state.status_file import (
     ListedAgent,
     PartitionStatus,
     RefusedDevice,
+    SiteStatus,
     Status,
     read_agents,
     read_status,
@@ -200,6 +201,9 @@ class GatheredStatus:
 
     is_serving: bool
     state: Path
+    order: ServingOrder | None
+    """Who has the lease of the journal's database, and who waits for it; None: the journal has none."""
+
     better_alone: list[str]
     """The warnings about clients of the newest run that are better off alone."""
 
@@ -224,6 +228,9 @@ class GatheredStatus:
             "releases": [release.to_json() for release in self.releases],
             **self.written.content,
         }
+        if self.order is not None:
+            result["lease"] = {"number": self.order.lease.fence, "holder": self.order.serving or None}
+            result["standby"] = list(self.order.standbys)
         if self.page is not None:
             result |= self.page.to_json()
         return result
@@ -257,6 +264,7 @@ def gather_status(folder: StateFolder, selection: Selection, *, is_watched: bool
         written=written,
         is_serving=serving,
         state=path,
+        order=folder.journal.read_order(),
         better_alone=[warning.message for warning in warnings if warning.kind == BELOW_LOCAL],
         privacy=privacy,
         disk=disk,
@@ -406,7 +414,16 @@ def _lines(status: GatheredStatus) -> Iterator[Table | str]:
     if status.is_serving and status.written.partitions:
         yield _aggregator_table(status.written.partitions)
         yield ""
+    if status.is_serving and status.written.sites:
+        yield _site_table(status.written.sites)
+        yield ""
     yield from _fleet_lines(status)
+
+
+def _site_table(sites: Sequence[SiteStatus]) -> Table:
+    """Return the table of the relays whose sums are taken."""
+    rows = [(site.relay, site.host or "not online", site.holds, site.sums, site.summed) for site in sites]
+    return table("relays that sum", ("relay", "host", "updates there", "sums", "updates in them"), rows, left=2)
 
 
 def _aggregator_table(partitions: Sequence[PartitionStatus]) -> Table:
@@ -430,10 +447,13 @@ def _coordinator_lines(status: GatheredStatus) -> Iterator[str]:
     yield from _version_note(status)
     if serving and written.awaited is not None:
         yield _waiting_line(written.awaited)
+    if status.order is not None:
+        yield from _order_lines(status.order)
     advised = advice(written)
-    if not serving:
+    is_replaced = status.order is not None and (status.order.serving or status.order.standbys)
+    if not serving and not is_replaced:
         yield "advice: 'headwater serve' starts it; 'headwater doctor --config FILE' tries its way to the broker"
-    elif advised:
+    elif serving and advised:
         yield f"advice: {advised}"
     if status.privacy is not None:
         yield status.privacy.text
@@ -442,6 +462,22 @@ def _coordinator_lines(status: GatheredStatus) -> Iterator[str]:
     yield from _rejection_lines(written)
     if serving:
         yield from map(refusal_line, written.refused[:SHOWN_AGENTS])
+
+
+def _order_lines(order: ServingOrder) -> Iterator[str]:
+    """Yield which of several coordinators serves, and which ones would take over."""
+    lease = order.lease
+    if order.serving:
+        yield f"lease: {lease.fence}, of {order.serving}"
+    elif lease.fence:
+        ending = "given back" if lease.is_free else "not renewed"
+        yield f"lease: {lease.fence} was {ending} by {lease.holder}; nobody serves"
+    else:
+        yield "lease: nobody has served yet"
+    if order.standbys:
+        yield f"standby: {listed(order.standbys)}"
+    else:
+        yield "standby: none; 'headwater serve --standby' starts one, which takes over when the lease is not renewed"
 
 
 def _waiting_line(awaited: Awaited) -> str:

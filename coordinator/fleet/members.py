@@ -6,9 +6,11 @@ it runs. Whether the agent counts as online is decided by `roster`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from edge_agent.core.config import NAME_PATTERN
 from edge_agent.wire.messages import fields, up
 
 from ..journal.entries import RunningFigures
@@ -96,6 +98,12 @@ def as_time(value: object) -> float | None:
     return number if number is not None and 0 <= number < LATEST_TIME else None
 
 
+def as_relay(value: object) -> str:
+    """Return the relay that a hello names; empty where what it names can be none."""
+    is_name = isinstance(value, str) and re.fullmatch(NAME_PATTERN, value) is not None
+    return str(value) if is_name else ""
+
+
 @dataclass
 class Member:
     """One agent as it described itself, and when it was last heard."""
@@ -129,6 +137,9 @@ class Member:
 
     inputs_since: float | None = None
     """When the inputs of its server changed, in seconds since 1970; 0: they are as fitted; None: it does not say."""
+
+    relay: str = ""
+    """The relay through which it speaks; empty: through none."""
 
     connection: int = 0
     """Number of its connection to the broker; the last will of an earlier one says nothing of it."""

@@ -18,7 +18,7 @@ from ..state.fault_log import Fault
 from ..state.status_file import FleetAccuracy
 from ..views.candidate import Candidate
 from .leases import Leases
-from .members import Figures, Member, as_time
+from .members import Figures, Member, as_relay, as_time
 from .rejections import Rejections
 
 log = logging.getLogger(__name__)
@@ -81,6 +81,7 @@ class Roster:
         member = Member(agent, message.tier, message.boot, message.software, message.samples, message.bundle_id)
         member.connection = message.connection
         member.inputs_since = as_time(message.facts.get("inputs_since"))
+        member.relay = as_relay(message.facts.get(fields.RELAY))
         before = self._members.get(agent)
         figures = self._before.pop(agent, Figures()) if before is None else before.figures
         member.figures = figures.with_facts(message.facts)

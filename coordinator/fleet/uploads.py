@@ -11,7 +11,7 @@ import functools
 import logging
 import re
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from edge_agent.wire.messages.fields import (
     BlobRef,
     Command,
 )
+from edge_agent.wire.messages.site_sums import SummedUpdate
 from edge_agent.wire.messages.up import UpdateManifest
 from edge_agent.wire.tensors import MAX_HEADER_BYTES, check_specs, decode, first_non_finite, inspect
 
@@ -149,7 +150,9 @@ class Collector:
             partial: Folder of updates that are arriving, which no other process may use, on the disk of the blobs;
                 None: one in the folder of the blobs.
         """
-        self._blobs = blobs
+        self.blobs = blobs
+        """Where accepted updates are stored."""
+
         self._partial = blobs.folder / "partial" if partial is None else partial
         self._journal = journal
         self._send = send
@@ -247,12 +250,43 @@ class Collector:
             self._send(agent, Receipt(run=message.run, digest=message.blob.digest, accepted=True))
             return True
         collection = self.open_round
-        if collection is None or message.blob.digest not in self._blobs:
+        if collection is None or message.blob.digest not in self.blobs:
             return False
         self.bytes_from[agent] = self.bytes_from.get(agent, 0) + message.blob.size_bytes
         self.give_up(agent)
         self._note_accepted(agent, message, collection)
         return True
+
+    def summed(self, collection: Collection, members: Sequence[SummedUpdate], digest: str, size_bytes: int) -> None:
+        """Take updates of which a sum is in the store: all of them count at once, and get their receipts.
+
+        Args:
+            collection: The open round, which awaits each of them.
+            members: The updates.
+            digest: Digest of the sum.
+            size_bytes: Its bytes, of which each agent is charged with the same part.
+        """
+        share = size_bytes // len(members)
+        with self._journal.deferring():
+            for member in members:
+                fact = UpdateAccepted(samples=member.samples, metrics=member.metrics, summed=member.digest)
+                self._journal.append(
+                    fact, run=collection.run, round=collection.round, agent=member.agent, digest=digest
+                )
+        for member in members:
+            self.give_up(member.agent)
+            self.bytes_from[member.agent] = self.bytes_from.get(member.agent, 0) + share
+            accepted = Accepted(member.digest, float(member.samples), dict(member.metrics), digest)
+            collection.accepted[member.agent] = accepted
+            self._send(member.agent, Receipt(run=collection.run, digest=member.digest, accepted=True))
+
+    def has_sum(self, run: str, number: int, digest: str) -> bool:
+        """Return whether updates of a round were accepted as parts of the sum with this digest."""
+        collection = self.open_round
+        if collection is not None and (collection.run, collection.round) == (run, number):
+            return any(update.sum == digest for update in collection.accepted.values())
+        entries = self._journal.entries(run, ("update_accepted",), round=number)
+        return any(entry.digest == digest for entry in entries)
 
     def refused(self, agent: str, message: UpdateManifest, reason: str) -> None:
         """Reject an update that an aggregator has refused, with its reason."""
@@ -355,9 +389,12 @@ class Collector:
                 raise UpdateRejected(f"an update of {agent} for round {message.round} is already accepted; one counts")
             return before is not None
         entries = self._journal.entries(message.run, ("update_accepted",), round=message.round, agent=agent)
-        same_bytes = [entry for entry in entries if entry.digest == message.blob.digest]
         purpose = _purpose_outside_rounds(message)
-        return any(fact.purpose == purpose for fact in facts_of(same_bytes, UpdateAccepted))
+        digest = message.blob.digest
+        alone = [entry for entry in entries if entry.digest == digest]
+        if any(fact.purpose == purpose for fact in facts_of(alone, UpdateAccepted)):
+            return True
+        return any(fact.summed == digest for fact in facts_of(entries, UpdateAccepted))
 
     def _check_manifest(self, agent: str, message: UpdateManifest) -> None:
         """Check that the open round takes an announced update: that it is not late, was asked for, and fits in size.
@@ -538,8 +575,8 @@ class Collector:
     def _accept(self, agent: str, message: UpdateManifest, collection: Collection, arrived: Path) -> None:
         """Store the update, then journal it, and only then send its receipt."""
         digest = message.blob.digest
-        arrived.replace(self._blobs.path(digest))  # only now is it a blob of the store
-        sync_folder(self._blobs.folder)
+        arrived.replace(self.blobs.path(digest))  # only now is it a blob of the store
+        sync_folder(self.blobs.folder)
         self._note_accepted(agent, message, collection)
 
     def _note_accepted(self, agent: str, message: UpdateManifest, collection: Collection) -> None:

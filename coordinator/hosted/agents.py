@@ -1,7 +1,8 @@
-"""Hosted clients: several agents in one child process, each with its state folder, all with one worker and model.
+"""Hosted clients: several agents in one child process, each with its state folder. Where they compute is a `Location`.
 
-Torch is imported with the first job, as on a device. The process exits as soon as its owner does: what its clients
-have saved is complete on disk, and the rest could not be delivered.
+The location `Here` is this process, in which all clients have one worker and one model. Torch is imported with the
+first job, as on a device. The process exits as soon as its owner does: what its clients have saved is complete on disk,
+and the rest could not be delivered.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from edge_agent.agent.event_loop import Agent, will_of
 from edge_agent.agent.own_method import method_for
@@ -118,26 +119,51 @@ class HostedTaskRunner(TaskRunner):
             self._note(self.config.id, None)
 
 
+class Location(Protocol):
+    """Where the clients of one process compute."""
+
+    def worker(self) -> Worker:
+        """Return what does the jobs of one client."""
+
+    def tasks(self, config: AgentConfig) -> TaskRunner:
+        """Return what a client does for its jobs."""
+
+
+class Here:
+    """The location that is this process: one job at a time, with one model."""
+
+    def __init__(self, worker: Worker, note: Note = lambda *_: None) -> None:
+        self._worker = worker
+        self._note = note
+        self._shared = ProcessResources()
+
+    def worker(self) -> Worker:
+        """Return the worker that all clients share."""
+        return self._worker
+
+    def tasks(self, config: AgentConfig) -> TaskRunner:
+        """Return a task runner that computes in this process."""
+        return HostedTaskRunner(config, self._shared, self._note)
+
+
 class HostedAgents:
     """Agents on a broker in memory. `start`, then `step` again and again."""
 
     def __init__(
         self,
         configs: Sequence[AgentConfig],
-        worker: Worker,
+        location: Location,
         *,
         clock: Callable[[], float] = time.monotonic,
-        note: Note = lambda *_: None,
+        broker: MemoryBroker | None = None,
     ) -> None:
-        self.broker = MemoryBroker()
-        shared = ProcessResources()
+        self.broker = MemoryBroker() if broker is None else broker
         self.agents = []
         for config in configs:
             boot = secrets.token_hex(8)
-            tasks = HostedTaskRunner(config, shared, note)
             transport = self.broker.transport(will_of(config, boot))
-            runtime = AgentRuntime(clock=clock, worker=worker, boot=boot)
-            self.agents.append(Agent(config, transport, tasks, runtime))
+            runtime = AgentRuntime(clock=clock, worker=location.worker(), boot=boot)
+            self.agents.append(Agent(config, transport, location.tasks(config), runtime))
 
     def start(self) -> None:
         """Connect all agents."""
@@ -154,18 +180,32 @@ class HostedAgents:
         return min(agent.idle_s() for agent in self.agents)
 
 
+OpenLocation = Callable[[Sequence[AgentConfig], Callable[[], None]], contextlib.AbstractContextManager[Location]]
+"""Opens the location of some clients; the function that it gets wakes their loop when a job has finished."""
+
+
 def serve(pipe: Pipe) -> None:
-    """The child process: receive the configurations, then forward messages between the owner and the agents."""
-    logging.getLogger().setLevel(logging.INFO)
-    configs = [AgentConfig.model_validate(one) for one in json.loads(pipe.receive().payload)]
-    wake = threading.Event()
+    """The child process whose clients compute in it."""
 
     def note(client: str, job: Job | None) -> None:
         task = None if job is None else [job.run, job.round, job.purpose]
         pipe.send(TASK_TOPIC, json.dumps([client, task]).encode())
 
+    def open_here(_configs: Sequence[AgentConfig], wake: Callable[[], None]) -> contextlib.nullcontext[Location]:
+        return contextlib.nullcontext(Here(ThreadWorker(wake), note))
+
+    serve_clients(pipe, open_here)
+
+
+def serve_clients(pipe: Pipe, open_location: OpenLocation) -> None:
+    """Receive the configurations of clients, then forward messages between the owner and these clients."""
+    logging.getLogger().setLevel(logging.INFO)
+    configs = [AgentConfig.model_validate(one) for one in json.loads(pipe.receive().payload)]
+    wake = threading.Event()
+    broker = MemoryBroker()
+
     def on_frame(frame: Frame) -> None:
-        agents.broker.route(frame.topic, frame.payload)
+        broker.route(frame.topic, frame.payload)
         wake.set()
 
     with contextlib.ExitStack() as stack:
@@ -173,11 +213,12 @@ def serve(pipe: Pipe) -> None:
         for config in configs:
             stack.enter_context(folder_lock(config.state, f"hosted client {config.id}"))
             sweep(config.state)
-        agents = HostedAgents(configs, ThreadWorker(wake.set), note=note)
-        gate = agents.broker.transport()
+        gate = broker.transport()
         gate.subscribe(*Topics(configs[0].federation).for_coordinator())
         gate.start()
+        # From here on this process ends with its owner, also while the location is still being opened.
         listen(pipe, on_frame)
+        agents = HostedAgents(configs, stack.enter_context(open_location(configs, wake.set)), broker=broker)
         agents.start()
         while True:
             wake.clear()  # before the step: what arrives during it is not missed

@@ -23,8 +23,9 @@ from torch import nn
 
 from edge_agent import data, heads, methods
 from edge_agent.client import choose_device
-from edge_agent.core.errors import DataError
-from edge_agent.core.storage import read_tensors, write_tensors
+from edge_agent.core.errors import ConfigError, DataError
+from edge_agent.core.registry import PinnedFile
+from edge_agent.core.storage import read_tensors, sha256_of, write_tensors
 from edge_agent.core.task import Task
 from edge_agent.heads import FitData
 from edge_agent.methods.base import Method
@@ -41,10 +42,12 @@ from edge_agent.training.loops import (
 )
 from edge_agent.training.loops import train as train_model
 from edge_agent.training.parts import NORM_LAYERS, Parts, feature_dim, load_arrays, norm_names, to_arrays
+from edge_agent.wire.tensors import pieces
 
-from ..config import LEAST_IN_A_PART
+from ..config import LEAST_IN_A_PART, WarmStartConfig
 from ..rounds.compute_requests import ProxyRequest, ProxyResult, WarmStartRequest, WarmStartResult
-from .spread import PartsOfBatches, Rank, other_processes, step_by_parts
+from .machines import Meeting, device_of_process
+from .spread import Gather, PartsOfBatches, Rank, gather_in_group, other_processes, step_by_parts
 
 JOINED = f"{__name__}:join_warm"
 """The function of the other processes of a warm start on several devices."""
@@ -71,20 +74,90 @@ def train_warm(body: Mapping[str, Any]) -> dict[str, Any]:
     request = WarmStartRequest.from_json(body)
     settings = request.settings
     rank = Rank(0, settings.device_names, settings.parts_of_batches)
-    # 1. The training, here and in a process for each further device.
+    # The training is here and in a process for each further device of this machine.
     with other_processes(JOINED, request, rank, request.into.parent):
-        warm = _train(request, rank)
-    # 2. Its accuracy on what was held out.
+        warm = _train(request, rank, _read_samples(request, rank.parts))
+    return _write_result(request, warm, rank).to_json()
+
+
+def train_warm_on_machines(request: WarmStartRequest, meeting: Meeting) -> WarmStartResult | None:
+    """Train as `train_warm` does, as one of the processes that a launcher has started, on this and other machines.
+
+    Args:
+        request: What is trained; the same in all processes, but for the device. Rank 0 alone writes its file.
+        meeting: How this process meets the others.
+
+    Returns:
+        The result in the process of rank 0, None in the others.
+
+    Raises:
+        HeadwaterError: The data do not fit the task, training diverged, or another process did not come or ended.
+    """
+    launch = meeting.launch
+    settings = request.settings
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    device = device_of_process(launch.local, settings.device, settings.devices, gpus)
+    parts = settings.parts or launch.processes
+    _check_parts(settings, parts, launch.processes)
+    # 1. The samples, before others are waited for: what is wrong with them is known at once.
+    samples = _read_samples(request, parts)
+    digest = sha256_of(*pieces({"inputs": samples[0].inputs, "labels": samples[0].labels}))
+    # 2. The training of all, if all mean the same.
+    agreement = _text_of_agreement(request, parts)
+    with meeting.open(device, agreement, digest, parts) as (rank, gather):
+        warm = _train(request, rank, samples, gather)
+    if launch.number:
+        return None
+    return _write_result(request, warm, rank)
+
+
+def _text_of_agreement(request: WarmStartRequest, parts: int) -> str:
+    """Return everything that the result depends on beside the samples, as text that is the same on all machines.
+
+    Where files are, and which devices compute, is each machine's own matter.
+    """
+    own_matters = {"device": "auto", "devices": (), "data": "", "folder": Path(), "parts": parts}
+    pinned = PinnedFile.parse(request.method)
+    common = request.model_copy(
+        update={
+            "method": request.method if pinned is None else pinned.sha256,
+            "settings": request.settings.model_copy(update=own_matters),
+            "into": Path(),
+            "blobs": Path(),
+            "weights": None,
+        }
+    )
+    weights = "" if request.weights is None else request.weights.sha256
+    return f"{common.model_dump_json()} {weights}"
+
+
+def _check_parts(settings: WarmStartConfig, parts: int, processes: int) -> None:
+    """Require that each process has a part of each batch, and each part enough samples; see `WarmStartConfig`."""
+    mistakes = []
+    if parts < processes:
+        mistakes.append(f"parts = {parts} leaves some of {processes} processes without work; raise parts")
+    least = LEAST_IN_A_PART * parts
+    if parts > 1 and settings.batch_size < least:
+        mistakes.append(f"batch_size = {settings.batch_size} is too small for {parts} parts; expected {least} or more")
+    if mistakes:
+        raise ConfigError("[warm_start]", mistakes)
+
+
+def _write_result(request: WarmStartRequest, warm: Warm, rank: Rank) -> WarmStartResult:
+    """Write the state of a warm start to its file, and return what came out."""
+    settings = request.settings
+    # 1. The accuracy on what was held out.
     score = None
     if len(warm.test):
         inputs = torch.from_numpy(warm.test.inputs).to(warm.device)
         probabilities = predict_probabilities(warm.trained, inputs)
         score = round(accuracy(probabilities, torch.from_numpy(warm.test.labels).to(warm.device)), 6)
-    # 3. The state. The coordinator has trained all of the encoder; devices may freeze a part of it from here on.
+    # 2. The state. The coordinator has trained all of the encoder; devices may freeze a part of it from here on.
     method = warm.method
     adapted = method.adapt(warm.model.cpu(), request.task)
     write_tensors(request.into, method.start(to_arrays(adapted, method.shared_names(adapted))))
-    result = WarmStartResult(
+    devices = ", ".join(rank.devices) if len(rank.devices) > 1 else ", ".join(settings.devices) or str(warm.device)
+    return WarmStartResult(
         data=settings.data,
         samples=warm.samples,
         tested=len(warm.test),
@@ -92,9 +165,8 @@ def train_warm(body: Mapping[str, Any]) -> dict[str, Any]:
         loss=round(warm.loss, 6),
         accuracy=score,
         head="shared" if warm.shares_head else "discarded",
-        device=", ".join(settings.devices) or str(warm.device),
+        device=devices,
     )
-    return result.to_json()
 
 
 @dataclass(frozen=True)
@@ -124,29 +196,58 @@ class Warm:
 
 def join_warm(request: str, rank: Rank) -> None:
     """Train as `train_warm` does, as one of the other processes; ``request``: a `WarmStartRequest`, as JSON."""
-    _train(WarmStartRequest.model_validate_json(request), rank)
+    warm_start = WarmStartRequest.model_validate_json(request)
+    _train(warm_start, rank, _read_samples(warm_start, rank.parts))
 
 
-def _train(request: WarmStartRequest, rank: Rank) -> Warm:
-    """Train the model of a warm start; every process of the training ends with the same weights.
+def _least_of_a_batch(parts: int) -> int:
+    """Return the least samples of a batch that is cut into so many parts."""
+    return LEAST_IN_A_PART * parts if parts > 1 else 1
+
+
+def _read_samples(request: WarmStartRequest, parts: int) -> tuple[data.Samples, data.Samples]:
+    """Read the coordinator's own data, and return samples to train on and held-out ones.
 
     Raises:
-        HeadwaterError: The data do not fit the task, or training diverged.
+        DataError: They do not fit the task, or are too few for a batch of so many parts.
     """
-    # 1. The samples of the coordinator's own data.
     settings = request.settings
-    method = methods.create(request.method, request.params)
     task = request.task
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
     samples = data.load(settings.data, task.input, task.class_names, folder=settings.folder)
     train, test = data.split(samples, settings.test_fraction, settings.seed)
-    least = LEAST_IN_A_PART * rank.parts if rank.parts > 1 else 1
+    least = _least_of_a_batch(parts)
     if len(train) < least:
         raise DataError(
             f"{settings.data}: {len(train)} training samples are left after the split, expected {least} or more; lower "
             "test_fraction or parts"
         )
+    return train, test
+
+
+def _train(
+    request: WarmStartRequest,
+    rank: Rank,
+    samples: tuple[data.Samples, data.Samples],
+    gather: Gather = gather_in_group,
+) -> Warm:
+    """Train the model of a warm start; every process of the training ends with the same weights.
+
+    Args:
+        request: What is trained.
+        rank: This process among those that train together.
+        samples: Those to train on, and held-out ones.
+        gather: The exchange with the other processes.
+
+    Raises:
+        TrainingFailed: Training diverged.
+    """
+    # 1. Its settings.
+    settings = request.settings
+    method = methods.create(request.method, request.params)
+    task = request.task
+    train, test = samples
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
     # 2. The model, as a client of the method would begin.
     device = choose_device(rank.device)
     torch.manual_seed(request.seed)
@@ -183,8 +284,8 @@ def _train(request: WarmStartRequest, rank: Rank) -> Warm:
         loss = train_model(client, cross_entropy(trained), params)
     else:
         optimizer = local_optimizer([weight for weight in trained.parameters() if weight.requires_grad], params)
-        parts = PartsOfBatches(rank, trained, cross_entropy(trained), request.seed)
-        options = TrainingOptions(smallest_batch=least, suspects={"lr": params.lr})
+        parts = PartsOfBatches(rank, trained, cross_entropy(trained), request.seed, gather)
+        options = TrainingOptions(smallest_batch=_least_of_a_batch(rank.parts), suspects={"lr": params.lr})
         loss = train_by_steps(client, step_by_parts(parts, optimizer), params, options=options, optimizer=optimizer)
     return Warm(
         method=method,

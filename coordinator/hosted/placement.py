@@ -1,8 +1,9 @@
-"""Which process has which hosted clients, and on which device.
+"""Which process has which hosted clients, and on which device or cluster they compute.
 
 A process is bound to one device: each process that uses a GPU needs a context of its own there, which takes hundreds of
-megabytes, and clients of one process share its model. Where a client computes decides nothing else: on processors of
-one kind all divisions end in the same bits.
+megabytes, and clients of one process share its model. Clients that compute on a Ray cluster are in one process, which
+has their files and hands out their computations. Where a client computes decides nothing else: on processors of one
+kind all divisions end in the same bits.
 """
 
 from __future__ import annotations
@@ -13,6 +14,18 @@ from edge_agent.core import capabilities
 from edge_agent.core.config import AgentConfig
 
 from ..config import CoordinatorConfig
+from ..processes.cluster import Advice
+from ..processes.supervisor import worker_command
+
+COMMAND = worker_command("coordinator.hosted.agents:serve")
+"""The command of a process whose clients compute in it."""
+
+RAY_ADVICE = Advice(
+    "[hosted_ray]",
+    without_ray="leave that section out, and the clients compute on this machine",
+    without_address="correct hosted_ray.address; the coordinator goes on trying",
+)
+"""What errors about the cluster of hosted clients advise: the section of the configuration."""
 
 AUTO = "auto"
 """The device of a client that leaves the choice to others."""
@@ -25,10 +38,19 @@ def clients_of_processes(config: CoordinatorConfig) -> list[list[AgentConfig]]:
     as the machine has cores. With a GPU there is one in all.
     """
     agents = [client.agent(config.federation, config.state, config.round.lease_s) for client in config.hosted]
+    if config.hosted_ray is not None:
+        return [agents]
     if config.hosted_devices:
         return divide_by_device(agents, config.hosted_devices)
     processes = min(config.hosted_processes or _processes_for(agents), len(agents))
     return [agents[number::processes] for number in range(processes)]
+
+
+def command_of_processes(config: CoordinatorConfig) -> tuple[str, ...]:
+    """Return the command of the processes of hosted clients, which decides where these compute."""
+    if config.hosted_ray is not None:
+        return worker_command("coordinator.hosted.on_ray:serve", config.hosted_ray.model_dump_json())
+    return COMMAND
 
 
 def _processes_for(agents: Sequence[AgentConfig]) -> int:

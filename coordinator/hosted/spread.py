@@ -76,10 +76,21 @@ class Rank:
         return part % len(self.devices) == self.number
 
 
+Gather = Callable[[torch.Tensor], Sequence[torch.Tensor]]
+"""Gives the row (n,) of this process to all others, and returns those of all processes by rank."""
+
+
+def gather_in_group(row: torch.Tensor) -> list[torch.Tensor]:
+    """Return the rows (n,) of all processes that `connected` has connected, by rank."""
+    rows = [torch.empty_like(row) for _ in range(distributed.get_world_size())]
+    distributed.all_gather(rows, row)
+    return rows
+
+
 class PartsOfBatches:
     """Gradients of the parts of batches, exchanged with the other processes and added up in the order of the parts."""
 
-    def __init__(self, rank: Rank, model: nn.Module, loss: Loss, seed: int) -> None:
+    def __init__(self, rank: Rank, model: nn.Module, loss: Loss, seed: int, gather: Gather = gather_in_group) -> None:
         """Prepare for a model.
 
         Args:
@@ -87,7 +98,9 @@ class PartsOfBatches:
             model: The model, on the device of this process.
             loss: The mean loss of a batch; see `loops.cross_entropy`.
             seed: The seed of what layers draw at random.
+            gather: The exchange with the other processes.
         """
+        self._gather = gather
         self._rank = rank
         self._loss = loss
         self._seed = seed
@@ -162,8 +175,7 @@ class PartsOfBatches:
         for number in range(exchanges):
             # In the last exchange some processes may have no part left: they send zeros, which nobody adds.
             row = own_rows[number] if number < len(own_rows) else torch.zeros(length)
-            rows = [torch.empty(length) for _ in range(processes)]
-            distributed.all_gather(rows, row)
+            rows = self._gather(row)
             yield from rows[: self._rank.parts - number * processes]
 
 

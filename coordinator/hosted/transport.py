@@ -22,16 +22,17 @@ from edge_agent.wire.transport import DEFAULT_MAX_PAYLOAD_BYTES, Event, Message,
 
 from ..config import CoordinatorConfig
 from ..processes.pipe import Frame, Pipe
-from ..processes.supervisor import MAX_CRASHES, ChildProcess, Supervisor, worker_command
+from ..processes.supervisor import MAX_CRASHES, ChildProcess, Supervisor
 from ..text import listed
-from .placement import clients_of_processes
+from .placement import clients_of_processes, command_of_processes
 
 log = logging.getLogger(__name__)
 
-COMMAND = worker_command("coordinator.hosted.agents:serve")
-
 TASK_TOPIC = "task"
 """Topic of frames for the owner of a process alone: which client runs which task; null when it is done."""
+
+WAITING_TOPIC = "waiting"
+"""Topic of frames for the owner of a process alone: what all clients of the process wait for; empty: nothing."""
 
 MAX_QUEUED_BYTES = 64 << 20
 """Most bytes queued for a process that does not receive; the rest is dropped, as a broker drops it."""
@@ -194,11 +195,14 @@ class CombinedTransport:
 class HostedTransport:
     """Messages to and from clients in child processes, which are restarted when they exit."""
 
-    def __init__(self, groups: Sequence[Sequence[AgentConfig]], folder: Path, wake: Callable[[], None]) -> None:
+    def __init__(
+        self, groups: Sequence[Sequence[AgentConfig]], command: Sequence[str], folder: Path, wake: Callable[[], None]
+    ) -> None:
         """Prepare the processes; `start` starts them.
 
         Args:
             groups: The configurations of the clients of each process.
+            command: The command of each process.
             folder: The folder for their logs.
             wake: Called when there is a message to receive.
         """
@@ -209,7 +213,7 @@ class HostedTransport:
         self._inbox = Inbox()
         self._is_called = False
         self.processes = [
-            HostedProcess(number, configs, folder, self._deliver) for number, configs in enumerate(groups)
+            HostedProcess(number, configs, command, folder, self._deliver) for number, configs in enumerate(groups)
         ]
         self._process_of = dict[str, HostedProcess]()
         for process in self.processes:
@@ -220,7 +224,7 @@ class HostedTransport:
     @classmethod
     def of(cls, config: CoordinatorConfig, wake: Callable[[], None]) -> HostedTransport:
         """Return the transport to the hosted clients of a configuration; see `placement` for who is where."""
-        return cls(clients_of_processes(config), config.state / "hosted", wake)
+        return cls(clients_of_processes(config), command_of_processes(config), config.state / "hosted", wake)
 
     def start(self) -> None:
         """Start the processes; none is waited for."""
@@ -254,7 +258,7 @@ class HostedTransport:
         return self._inbox.oldest_s
 
     def away(self) -> dict[str, str]:
-        """Return why clients are offline, for those whose process is starting or restarting."""
+        """Return why clients are offline or wait, for those whose process starts, restarts or waits."""
         reasons = dict[str, str]()
         for process in self.processes:
             reasons.update(process.away())
@@ -273,10 +277,16 @@ class HostedProcess:
     """One supervised process and its clients."""
 
     def __init__(
-        self, number: int, configs: Sequence[AgentConfig], folder: Path, deliver: Callable[[Message], None]
+        self,
+        number: int,
+        configs: Sequence[AgentConfig],
+        command: Sequence[str],
+        folder: Path,
+        deliver: Callable[[Message], None],
     ) -> None:
         self.number = number
         self.configs = configs
+        self._command = command
         self._deliver = deliver
         self._topics = Topics(configs[0].federation)
         self._log = folder / f"process-{number}.log"
@@ -285,6 +295,7 @@ class HostedProcess:
         self._running: ClientTask | None = None
         self._crashes = Counter[ClientTask]()
         self._problem = "its process is starting"
+        self._waits_for = ""
         self._outgoing = _SendQueue()
         self.supervisor = Supervisor(f"hosted-{number}", self._spawn, self._serve, self._on_exit)
 
@@ -295,10 +306,16 @@ class HostedProcess:
         return None if child is None else child.pid
 
     def away(self) -> dict[str, str]:
-        """Return why clients are offline, for those that have not reported their presence."""
+        """Return why clients are offline, for those that have not reported their presence, or what they wait for."""
         online = self._boots.copy()
-        absent = (config.id for config in self.configs if self._topics.presence(config.id) not in online)
-        return dict.fromkeys(absent, f"{self._problem}; log: {self._log}")
+        waits_for = self._waits_for
+        reasons = dict[str, str]()
+        for config in self.configs:
+            if self._topics.presence(config.id) not in online:
+                reasons[config.id] = f"{waits_for or self._problem}; log: {self._log}"
+            elif waits_for:
+                reasons[config.id] = f"{waits_for}; log: {self._log}"
+        return reasons
 
     def send(self, topic: str, payload: bytes) -> bool:
         """Queue a message; return False when the process does not receive and the queue is full."""
@@ -312,7 +329,7 @@ class HostedProcess:
         outgoing = _SendQueue()
         outgoing.put("configure", json.dumps([config.model_dump(mode="json") for config in self.configs]).encode())
         self._outgoing = outgoing
-        child = ChildProcess(COMMAND, self._log)
+        child = ChildProcess(self._command, self._log)
         clients = listed(tuple(config.id for config in self.configs))
         log.info("hosted_process_started number=%d pid=%d clients=%s", self.number, child.pid, clients)
         return child
@@ -345,6 +362,9 @@ class HostedProcess:
                 self._crashes.pop(self._running, None)
                 self._running = None
             return
+        if frame.topic == WAITING_TOPIC:
+            self._waits_for = frame.payload.decode(errors="replace")
+            return
         if frame.topic in self._presence:
             self._boots[frame.topic] = frame.payload.decode().partition(" ")[2]
         self._deliver(Message(frame.topic, frame.payload))
@@ -353,6 +373,7 @@ class HostedProcess:
         """Report for the clients that they are offline, and that a task has failed."""
         later = f" in {pause_s:.0f} s" if pause_s >= 1 else ""
         self._problem = f"its process exited ({reason}) and is restarted{later}"
+        self._waits_for = ""
         log.warning("hosted_process_exited number=%d reason=%s restart_in_s=%.1f", self.number, reason, pause_s)
         for topic, boot in self._boots.items():
             self._deliver(Message(topic, f"offline {boot}".encode()))

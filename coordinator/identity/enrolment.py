@@ -26,7 +26,7 @@ from edge_agent.identity.keys import key_fingerprint, new_secret, token_key
 from edge_agent.identity.signed_request import CERTIFICATE_REQUEST, TOKEN_REQUEST, answer_bytes
 from edge_agent.identity.tokens import Token
 
-from ..broker.access import COORDINATOR_USER
+from ..broker.access import COORDINATOR_USER, Relays
 from ..config import IdentityConfig
 from ..journal.store import utc_now
 from ..state.command_keys import CommandKeys
@@ -94,10 +94,11 @@ class Enrolment:
         replaces: str = "",
         owner: str | None = None,
         max_samples: int | None = None,
+        relay_for: tuple[str, ...] | None = None,
     ) -> Token:
         """Return a new token for an agent; one that was made for it before does not count any more.
 
-        ``owner`` and ``max_samples`` (see `AgentRecord`) stay as they were where they are None.
+        ``owner``, ``max_samples`` and ``relay_for`` (see `AgentRecord`) stay as they were where they are None.
 
         Raises:
             UsageError: no agent can have that name, or its owner has as many agents as one may have.
@@ -127,6 +128,8 @@ class Enrolment:
                 changes["owner"] = owner
             if max_samples is not None:
                 changes["max_samples"] = max_samples
+            if relay_for is not None:
+                changes["relay_for"] = relay_for
             record = record.model_copy(update=changes)
             self._check_quota(record, replaces)
             ledger.put(record)
@@ -140,6 +143,10 @@ class Enrolment:
             expires=int(expires.timestamp()),
             replaces=replaces or None,
         )
+
+    def relays(self) -> Relays:
+        """Return the relays, and the agents for which each of them speaks."""
+        return {record.name: record.relay_for for record in self.ledger.records() if record.relay_for}
 
     def certify(self, request: CertificateRequest) -> CertificateRecord:
         """Return a certificate for a device that shows a token, or the certificate that it has.

@@ -59,6 +59,9 @@ class AgentRecord(Frozen):
     name: str = Field(pattern=NAME_PATTERN)
     owner: str = Field("", description="whose device it is; a person's devices are counted together")
     max_samples: int | None = Field(None, description="a larger count that it declares counts as this")
+    relay_for: tuple[str, ...] = Field(
+        (), description="agents for which it speaks, as the relay of their site; '*': all; empty: it is no relay"
+    )
     token: TokenRecord | None = None
     certificates: tuple[CertificateRecord, ...] = ()
     generation: int = Field(0, ge=0, description="of the key of its commands; each revocation begins another one")
@@ -87,7 +90,8 @@ class AgentRecord(Frozen):
         generation = self.generation
         if certificates != self.certificates:
             generation += 1
-        return self.model_copy(update={"certificates": certificates, "token": token, "generation": generation})
+        changes = {"certificates": certificates, "token": token, "generation": generation, "relay_for": ()}
+        return self.model_copy(update=changes)
 
 
 def identity_folder(state: Path) -> Path:

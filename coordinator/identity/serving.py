@@ -52,6 +52,7 @@ class BrokerFiles:
         self.enrolment = enrolment
         self.folder = enrolment.folder
         self.settings = self.folder / "mosquitto.conf"
+        self.rules = self.folder / "mosquitto.acl"
         self.broker = self.folder / "broker.pem"
         self.coordinator = self.folder / "coordinator.pem"
 
@@ -59,11 +60,17 @@ class BrokerFiles:
         """Write configuration, topic rules, list of revoked certificates, and those certificates that are due."""
         config = self.enrolment.config
         folder = self.folder.resolve()
-        write_private(folder / "mosquitto.acl", mosquitto_acl(self.enrolment.federation).encode())
+        self.write_rules()
         write_private(self.settings, mosquitto_settings(config, folder).encode())
         with self.enrolment.ledger.changing():
             self.enrolment.write_crl()
         self.renew(now)
+
+    def write_rules(self) -> None:
+        """Write the topic rules; a broker that runs is told by `IdentityService.tick`."""
+        with self.enrolment.ledger.changing():
+            rules = mosquitto_acl(self.enrolment.federation, self.enrolment.relays())
+            write_private(self.rules, rules.encode())
 
     def renew(self, now: datetime) -> bool:
         """Make the certificates of broker and coordinator that are due; return whether any was."""
@@ -109,6 +116,15 @@ def mosquitto_settings(config: IdentityConfig, folder: Path) -> str:
         *limits_text(),
     ]
     return "\n".join([*lines, ""])
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    """Return what changes when a file is written anew: its number and its time; zeros where there is none."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return (0, 0)
+    return (status.st_ino, status.st_mtime_ns)
 
 
 def server_names(config: IdentityConfig) -> list[str]:
@@ -211,6 +227,7 @@ class IdentityService:
         self.broker = ManagedMosquitto(config.bind, config.port, self.files.settings)
         self.port = EnrolmentPort(enrolment, self.files.broker)
         self._crl = (0, 0)
+        self._rules = (0, 0)
         self._listed = Revoked()
         self._revoked = frozenset[str]()
         self._ending: list[threading.Thread] = []
@@ -225,6 +242,7 @@ class IdentityService:
             BrokerAway: the broker does not start.
         """
         self.files.write(now)
+        self._rules = _stamp(self.files.rules)
         self._look()
         self.broker.start()
         self.port.start()
@@ -299,7 +317,12 @@ class IdentityService:
             if self.files.renew(now):
                 self.broker.reload()
             self._renew_at = clock_s + 3600
-        if self._stamp() == self._crl:
+        rules = _stamp(self.files.rules)
+        if rules != self._rules:
+            self._rules = rules
+            self.broker.reload()
+            log.info("topic_rules_changed relays=%s", ", ".join(sorted(self.enrolment.relays())) or "none")
+        if _stamp(self.enrolment.crl) == self._crl:
             return []
         agents = self._look()
         self.broker.reload()
@@ -318,16 +341,9 @@ class IdentityService:
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
-    def _stamp(self) -> tuple[int, int]:
-        try:
-            status = self.enrolment.crl.stat()
-        except FileNotFoundError:
-            return (0, 0)
-        return (status.st_ino, status.st_mtime_ns)
-
     def _look(self) -> list[str]:
         """Read who is revoked, and return the agents with a certificate that was not revoked at the last look."""
-        stamp = self._stamp()  # before the list: one that changes meanwhile is read again
+        stamp = _stamp(self.enrolment.crl)  # before the list: one that changes meanwhile is read again
         listed = self.enrolment.revoked()
         before = self._listed.certificates
         self._listed = listed

@@ -7,8 +7,8 @@ knows what a run, a fleet or a release currently looks like: that is derived fro
 Read in this order: `kinds` (the names), `entries` (the facts and their fields), `store` (what an entry is, and what
 every store promises about order and durability), `deferring` (entries that become durable together), `sqlite` (the
 store of a state folder), `memory` (for tests, and the shortest example of a store), `postgres_connection` (how a
-database is reached), `postgres_lease` (which coordinator serves), `postgres` (the store that coordinators on several
-machines share) and `schemes` (which store a URL names).
+database is reached), `postgres_lease` (which coordinator serves), `postgres_standbys` (which ones would take over),
+`postgres` (the store that coordinators on several machines share) and `schemes` (which store a URL names).
 
 Another store derives from ``Journal`` in `store` and writes the members of ``JournalStore``; one that several machines
 reach derives from ``SharedJournal``, and gets a line in `schemes`. `coordinator.state.journal_location` knows which one

@@ -299,6 +299,9 @@ class UpdateAccepted(Fact):
     samples: Number = Field(0, description="that it was trained on, which it is weighted by")
     metrics: dict[str, Number] = Field(default_factory=dict, description="what the agent reports about it")
     purpose: str | None = Field(None, description="of an update outside the rounds; None: of a round")
+    summed: str = Field(
+        "", description="digest of the update itself, where the digest of the entry is that of a sum; empty: it is not"
+    )
 
 
 class UpdateRefused(Fact):

@@ -38,6 +38,8 @@ from .kinds import CHECKPOINTS, FINAL
 from .postgres_connection import Database, database_errors
 from .postgres_lease import MIGRATION as LEASES
 from .postgres_lease import HeldLease, read_lease, take_lease
+from .postgres_standbys import MIGRATION as STANDBYS
+from .postgres_standbys import note_standby, read_standbys
 from .sqlite import write_copy
 from .store import (
     COLUMNS,
@@ -48,6 +50,7 @@ from .store import (
     Hold,
     LeaseState,
     Progress,
+    ServingOrder,
     SharedJournal,
     StoreReport,
     Verified,
@@ -101,6 +104,7 @@ MIGRATIONS = (
         "CREATE INDEX headwater_entries_agent ON headwater_entries (agent, kind, id) WHERE agent IS NOT NULL",
     ),
     LEASES,
+    STANDBYS,
 )
 """The statements that lead from each version of the tables to the next; the first one makes them.
 
@@ -120,8 +124,9 @@ _LOCK_NOT_AVAILABLE = "55P03"
 _RETRIED = frozenset({_LOCK_NOT_AVAILABLE, "40001", "40P01"})
 """Codes of PostgreSQL for a transaction that was in the way of another one, and may be tried again."""
 
-_AWAY = ("08", "57P")
-"""Beginnings of its codes for connections that end, and for a server that stops or starts."""
+_AWAY = ("08", "57P", "25P03")
+"""Beginnings of its codes for connections that end, for a server that stops or starts, and for one that has ended the
+transaction of a process that was suspended within it."""
 
 T = TypeVar("T")
 
@@ -270,7 +275,7 @@ class PostgresJournal(DeferredEntries, SharedJournal):
             JournalAway: The database does not answer.
             StateError: The folder cannot be used, or the journal cannot.
         """
-        holder = f"{owner} (host {socket.gethostname()[:255]}, process {os.getpid()})"
+        holder = f"{owner} ({_own_process()})"
         with contextlib.closing(self.open(is_begun=is_begun())):
             lease = HeldLease(self._database, self._session, self._take(holder), clock=self._clock)
             lease.start()
@@ -312,11 +317,28 @@ class PostgresJournal(DeferredEntries, SharedJournal):
             JournalAway: It does not answer.
         """
         with self._lock:
+            return self._attempt_once(read_lease)
+
+    def note_standby(self) -> None:
+        """Note once in the database that this process waits for the lease.
+
+        Raises:
+            JournalAway: It does not answer.
+        """
+        with self._lock:
             try:
-                return read_lease(self._connected())
+                note_standby(self._connected(), self._session, _own_process())
             except database_errors() as error:
                 self._discard_connection()
                 raise self._translate(error) from error
+
+    def read_order(self) -> ServingOrder:
+        """Return who has the lease, and who waits for it."""
+
+        def read(connection: Connection) -> ServingOrder:
+            return ServingOrder(read_lease(connection), read_standbys(connection))
+
+        return self._read(read)
 
     @property
     def is_ours(self) -> bool:
@@ -406,6 +428,7 @@ class PostgresJournal(DeferredEntries, SharedJournal):
         """Write the rows of another journal into this one, which is empty, and return their number.
 
         Raises:
+            JournalAway: The connection was lost; the entries are there, or none of them is.
             StateError: There are entries, or a link of the rows' chain is broken; nothing was written.
         """
 
@@ -427,7 +450,8 @@ class PostgresJournal(DeferredEntries, SharedJournal):
 
         with self._lock:
             self._check_usable()
-            return self._attempt(write)
+            # The rows can be read once, so another attempt would write those that are left, or none.
+            return self._attempt_once(write)
 
     # --- reading ---------------------------------------------------------------------------------------------------
 
@@ -545,8 +569,8 @@ class PostgresJournal(DeferredEntries, SharedJournal):
             # 1. The tables, or whether they may be made.
             if _version_of(connection):
                 self._check_tables(connection, create=False)
-                lease = read_lease(connection)
-                serving = "nobody serves" if lease.is_free or lease.has_expired else f"{lease.holder} serves"
+                order = ServingOrder(read_lease(connection), read_standbys(connection))
+                serving = f"{order.serving or 'nobody'} serves, stands by: {'; '.join(order.standbys) or 'nobody'}"
                 state = f"journal {self._id[:12]} with {_read_head(connection).last_id} entries; {serving}"
             else:
                 query = "SELECT has_schema_privilege(current_schema(), 'CREATE') AS is_allowed"
@@ -652,6 +676,19 @@ class PostgresJournal(DeferredEntries, SharedJournal):
                 self._away_since = None
                 return result
             self._pause.wait(PAUSE_S)
+
+    def _attempt_once(self, act: Callable[[Connection], T]) -> T:
+        """Return the result of ``act``, which is not done again where the connection is lost.
+
+        Raises:
+            JournalAway: The connection is lost.
+            StateError: The database refuses what was asked for.
+        """
+        try:
+            return act(self._connected())
+        except database_errors() as error:
+            self._discard_connection()
+            raise self._translate(error) from error
 
     def _away_for_s(self) -> float:
         """Return since when nothing has succeeded, in seconds; the first failure begins to count."""
@@ -897,6 +934,11 @@ class PostgresJournal(DeferredEntries, SharedJournal):
                 f"{expected_id[:12]}; correct 'journal', or give the folder that belongs to it, which coordinators "
                 "with one database share"
             )
+
+
+def _own_process() -> str:
+    """Return the host and the number of this process, for people."""
+    return f"host {socket.gethostname()[:255]}, process {os.getpid()}"
 
 
 def _is_of_connection(error: Exception) -> bool:

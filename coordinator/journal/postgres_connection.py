@@ -85,6 +85,9 @@ class Database:
         try:
             connection.execute(f"SET client_encoding = 'UTF8'; SET lock_timeout = {LOCK_MS}")
             connection.execute(f"SET idle_in_transaction_session_timeout = {IDLE_MS}")
+            # A server may be told to show a transaction what there was when it began. Writers wait for each other, and
+            # look after that at what the one before has left.
+            connection.execute("SET default_transaction_isolation = 'read committed'")
             # A server may be told to lose what it has committed, for speed.
             connection.execute(
                 "SELECT set_config('synchronous_commit', 'on', false) "

@@ -320,6 +320,10 @@ class Journal(JournalStore, Protocol):
         """Return whether what finds entries did not agree with them, and was made again; call it after `verify`."""
         return False
 
+    def read_order(self) -> ServingOrder | None:
+        """Return who serves and who waits to do so; None: one process alone may use the store, by a lock of files."""
+        return None
+
 
 LEASE_S = 3.0
 """Seconds after which a lease that is not renewed has expired: the store of several coordinators is for one of them."""
@@ -346,6 +350,20 @@ class LeaseState:
 
 
 @dataclass(frozen=True)
+class ServingOrder:
+    """The coordinators of a store that several reach: the one that serves, and those that would take over."""
+
+    lease: LeaseState
+    standbys: tuple[str, ...] = ()
+    """Those that have waited for the lease within the last seconds, as text for people."""
+
+    @property
+    def serving(self) -> str:
+        """Who serves, as text; empty: nobody does."""
+        return "" if self.lease.is_free or self.lease.has_expired else self.lease.holder
+
+
+@dataclass(frozen=True)
 class StoreReport:
     """The result of a look at a store, for an operator."""
 
@@ -367,11 +385,19 @@ class SharedJournal(Journal, Protocol):
         """Write the rows of another journal into this one, which is empty, and return their number.
 
         Raises:
+            JournalAway: The store did not answer to the end; the entries are there, or none of them is.
             StateError: There are entries, or a link of the rows' chain is broken; nothing was written.
         """
 
     def read_lease(self) -> LeaseState:
         """Ask the store once, without waiting for it, which coordinator serves; the store is open.
+
+        Raises:
+            JournalAway: It does not answer.
+        """
+
+    def note_standby(self) -> None:
+        """Note once, without waiting for the store, that this process waits for the lease; the store is open.
 
         Raises:
             JournalAway: It does not answer.

@@ -164,7 +164,7 @@ class ComputeProcess:
                 log.warning("compute_process_exited reason=%s", reason)
                 continue
             if frame.topic == "failed":
-                raise _error_from(result)
+                raise error_from(result)
             return result
         with self._starting:
             self._check_is_wanted(request)
@@ -233,7 +233,7 @@ def serve(pipe: Pipe, *setup: str) -> None:
             if not isinstance(error, HeadwaterError | OSError):
                 log.exception("compute_failed")
             topic = "failed"
-            result = _described(error)
+            result = described_error(error)
         pipe.send(topic, json.dumps(result).encode())
 
 
@@ -248,26 +248,32 @@ def _call(request: Request) -> dict[str, Any]:
     return result
 
 
-def _described(error: Exception) -> dict[str, Any]:
-    """Return an error as JSON, for `_error_from` in the other process."""
+def described_error(error: Exception) -> dict[str, Any]:
+    """Return an error as JSON, for `error_from` in another process."""
     if isinstance(error, OSError) and error.errno is not None:
         filename = None if error.filename is None else str(error.filename)
         return {"errno": error.errno, "message": error.strerror or "", "filename": filename}
     if isinstance(error, HeadwaterError):
-        return {"kind": type(error).__name__, "message": str(error)}
+        return {
+            "kind": type(error).__name__,
+            "message": str(error),
+            "is_public": error.is_public,
+            "public_message": error.public_message,
+        }
     return {"kind": "", "message": f"{type(error).__name__}: {cause(error)}"}
 
 
-def _error_from(fields: Mapping[str, Any]) -> HeadwaterError | OSError:
-    """Return the error of the other process; for a class that needs more than a message, one of its nearest base."""
+def error_from(fields: Mapping[str, Any]) -> HeadwaterError | OSError:
+    """Return the error of another process; for a class that needs more than a message, one of its nearest base."""
     if "errno" in fields:
         return OSError(fields["errno"], fields["message"], fields["filename"])
-    message = fields["message"]
     kind: type[HeadwaterError] = getattr(errors, fields["kind"] or "RunFailed", RunFailed)
-    for base in kind.__mro__:
-        if issubclass(base, HeadwaterError) and _takes_message_alone(base):
-            return base(message)
-    return RunFailed(message)
+    base = next(base for base in kind.__mro__ if issubclass(base, HeadwaterError) and _takes_message_alone(base))
+    error = base(fields["message"])
+    # What the coordinator may read of it is what it might have read there.
+    error.is_public = fields.get("is_public", False)
+    error.public_message = fields.get("public_message")
+    return error
 
 
 def _takes_message_alone(kind: type[HeadwaterError]) -> bool:

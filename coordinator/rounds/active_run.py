@@ -85,7 +85,9 @@ class ActiveRun:
         context.collector.open(collection)
         request = self.run.request
         about = OfMethod(method=request.method_reference, params=request.params)
-        context.aggregators.opens(collection, about, describe(self.run.method))
+        values = describe(self.run.method)
+        context.aggregators.announce_collection(collection, about, values)
+        context.sites.announce_collection(collection, values)
 
     def ask(self, agents: tuple[str, ...], spec: JobSpec) -> Generator[Waiting, None, float]:
         """Offer the agents the blobs of their jobs, and send them the jobs.

@@ -26,6 +26,7 @@ from edge_agent.core.task import State
 from edge_agent.core.weighted_sum import WeightedSum
 from edge_agent.methods import Method, Update
 from edge_agent.methods.base import require_arrays
+from edge_agent.wire.packed import unpack
 from edge_agent.wire.tensors import decode
 
 from ..config import NO_BOUNDS, AggregationConfig, CoordinatorConfig
@@ -44,6 +45,10 @@ OTHER_FILES = 256
 
 _BOUNDED = ("mean", "clipped")
 """Rules that are a mean of bounded updates, for every method."""
+
+
+LARGEST_SUM_BYTES = 1 << 36
+"""The most bytes of a sum in the store, unpacked."""
 
 
 @dataclass(frozen=True)
@@ -208,8 +213,7 @@ def combine(
     Raises:
         TrainingFailed: See `aggregate`.
     """
-    has_bounds = any(getattr(config, name) is not None for name in NO_BOUNDS)
-    if config.rule == "mean" and not has_bounds:
+    if sums_are_enough(config):
         return (yield from _sum(origin, state, updates, Bounds(), Decisions()))
     # 1. Measure all updates, and find how far each may move the model, and which point against the others.
     bounds = yield from find_bounds(origin, updates, config, repeats)
@@ -230,6 +234,11 @@ def combine(
     unused = tuple(sorted({*bounds.opposed, *combination.unused}))
     decisions = Decisions({}, {}, unused, bounds.suspects)
     return Combined(decisions, {**after, **combination.memory})
+
+
+def sums_are_enough(config: AggregationConfig) -> bool:
+    """Return whether nothing depends on single updates: the rule is the mean, and no update has a bound."""
+    return config.rule == "mean" and all(getattr(config, name) is None for name in NO_BOUNDS)
 
 
 def _sum(origin: Origin, state: State, updates: Updates, bounds: Bounds, decisions: Decisions) -> Reading[Combined]:
@@ -275,10 +284,21 @@ class StoredUpdates:
     repeats: dict[str, int] = field(default_factory=dict)
     """Agent -> its count of rounds at a bound of size before this one."""
 
+    sums: tuple[str, ...] = ()
+    """Digests of sums of further updates, which relays have made."""
+
     def aggregate(
         self, blobs: BlobStore, method: Method, state: State, settings: AggregationConfig
     ) -> tuple[State, Decisions]:
-        """Aggregate these updates in the order of agent ids, each mapped only when its turn comes; see `aggregate`."""
+        """Aggregate these updates in the order of agent ids, each mapped only when its turn comes; see `aggregate`.
+
+        Raises:
+            TrainingFailed: No update has a positive weight, or the rule looks at single updates where there are sums.
+        """
+        if self.sums:
+            return require_arrays(
+                f"{type(method).__name__}.next_state", method.next_state(state, self.total(blobs, method, settings))
+            ), Decisions()
 
         @functools.cache
         def base(number: int) -> State:
@@ -294,6 +314,27 @@ class StoredUpdates:
         if self.start is not None and self.start in blobs:
             start = decode(mapped(blobs.path(self.start)))
         return aggregate(method, state, updates, settings, start, self.repeats)
+
+    def total(self, blobs: BlobStore, method: Method, settings: AggregationConfig) -> WeightedSum:
+        """Return the sum of all updates, of which some came as parts of sums.
+
+        Raises:
+            TrainingFailed: The rule looks at single updates.
+            TensorsError: A sum in the store is damaged.
+        """
+        if not sums_are_enough(settings):
+            raise TrainingFailed(
+                "some updates of this round came as parts of sums, and [aggregation] looks at single updates now; set "
+                "its bounds to 'none' until the round is over"
+            )
+        total = WeightedSum()
+        for update in self.read(blobs):
+            method.fold(total, update)
+        for digest in self.sums:
+            # Its size was checked before it was accepted.
+            data = unpack(mapped(blobs.path(digest)), LARGEST_SUM_BYTES)
+            total.merge(WeightedSum.from_tensors(decode(data)))
+        return total
 
     def read(self, blobs: BlobStore) -> Iterator[Update]:
         """Yield the updates in the order of agent ids, each mapped only when its turn comes."""

@@ -22,7 +22,7 @@ from ..fleet.uploads import Collector
 from ..processes.compute import Compute, InlineCompute
 from ..state.store import StateFolder
 from .compute_requests import OfModel, OfRun, Travelling
-from .partitioned import Aggregators
+from .partitioned import Aggregators, Sites
 from .privacy import PrivacyBudget
 from .request import Request
 
@@ -116,6 +116,9 @@ class RunContext:
 
     aggregators: Aggregators = field(default_factory=Aggregators)
     """Takes and reads updates beside the coordinator, where it has aggregators."""
+
+    sites: Sites = field(default_factory=Sites)
+    """Takes sums of updates from relays."""
 
     is_behind: Callable[[], bool] = lambda: False
     """Whether messages arrive faster than they are handled: then no further agents are asked for anything."""

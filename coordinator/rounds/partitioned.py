@@ -1,4 +1,4 @@
-"""The contract of aggregators, as rounds see them: who takes an agent's update, and who reads those of a round."""
+"""The contracts of aggregators and of relays that sum, as rounds see them: who takes updates, and who reads them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from edge_agent.core.errors import MessageError
 
 from ..fleet.collection import Collection
-from ..state.status_file import PartitionStatus
+from ..state.status_file import PartitionStatus, SiteStatus
 from .compute_requests import MethodValues, OfMethod
 from .passes import Answer, Pass
 
@@ -29,6 +29,43 @@ class UpdatesOfRound:
 
     accepted: Mapping[str, tuple[str, float]] = field(default_factory=dict)
     """Agent -> digest of its update, and its sample count."""
+
+
+class Sites:
+    """Relays that sum the updates of the agents at their site; this class stands for having none."""
+
+    def start(self, epoch: int) -> None:
+        """Begin to serve, in this epoch of the federation."""
+
+    def heard(self, relay: str, payload: bytes) -> None:  # noqa: ARG002 - for overriding methods
+        """Handle a message of a relay.
+
+        Raises:
+            MessageError: It is not a message of a relay whose sums this coordinator takes.
+        """
+        raise MessageError(f"relay '{relay}' offers sums, and this coordinator takes none: set [aggregators] sites")
+
+    def chunk(self, relay: str, payload: bytes) -> None:
+        """Handle chunks of a relay's sum.
+
+        Raises:
+            MessageError: They are of no sum that is awaited.
+        """
+        self.heard(relay, payload)
+
+    def tick(self) -> None:
+        """Do what is due by time alone."""
+
+    def announce_collection(self, collection: Collection, values: MethodValues) -> None:
+        """Tell the relays what is collected now."""
+
+    def holds(self, agent: str) -> bool:  # noqa: ARG002 - for overriding methods
+        """Return whether the update of an agent is at its site."""
+        return False
+
+    def status(self) -> list[SiteStatus]:
+        """Return the relays whose sums are taken."""
+        return []
 
 
 class Aggregators:
@@ -56,7 +93,7 @@ class Aggregators:
         """Return the name of the partition whose aggregator takes an agent's update; empty: the coordinator does."""
         return ""
 
-    def opens(self, collection: Collection, about: OfMethod, values: MethodValues) -> None:
+    def announce_collection(self, collection: Collection, about: OfMethod, values: MethodValues) -> None:
         """Tell the aggregators what is collected now."""
 
     def would_read(self, updates: int) -> bool:  # noqa: ARG002 - for overriding methods

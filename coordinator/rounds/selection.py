@@ -797,7 +797,8 @@ class Selection:
 
     def at_work(self, agent: str, *, is_at_work: bool) -> None:
         """Take a heartbeat of a member of the open round; ``is_at_work``: whether it works on the task of the round."""
-        if is_at_work or self.context.collector.is_uploading(agent):
+        has_delivered = self.context.collector.is_uploading(agent) or self.context.sites.holds(agent)
+        if is_at_work or has_delivered:
             del self._idle[agent]
             self._stuck.discard(agent)
             return

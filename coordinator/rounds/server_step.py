@@ -15,7 +15,8 @@ from typing import Any
 
 from edge_agent.core.errors import RunFailed, TrainingFailed
 from edge_agent.core.storage import mapped
-from edge_agent.core.task import State
+from edge_agent.core.task import State, Tensors
+from edge_agent.core.weighted_sum import WeightedSum
 from edge_agent.wire.tensors import decode, pieces
 
 from ..config import AggregationConfig
@@ -31,7 +32,7 @@ from .context import MOST_LISTED, Waiting
 from .figures import Stats, round_line
 from .good_state import Explosion, GoodState, after, explosion, reason_of_restoration
 from .partitioned import UpdatesOfRound
-from .passes import Answer, Origin, Pass
+from .passes import Answer, Origin, Pass, Reading
 from .repeats import count_after_round
 from .server_side import describe
 
@@ -89,9 +90,11 @@ class ServerStep:
 
     def stored_updates(self, collection: Collection) -> StoredUpdates:
         """Return the accepted updates of a collection, with what bounds on them depend on."""
-        accepted = {agent: (update.digest, update.samples) for agent, update in collection.accepted.items()}
+        alone = {agent: update for agent, update in collection.accepted.items() if not update.sum}
+        accepted = {agent: (update.digest, update.samples) for agent, update in alone.items()}
+        sums = tuple(sorted({update.sum for update in collection.accepted.values()} - {""}))
         start = replay(self.active.journal, self.active.run.id).start
-        return StoredUpdates(accepted, collection.round, start=start, repeats=self._repeats)
+        return StoredUpdates(accepted, collection.round, start=start, repeats=self._repeats, sums=sums)
 
     def close(self, collected: Collected, stats: Stats) -> Generator[Waiting, None, None]:
         """Aggregate in the order of agent ids, store the new state, and only then record that the round is over.
@@ -168,8 +171,10 @@ class ServerStep:
         updates = collected.updates
         blobs = run.context.state.blobs
         try:
-            summed = yield from self._aggregate_by_aggregators(updates, rule)
-            if summed is not None:
+            if updates.sums:
+                state = yield from self._compute_next_state(updates.total(blobs, run.method, rule))
+                decided = Aggregation()
+            elif (summed := (yield from self._aggregate_by_aggregators(updates, rule))) is not None:
                 state, decided = summed
             elif "aggregate" in self.active.own.names:
                 # In buffered rounds updates come meanwhile: their agents offer them again.
@@ -215,34 +220,52 @@ class ServerStep:
         about = OfMethod(method=run.request.method_reference, params=run.request.params)
         start = updates.start if updates.start is not None and updates.start in blobs else None
         of_round = UpdatesOfRound(about, values, run.checkpoint, start, updates.accepted)
-        # 1. What all clients received: the contract's own broadcast is computed here, a method's own one elsewhere.
-        if "broadcast" in self.active.own.names:
-            broadcast = functools.partial(self.active.own.broadcast, run.checkpoint)
-            received = yield from self.active.compute("broadcast", broadcast)
-        else:
-            received = run.method.broadcast(run.state)
+        # 1. What all clients received, and where the run began.
+        received = yield from self._compute_broadcast()
         origin = Origin(run.method, received, None if start is None else decode(mapped(blobs.path(start))))
         # 2. One pass after another, each by all aggregators at once.
         reading = combine(origin, run.state, lambda: updates.read(blobs), rule, updates.repeats)
+        combined = yield from self._read_by_aggregators(reading, of_round)
+        if combined is None:
+            return None
+        # 3. What the method makes of the sum.
+        state = combined.state
+        if state is None:
+            state = yield from self._compute_next_state(combined.total)
+        return state, combined.decisions.to_fact()
+
+    def _compute_broadcast(self) -> Generator[Waiting, None, Tensors]:
+        """Return what all clients received: the contract's own broadcast is computed here, a method's own elsewhere."""
+        run = self.active.run
+        if "broadcast" not in self.active.own.names:
+            return run.method.broadcast(run.state)
+        broadcast = functools.partial(self.active.own.broadcast, run.checkpoint)
+        received: Tensors = yield from self.active.compute("broadcast", broadcast)
+        return received
+
+    def _compute_next_state(self, total: WeightedSum) -> Generator[Waiting, None, State]:
+        """Return what the method makes of the sum of updates: the contract's own step here, a method's elsewhere."""
+        run = self.active.run
+        if "next_state" not in self.active.own.names:
+            return run.method.next_state(run.state, total)
+        step = functools.partial(self.active.own.next_state, run.checkpoint, total)
+        digest = yield from self.active.compute("next state", step)
+        return decode(run.context.state.blobs.read(digest))
+
+    def _read_by_aggregators(
+        self, reading: Reading[Combined], updates: UpdatesOfRound
+    ) -> Generator[Waiting, None, Combined | None]:
+        """Return the result of a computation whose passes aggregators make; None where they cannot make one."""
         answer: Any = None
         while True:
             try:
                 one_pass, _ = reading.send(answer)
             except StopIteration as end:
                 combined: Combined = end.value
-                break
-            answer = yield from self._make_by_aggregators(one_pass, of_round)
+                return combined
+            answer = yield from self._make_by_aggregators(one_pass, updates)
             if answer is None:
                 return None
-        # 3. What the method makes of the sum.
-        decisions = combined.decisions.to_fact()
-        if combined.state is not None:
-            return combined.state, decisions
-        if "next_state" in self.active.own.names:
-            step = functools.partial(self.active.own.next_state, run.checkpoint, combined.total)
-            digest = yield from self.active.compute("next state", step)
-            return decode(blobs.read(digest)), decisions
-        return run.method.next_state(run.state, combined.total), decisions
 
     def _make_by_aggregators(
         self, one_pass: Pass[Answer], updates: UpdatesOfRound

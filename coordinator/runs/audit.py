@@ -455,11 +455,22 @@ def _compare_aggregation(
 def _aggregate_again(state: StateFolder, method: Method, round_: _Round, inputs: _AggregationInputs) -> str:
     """Return the hash of the state that the updates of a round give."""
     accepted: dict[str, tuple[str, float]] = {}
+    sums = set[str]()
     for agent, entry in inputs.updates.items():
-        samples = entry.fact.samples if isinstance(entry.fact, UpdateAccepted) else 0
-        accepted[agent] = (entry.digest or "", float(samples))
+        fact = entry.fact if isinstance(entry.fact, UpdateAccepted) else UpdateAccepted()
+        digest = entry.digest or ""
+        if fact.summed:
+            sums.add(digest)
+        else:
+            accepted[agent] = (digest, float(fact.samples))
     stored = StoredUpdates(
-        accepted, round_.number, dict(round_.asked), dict(round_.bases), inputs.start, dict(inputs.repeats)
+        accepted,
+        round_.number,
+        dict(round_.asked),
+        dict(round_.bases),
+        inputs.start,
+        dict(inputs.repeats),
+        tuple(sorted(sums)),
     )
     before = decode(state.blobs.read(inputs.before or ""))
     after, _ = stored.aggregate(state.blobs, method, before, inputs.settings)

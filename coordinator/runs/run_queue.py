@@ -175,7 +175,7 @@ class Runs:
             if record.open_round is not None:
                 # The agents of these updates have receipts, and have removed them: they cannot be sent again.
                 for update in record.open_round.updates.values():
-                    self._state.blobs.check(update.digest)
+                    self._state.blobs.check(update.blob)
             self.loop = self._make(run, Request.from_fact(record.request))
         except (StateError, OSError) as error:
             self.stall(run, error)

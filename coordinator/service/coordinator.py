@@ -49,8 +49,9 @@ from ..fleet.run_ids import RunIds
 from ..fleet.uploads import Collector
 from ..hosted.transport import CombinedTransport
 from ..journal.store import follow, utc_now
+from ..rounds.aggregation import sums_are_enough
 from ..rounds.context import Reports, Run, RunContext, Waiting
-from ..rounds.partitioned import Aggregators
+from ..rounds.partitioned import Aggregators, Sites
 from ..rounds.request import Request
 from ..runs.run_loop import RunLoop, RunStatus
 from ..runs.run_queue import LOOK_FOR_REQUESTS_S, Runs, Storage, of_storage
@@ -59,7 +60,7 @@ from ..state.command_keys import CommandKeys
 from ..state.fault_log import FaultLog
 from ..state.starts import EPOCHS_OF_A_COPY, record_start
 from ..state.status_file import MOST_LISTED, FleetCounts
-from ..state.store import AGGREGATORS, StateFolder
+from ..state.store import AGGREGATORS, SITES, StateFolder
 from ..text import reason_of
 from ..views.candidate import accuracies_of
 from ..views.fleet import REPORTS, reported_by
@@ -70,6 +71,8 @@ from .status import AgentStatus, StatusReport, StatusWriter
 from .surroundings import Access, Runtime, StartOptions
 
 if TYPE_CHECKING:
+    from edge_agent.wire.messages.site_sums import SummedUpdate
+
     from ..aggregators.messages import Stored  # most coordinators have no aggregators, and their memory counts
 
 log = logging.getLogger(__name__)
@@ -160,7 +163,7 @@ class Coordinator:
             self.storage.is_stalled,
             unread_s=lambda: self.transport.unread_s,
         )
-        self.aggregators = self._make_aggregators(access.keys)
+        self.aggregators, self.sites = self._make_helpers(access.keys)
         self.runs = self.make_runs(state, self.storage, clock, self._loop_of, config.retention.runs)
         self.rejected = Rejections(clock)
         self.releases = Rollout(
@@ -199,6 +202,10 @@ class Coordinator:
         self._broker: BrokerConnection | None = None
         """The broker that is connected, for the status; None while there is none."""
 
+    def _make_helpers(self, keys: CommandKeys | None) -> tuple[Aggregators, Sites]:
+        """Return the two sides of those that take updates in place of the coordinator."""
+        return self._make_aggregators(keys), self._make_sites(keys)
+
     def _make_aggregators(self, keys: CommandKeys | None) -> Aggregators:
         """Return the side of the aggregators, or that of none where the configuration has none."""
         of = self.config.aggregators.partitions
@@ -223,6 +230,44 @@ class Coordinator:
         )
         steps = CoordinatorSteps(take=self._take_stored, ask_again=self._ask_again, refuse=self._refuse_aggregator)
         return RemoteAggregators(of, link, self.collector, self._run_ids, steps, self.clock)
+
+    def _make_sites(self, keys: CommandKeys | None) -> Sites:
+        """Return the side of the relays that sum, or that of none where their sums would not be enough."""
+        config = self.config
+        names = config.aggregators.sites
+        has_such_rounds = config.round.mode == "synchronous" and not config.privacy.secure_sum
+        watches_losses = config.aggregation.max_loss is not None
+        is_sum_enough = config.privacy.clip is not None or (sums_are_enough(config.aggregation) and not watches_losses)
+        if not names or not has_such_rounds or not is_sum_enough or keys is None:
+            return Sites()
+        from edge_agent.wire.messages.site_sums import SiteSeal
+
+        from ..aggregators.sites import SHARE_OF_DEADLINE, RemoteSites, SiteLink
+
+        link = SiteLink(
+            self.topics,
+            self._publish,
+            self.transport.subscribe,
+            self.receipts.send,
+            lambda relay: SiteSeal(keys.of_agent(relay)),
+            self._relay_of,
+            self._boot,
+        )
+        return RemoteSites(
+            names,
+            link,
+            self.collector,
+            self.state.path / SITES,
+            self._run_ids,
+            self._objection_to_sum,
+            config.round.deadline_s * SHARE_OF_DEADLINE,
+            self.clock,
+        )
+
+    def _relay_of(self, agent: str) -> str:
+        """Return the relay through which an agent speaks; empty: through none."""
+        member = self.roster.get(agent)
+        return "" if member is None else member.relay
 
     # --- start and stop ----------------------------------------------------------------------------------------------
 
@@ -317,6 +362,8 @@ class Coordinator:
                 pass
             elif event.topic == self.topics.aggregators_up:
                 self._on_aggregator(event)
+            elif (sender := self.topics.site_sender(event.topic)) is not None:
+                self._on_relay(*sender, event)
             else:
                 self._on_message(event)
             # Messages that wait are served first; the look at timers and the run has a time of its own.
@@ -409,6 +456,7 @@ class Coordinator:
             self._marker.unlink(missing_ok=True)
             self.commands.announce()
             self.aggregators.start(self.federation_id, self.commands.epoch)
+            self.sites.start(self.commands.epoch)
         # 4. Who sends too much, and whose certificate was revoked or has ended.
         self._note_dropped_messages()
         if self.identity is not None:
@@ -437,6 +485,7 @@ class Coordinator:
             self.distributor.forget(agent)
         self.collector.tick()
         self.aggregators.tick()
+        self.sites.tick()
         try:
             self.releases.tick()
         except (StateError, OSError) as error:
@@ -516,6 +565,7 @@ class Coordinator:
             stopwatch=self.stopwatch,
             compute=self.compute,
             aggregators=self.aggregators,
+            sites=self.sites,
             is_behind=self._is_inbox_late,
         )
 
@@ -792,6 +842,32 @@ class Coordinator:
                 self.storage.note(trouble, "what an aggregator has stored")
             self._ignore("aggregator", error)
 
+    def _on_relay(self, relay: str, kind: str, event: Message) -> None:
+        """Handle a message of a relay about sums; whatever is wrong with it, the coordinator serves on."""
+        try:
+            if event.retained:
+                raise MessageError(f"retained message on {event.topic}; clear it at the broker")
+            if kind == "ub":
+                self.sites.chunk(relay, event.payload)
+            else:
+                self.sites.heard(relay, event.payload)
+        except (HeadwaterError, OSError) as error:
+            trouble = of_storage(error)
+            if trouble is not None:
+                self.storage.note(trouble, f"a sum of relay {relay}")
+            self._ignore(f"relay {relay}", error)
+
+    def _objection_to_sum(self, agent: str, update: SummedUpdate) -> str:
+        """Return why an agent's update cannot be a part of a sum; empty: it can, and its figures are noted."""
+        if self.identity is not None:
+            if not self.identity.admits(agent):
+                return f"{agent} is revoked"
+            most = self.identity.most_samples(agent)
+            if most is not None and update.samples > most:
+                return f"{agent} declares {update.samples} samples, and its enrolment allows {most}"
+        self.roster.trained(agent, dict(update.metrics))
+        return ""
+
     def _refuse_aggregator(self, name: str, reason: str) -> None:
         """Note for the status that an aggregator cannot serve."""
         self.refusals.note(name, "coordinator", UsageError.__name__, reason, "start it as the message says")
@@ -864,6 +940,7 @@ class Coordinator:
             "acc": {scope: asdict(accuracy) for scope, accuracy in self.roster.accuracies().items()},
             "agents": [vars(agent) for agent in (*self._described(self._listed(), run), *self._away())],
             "aggregators": [asdict(row) for row in self.aggregators.status()],
+            "sites": [asdict(row) for row in self.sites.status()],
             "refused_agents": self.refusals.body(),
             "traffic": {
                 "messages_received": self.transport.traffic.messages_down,
@@ -943,6 +1020,7 @@ class Coordinator:
                 candidate=None if candidate is None else candidate.body(),
                 rss_mb=member.figures.rss_mb,
                 inputs_since=member.inputs_since,
+                relay=member.relay,
                 silent_s=round(self.clock() - member.heard_at, 1),
                 bytes_up=self.collector.bytes_from.get(member.id, 0),
                 bytes_down=self.distributor.bytes_to.get(member.id, 0),

@@ -18,6 +18,8 @@ from edge_agent.privacy.accountant import cost, epsilon_of
 from edge_agent.privacy.noise import objection
 
 from ..config import CoordinatorConfig, DifferentialPrivacyConfig, OwnDataConfig
+from ..hosted.placement import RAY_ADVICE
+from ..processes.cluster import check_ray_is_installed
 from ..rounds import aggregation
 from ..state.release_keys import ReleaseKeys
 
@@ -52,6 +54,8 @@ def checked_method(
 
     created = list[Method]()
     check(lambda: created.append(methods.create(name, params, paper=paper)))
+    if config.hosted_ray is not None:
+        check_ray_is_installed(RAY_ADVICE)
     # 1. What every method needs: an encoder for the task, and the data that the configuration names.
     check(lambda: models.check(config.task))
     for source in config.export.calibration:
@@ -199,15 +203,7 @@ def without_lost_weights(config: CoordinatorConfig) -> CoordinatorConfig:
 
 def _unusable_data(config: CoordinatorConfig) -> Iterator[ConfigError]:
     """Yield a mistake for each section whose samples are missing or whose device cannot be used; no sample is read."""
-    hosted_mistakes = []
-    for client in config.hosted:
-        try:
-            check_own(client.data, client.id)
-        except UsageError as error:
-            hosted_mistakes.append(f"{client.id}: {error}")
-        hosted_mistakes.extend(f"{client.id}: {line}" for line in _device_mistakes(client.device))
-    for device in dict.fromkeys(config.hosted_devices):
-        hosted_mistakes.extend(f"hosted_devices: {line}" for line in _device_mistakes(device))
+    hosted_mistakes = list(_mistakes_of_hosted(config))
     if hosted_mistakes:
         yield ConfigError("[[hosted]]", hosted_mistakes)
 
@@ -224,6 +220,20 @@ def _unusable_data(config: CoordinatorConfig) -> Iterator[ConfigError]:
             mistakes.extend(_device_mistakes(device))
         if mistakes:
             yield ConfigError(name, mistakes)
+
+
+def _mistakes_of_hosted(config: CoordinatorConfig) -> Iterator[str]:
+    """Yield the mistakes of hosted clients: samples that are missing, and devices of this machine that are."""
+    for client in config.hosted:
+        try:
+            check_own(client.data, client.id)
+        except UsageError as error:
+            yield f"{client.id}: {error}"
+        # Devices of a cluster are those of its machines, where its workers look for them.
+        if config.hosted_ray is None:
+            yield from (f"{client.id}: {line}" for line in _device_mistakes(client.device))
+    for device in dict.fromkeys(config.hosted_devices):
+        yield from (f"hosted_devices: {line}" for line in _device_mistakes(device))
 
 
 def _device_mistakes(device: str) -> list[str]:

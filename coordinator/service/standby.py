@@ -56,6 +56,9 @@ VERIFY_S = 10.0
 LEASE_LOOK_S = 0.2
 """Seconds between two looks at the lease."""
 
+NOTE_S = 1.0
+"""Seconds between two notes of a standby in the journal's database that it waits, for 'headwater status'."""
+
 WRONG_ANSWERS = 3
 """Answers in a row that do not fit the state folder: their coordinator works on another one."""
 
@@ -116,7 +119,7 @@ def wait_for_lease(
     wait = pause or stop.wait
     seen: LeaseState | None = None
     seen_since = 0.0
-    verified_at = float("-inf")
+    watch = _JournalWatch(journal, clock)
     logged_holder = ""
     is_away = False
     with contextlib.closing(journal):
@@ -124,13 +127,7 @@ def wait_for_lease(
             # 1. The lease as it is now. Without the database its holder cannot renew it, so what was seen before does
             #    not count.
             try:
-                if not journal.is_open:
-                    journal.open()
-                # The entries are verified before they are needed, so that the takeover has only the newest to verify.
-                if clock() - verified_at >= VERIFY_S:
-                    journal.verify_new()
-                    verified_at = clock()
-                lease = journal.read_lease()
+                lease = watch.read_lease()
             except JournalAway as error:
                 if not is_away:
                     log.warning("journal_away reason=%s: until it is back, nothing is taken over", error)
@@ -143,7 +140,10 @@ def wait_for_lease(
             now = clock()
             # 2. One that was given back is taken at once.
             if lease.is_free:
-                log.info("takes_over lease=%d from=%s: it was given back", lease.fence, lease.holder or "nobody")
+                if lease.fence:
+                    log.info("takes_over lease=%d from=%s: it was given back", lease.fence, lease.holder)
+                else:
+                    log.info("takes_over: nobody has served from this journal yet")
                 return True
             if lease.holder != logged_holder:
                 log.info("standing_by holder=%s lease=%d", lease.holder, lease.fence)
@@ -157,6 +157,35 @@ def wait_for_lease(
                 return True
             wait(LEASE_LOOK_S)
     return False
+
+
+class _JournalWatch:
+    """A journal whose lease a standby reads again and again, and what else it does there now and then."""
+
+    def __init__(self, journal: SharedJournal, clock: Callable[[], float]) -> None:
+        self._journal = journal
+        self._clock = clock
+        self._verified_at = float("-inf")
+        self._noted_at = float("-inf")
+
+    def read_lease(self) -> LeaseState:
+        """Return the lease as it is now.
+
+        Raises:
+            JournalAway: The database does not answer.
+            StateError: It does not have the journal that is expected, or a damaged one.
+        """
+        if not self._journal.is_open:
+            self._journal.open()
+        # The entries are verified before they are needed, so that the takeover has only the newest to verify.
+        if self._clock() - self._verified_at >= VERIFY_S:
+            self._journal.verify_new()
+            self._verified_at = self._clock()
+        # For 'headwater status', which names the coordinators that would take over.
+        if self._clock() - self._noted_at >= NOTE_S:
+            self._journal.note_standby()
+            self._noted_at = self._clock()
+        return self._journal.read_lease()
 
 
 def _lock_holder(state: Path) -> LockHolder | None:

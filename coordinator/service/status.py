@@ -66,6 +66,9 @@ class AgentStatus:
     inputs_since: float | None = None
     """When the inputs of its server changed, in seconds since 1970; 0: they are as fitted; None: it does not say."""
 
+    relay: str = ""
+    """The relay through which it speaks; empty: through none."""
+
     silent_s: float | None = None
     bytes_up: int = 0
     bytes_down: int = 0

@@ -234,6 +234,7 @@ COLUMNS: tuple[Column, ...] = (
         to_json=lambda fault: fault.to_json(),
     ),
     Column("inputs", lambda row: row.inputs_since, Shape.DETAIL, json=("inputs_since",)),
+    Column("relay", lambda row: row.relay, Shape.DETAIL, json=("relay",)),
     Column("notes", lambda row: list(row.notes), Shape.DETAIL, json=("notes",)),
 )
 """All columns in the order of the keys in JSON."""

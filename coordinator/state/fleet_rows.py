@@ -93,6 +93,9 @@ class HeardAgent:
     inputs_since: float | None = None
     """When the inputs of its server changed, in seconds since 1970; 0: they are as fitted; None: it does not say."""
 
+    relay: str = ""
+    """The relay through which it speaks; empty: through none."""
+
     @classmethod
     def from_body(cls, body: Mapping[str, object]) -> HeardAgent:
         """Return the agent that an object of the status describes."""
@@ -122,6 +125,7 @@ class HeardAgent:
             rss_mb=as_number(body.get("rss_mb")) or None,
             head=text("head"),
             inputs_since=as_number(body.get("inputs_since")),
+            relay=text("relay"),
         )
 
     @property
@@ -188,6 +192,9 @@ class AgentRow:
     head: str = ""
     inputs_since: float | None = None
     """When the inputs of its server changed, in seconds since 1970; 0: they are as fitted; None: it does not say."""
+
+    relay: str = ""
+    """The relay through which it speaks; empty: through none."""
 
     pinned: int | None = None
     """Number of the release that it is kept on."""
@@ -309,6 +316,7 @@ def _take_status(row: AgentRow, heard: HeardAgent, facts: FleetFacts) -> None:
     row.fault = heard.fault
     row.notes = heard.notes
     row.inputs_since = heard.inputs_since
+    row.relay = heard.relay
     row.bytes_up = heard.bytes_up
     row.bytes_down = heard.bytes_down
 

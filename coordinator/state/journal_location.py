@@ -17,7 +17,7 @@ from pathlib import Path
 
 from edge_agent.core.errors import StateError
 from edge_agent.core.locks import folder_lock, private_files
-from edge_agent.core.storage import read_json, write_json
+from edge_agent.core.storage import read_json, sync_folder, write_json
 
 from ..journal.schemes import mistakes_in, shared_journal_at
 from ..journal.sqlite import SqliteJournal
@@ -132,8 +132,10 @@ def _begin(folder: Path, url: str) -> None:
         journal.open()
         if has_sqlite:
             _carry_over(folder, journal)
-    # 3. From now on the journal is in the database.
+    # 3. From now on the journal is in the database: before its first new entry, also after a power cut, which would
+    # else leave a folder whose old journal counts, and a database with other entries.
     (folder / BEGUN).replace(folder / NAME)
+    sync_folder(folder)
     if has_sqlite:
         (folder / SQLITE).replace(folder / MOVED)
 
@@ -148,7 +150,7 @@ def _carry_over(folder: Path, journal: SharedJournal) -> None:
         before.verify()
         if journal.last_id() == 0:
             journal.fill(before.rows())
-        elif (journal.last_id(), journal.first_hash()) != (before.last_id(), before.first_hash()):
+        if (journal.last_id(), journal.first_hash()) != (before.last_id(), before.first_hash()):
             raise StateError(
                 f"{journal.location}: this database has {journal.last_id()} entries, and {before.location} has "
                 f"{before.last_id()} others; name an empty database"

@@ -186,6 +186,35 @@ class BrokerTraffic:
 
 
 @dataclass(frozen=True)
+class SiteStatus:
+    """A relay whose sums the coordinator takes."""
+
+    relay: str
+    host: str
+    """Where it runs; empty where it is not online."""
+
+    holds: int
+    """Updates that it has, and the coordinator has not."""
+
+    sums: int
+    """Sums that were taken since the coordinator's start."""
+
+    summed: int
+    """Updates in them."""
+
+    @classmethod
+    def from_body(cls, body: Mapping[str, Any]) -> SiteStatus:
+        """Return what an object of the status says."""
+        return cls(
+            relay=as_text(body.get("relay") or ""),
+            host=as_text(body.get("host") or ""),
+            holds=_whole(body.get("holds")) or 0,
+            sums=_whole(body.get("sums")) or 0,
+            summed=_whole(body.get("summed")) or 0,
+        )
+
+
+@dataclass(frozen=True)
 class PartitionStatus:
     """A partition of the agents, and the aggregator that takes their updates."""
 
@@ -279,6 +308,14 @@ class Status:
         if not isinstance(rows, list):
             return ()
         return tuple(PartitionStatus.from_body(row) for row in rows if isinstance(row, dict))
+
+    @cached_property
+    def sites(self) -> tuple[SiteStatus, ...]:
+        """The relays whose sums are taken; empty where there are none."""
+        rows = self.content.get("sites")
+        if not isinstance(rows, list):
+            return ()
+        return tuple(SiteStatus.from_body(row) for row in rows if isinstance(row, dict))
 
     @cached_property
     def run(self) -> RunUnderWay | None:

@@ -43,6 +43,9 @@ _BEGAN_S = time.time()
 AGGREGATORS = "aggregators"
 """The folder by which coordinator and aggregators exchange what is too large for a message."""
 
+SITES = "sites"
+"""The folder of sums of relays that are on their way."""
+
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
 """Names of temporary files of `edge_agent.core.storage.write_atomic`."""
@@ -373,7 +376,7 @@ def _blobs_to_resume(record: RunRecord, present: BlobStore) -> set[str]:
         needed.add(record.needed_start)
     # The accepted updates of the open round.
     if record.open_round is not None:
-        needed |= {update.digest for update in record.open_round.updates.values()}
+        needed |= {update.blob for update in record.open_round.updates.values()}
     return needed
 
 

@@ -35,6 +35,13 @@ class Accepted:
     digest: str
     samples: float
     metrics: dict[str, float]
+    sum: str = ""
+    """Digest of the sum that it is in, in place of its own blob; empty: it has one."""
+
+    @property
+    def blob(self) -> str:
+        """The digest of the blob in the store: that of the update, or of the sum that it is in."""
+        return self.sum or self.digest
 
 
 @dataclass(frozen=True)
@@ -259,7 +266,9 @@ def _with_update(opened: OpenRound, entry: Entry) -> OpenRound:
         return replace(opened, rejected={**opened.rejected, entry.agent: Rejection.from_fact(fact)})
     if not isinstance(fact, UpdateAccepted) or entry.agent in opened.updates or entry.digest is None:
         return opened  # the first one was acknowledged
-    update = Accepted(entry.digest, float(fact.samples), dict(fact.metrics))
+    own = fact.summed or entry.digest
+    total = entry.digest if fact.summed else ""
+    update = Accepted(own, float(fact.samples), dict(fact.metrics), total)
     return replace(opened, updates={**opened.updates, entry.agent: update})
 
 

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..core.config import AgentConfig, PrivacyConfig
 from ..core.errors import ChunkError, HeadwaterError, StateError
@@ -72,6 +72,19 @@ class Link:
         self._seq += 1
         stamp = {"boot": self.boot, "seq": self._seq, "federation": self._membership.federation}
         self._transport.publish(topic, codec.encode(message.model_copy(update=stamp)), qos=qos)
+
+
+class DownloadLink(Protocol):
+    """What `Downloads` say, and to which broadcasts they listen."""
+
+    def send(self, message: fields.Control) -> None:
+        """Publish a control message of an agent."""
+
+    def listen(self, digest: str) -> None:
+        """Begin to receive the broadcast of a blob."""
+
+    def unlisten(self, digest: str) -> None:
+        """Stop receiving the broadcast of a blob."""
 
 
 def manifest_of(
@@ -452,7 +465,11 @@ class Downloads:
     """
 
     def __init__(
-        self, cache: chunks.BlobCache, link: Link, clock: Callable[[], float], fetcher: BlobFetcher | None = None
+        self,
+        cache: chunks.BlobCache,
+        link: DownloadLink,
+        clock: Callable[[], float],
+        fetcher: BlobFetcher | None = None,
     ) -> None:
         self.cache = cache
         self._link = link
@@ -538,6 +555,10 @@ class Downloads:
         download.fetched_bytes = 0
         download.fetched_at = self.clock()
         download.fetch = self._fetcher.begin(download.ref, message.urls, download.receiving.missing)
+
+    def awaits(self, frame: chunks.Frame) -> bool:
+        """Return whether a frame is of a blob that is under way."""
+        return frame.transfer in self._under_way
 
     def frame(self, frame: chunks.Frame) -> bool:
         """Handle one frame; True when it was the last one of its blob.

@@ -38,6 +38,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "rollback": ("bundles", "rollback", "return to the previous bundle, or to the previous head"),
     "pin": ("pin", "pin", "keep the bundle in use, whatever is released"),
     "unpin": ("pin", "unpin", "take releases again"),
+    "relay": ("relay", "relay", "connect the agents of a site by one connection"),
     "privacy": ("privacy", "privacy", "list what leaves this device, and what stays"),
     "doctor": ("doctor", "doctor", "show what this device can do, and what is missing"),
 }

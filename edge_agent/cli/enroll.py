@@ -20,6 +20,7 @@ from ..core.storage import read_json, read_regular_text, read_toml, write_atomic
 from ..identity.certificates import Identity, IdentityFolder, install_answer, make_request, show_utc
 from ..identity.certificates import enroll as ask_for_certificate
 from ..identity.tokens import Token
+from ..relay.settings import RelayConfig
 from . import output
 
 NO_SOURCE = '# source = "images:/srv/photos"'
@@ -40,9 +41,10 @@ def add_enroll_arguments(parser: argparse.ArgumentParser) -> None:
         help="the line that 'headwater enroll NAME' prints; -: asked for, or from stdin, so that nobody else sees it",
     )
     parser.add_argument(
-        "--config", type=Path, default=Path("agent.toml"), help="TOML file that is written (default: agent.toml)"
+        "--config", type=Path, help="TOML file that is written (default: agent.toml; for a relay relay.toml)"
     )
     parser.add_argument("--state", type=Path, help="the agent's state folder (default: agent-state, or as configured)")
+    parser.add_argument("--relay", action="store_true", help="this device is the relay of a site, and no agent")
     by_file = parser.add_mutually_exclusive_group()
     by_file.add_argument("--csr", type=Path, metavar="FILE", help="write the request to a file, and connect to nobody")
     by_file.add_argument("--answer", type=Path, metavar="FILE", help="install what 'headwater sign' wrote for it")
@@ -69,8 +71,11 @@ def enroll(arguments: argparse.Namespace) -> int:
     Example:
       edge-agent enroll - --data images:/srv/photos
     """
+    if arguments.relay and (arguments.data is not None or arguments.tier is not None):
+        raise UsageError("--relay: a relay has no data and trains nothing; leave --data and --tier out")
+    arguments.config = arguments.config or Path("relay.toml" if arguments.relay else "agent.toml")
     token = Token.parse(_token_text(arguments))
-    state = _state(arguments, token)
+    state = _relay_state(arguments, token) if arguments.relay else _state(arguments, token)
     if (holder := lock_holder(state)) is not None:
         raise StateError(f"state: {state} is in use by {holder}; stop that agent, then enroll", holder=str(holder))
     folder = IdentityFolder(state)
@@ -85,6 +90,7 @@ def enroll(arguments: argparse.Namespace) -> int:
         write_atomic(arguments.csr, make_request(token, folder).model_dump_json().encode() + b"\n")
         given = "" if arguments.data is None else f" --data {shlex.quote(arguments.data)}"
         given += "" if arguments.tier is None else f" --tier {arguments.tier}"
+        given += " --relay" if arguments.relay else ""
         steps = (
             f"headwater sign {arguments.csr} --out answer.json",
             f"edge-agent enroll - --answer answer.json{given}",
@@ -98,7 +104,11 @@ def enroll(arguments: argparse.Namespace) -> int:
         identity = install_answer(token, folder, answer)
     else:
         identity = _patiently(lambda: ask_for_certificate(token, folder))
-    written = _write_config(arguments, token, state, before)
+    if arguments.relay:
+        written = _write_relay_config(arguments.config, token, state)
+    else:
+        written = _write_config(arguments, token, state, before)
+        written = [*_tier_note(arguments.config), *written]
     result: dict[str, Any] = {
         "name": identity.name,
         "federation": identity.federation,
@@ -108,7 +118,7 @@ def enroll(arguments: argparse.Namespace) -> int:
         "state": str(state),
         "config": str(arguments.config),
     }
-    output.result(arguments, result, lambda: [*formats.pairs(result.items()), *_tier_note(arguments.config), *written])
+    output.result(arguments, result, lambda: [*formats.pairs(result.items()), *written])
     return 0
 
 
@@ -186,6 +196,56 @@ def _state(arguments: argparse.Namespace, token: Token) -> Path:
             f"config: {path} names the state folder {config.state}, not {arguments.state}; leave --state out"
         )
     return config.state
+
+
+def _relay_state(arguments: argparse.Namespace, token: Token) -> Path:
+    """Return the state folder of a relay; an existing configuration has to be of the token's federation.
+
+    Raises:
+        UsageError: It is of another one, or names another folder.
+    """
+    path: Path = arguments.config
+    if not path.exists():
+        return Path(arguments.state or "relay-state").absolute()
+    config = load(RelayConfig, path)
+    if config.federation != token.federation or token.url not in config.broker.urls:
+        raise UsageError(
+            f"config: {path} is for federation '{config.federation}' at {config.broker.names}, and the token for "
+            f"'{token.federation}' at {token.url}; name another --config, or remove that file"
+        )
+    if arguments.state is not None and arguments.state.absolute() != config.state:
+        raise UsageError(
+            f"config: {path} names the state folder {config.state}, not {arguments.state}; leave --state out"
+        )
+    return config.state
+
+
+def _write_relay_config(path: Path, token: Token, state: Path) -> list[str]:
+    """Write relay.toml where there is none, and return what else is to be done."""
+    next_step = f"next: name the broker of the site in {path}, [site] url, then: edge-agent relay --config {path}"
+    if path.exists():
+        if load(RelayConfig, path).id != token.name:
+            return [f'set id = "{token.name}" in {path}', next_step]
+        return [next_step]
+    folder = IdentityFolder(state)
+    text = f"""\
+# Written by 'edge-agent enroll --relay'. All keys: configs/README.md of the project.
+id = "{token.name}"
+federation = "{token.federation}"
+state = {json.dumps(str(state))}
+
+# The coordinator's broker: the only connection of the site.
+[broker]
+url = "{token.url}"
+tls = {{ ca = {json.dumps(str(folder.ca))}, cert = {json.dumps(str(folder.file))} }}
+
+# The broker of the site, to which its agents connect.
+[site]
+url = "mqtt://127.0.0.1:1883"
+"""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, text.encode())
+    return [next_step]
 
 
 def _configured(path: Path, source: str | None) -> AgentConfig:

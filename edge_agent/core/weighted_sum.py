@@ -32,6 +32,10 @@ _WEIGHT = "weight"
 """Name of the sum of the weights; those of the arrays have it in front, as ``weight.encoder.conv1.weight``."""
 
 
+Form = tuple[np.dtype[Any], tuple[int, ...]]
+"""The dtype and the shape of an array."""
+
+
 class WeightedSum:
     """The sum of weights, and of named arrays each times its weight; memory is one accumulator.
 
@@ -189,6 +193,28 @@ class WeightedSum:
         if name not in self._sums:
             self._sums[name] = ExactSum(shape)
         return self._sums[name]
+
+
+def forms_of_sum(addends: Mapping[str, Form]) -> dict[str, Form]:
+    """Return the form of each array of `WeightedSum.to_tensors` for a sum of arrays of these forms."""
+    forms: dict[str, Form] = {_COUNT: (np.dtype(np.int64), (1,)), **_forms_of_exact(_WEIGHT, ())}
+    for name, (dtype, shape) in addends.items():
+        forms[f"{_LIKE}{name}"] = (dtype, (0,))
+        if dtype.kind != "f":
+            forms[f"{_COUNTER}{name}"] = (dtype, shape)
+        else:
+            forms |= _forms_of_exact(f"{_WEIGHT}.{name}", shape)
+    return forms
+
+
+def _forms_of_exact(name: str, shape: tuple[int, ...]) -> dict[str, Form]:
+    """Return the form of each array of an exact sum."""
+    float64 = np.dtype(np.float64)
+    return {
+        f"{_COARSE}{name}": (float64, shape),
+        f"{_FINE}{name}": (float64, shape),
+        f"{_STATE}{name}": (float64, (3,)),
+    }
 
 
 def exact_to_tensors(sums: Mapping[str, ExactSum]) -> Tensors:

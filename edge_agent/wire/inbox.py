@@ -62,6 +62,7 @@ class Inbox:
         rank_of: RankOf = lambda _: ORDINARY,
         limit_bytes: int = LIMIT_BYTES,
         clock: Callable[[], float] = time.monotonic,
+        on_event: Callable[[], None] = lambda: None,
     ) -> None:
         """Make an empty inbox.
 
@@ -69,8 +70,10 @@ class Inbox:
             rank_of: Returns the treatment of a message; called in the thread that puts.
             limit_bytes: The most bytes of all waiting messages together.
             clock: Returns monotonic seconds, for `oldest_s`.
+            on_event: Called after each event that was added, in the thread that puts.
         """
         self._rank_of = rank_of
+        self._on_event = on_event
         self._limit_bytes = limit_bytes
         self._clock = clock
         self._urgent: OrderedDict[str, _Waiting] = OrderedDict()
@@ -85,9 +88,17 @@ class Inbox:
         with self._changed:
             if key not in self._ordinary:
                 self._add(self._ordinary, key, _Waiting(event, self._clock()))
+        self._on_event()
 
     def put_message(self, message: Message) -> bool:
         """Add a message, in place of the one that it replaces, and return whether there was room for it."""
+        has_room = self._try_to_put(message)
+        if has_room:
+            self._on_event()
+        return has_room
+
+    def _try_to_put(self, message: Message) -> bool:
+        """Add a message as `put_message` does, without telling anybody."""
         rank = self._rank_of(message)
         size = len(message.payload) + MESSAGE_BYTES
         with self._changed:

@@ -147,6 +147,7 @@ class MqttTransport:
         rank_of: RankOf = lambda _: ORDINARY,
         advice: LoginAdvice = FEDERATION_ADVICE,
         spread_by: str = "",
+        on_event: Callable[[], None] = lambda: None,
     ) -> None:
         """Make a transport that does not connect yet.
 
@@ -159,6 +160,8 @@ class MqttTransport:
             rank_of: Returns the treatment of a message while it waits; called in the network thread.
             advice: What to do when the broker refuses the login.
             spread_by: The id that decides which broker of a list comes first; default: ``client_id``.
+            on_event: Called in the network thread after each event that `receive` will return. A program with two
+                transports waits for one of them, and has it woken by the other one.
         """
         self.config = config
         self.client_id = client_id
@@ -183,7 +186,7 @@ class MqttTransport:
 
         self._admits = admits
         self._advice = advice
-        self._inbox = Inbox(rank_of)
+        self._inbox = Inbox(rank_of, on_event=on_event)
         self._filters: list[str] = []
         self._attempt = _Attempt(SUBSCRIBE_AGAIN_S)
         """What is known of the session of now, or of the last one."""

@@ -19,10 +19,11 @@ from bisect import bisect_left
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from pydantic import Field, ValidationError
 
-from ..core.config import AgentConfig, credential
+from ..core.config import AgentBrokerConfig, credential
 from ..core.errors import ConfigError, MessageError, StateError, cause
 from ..core.storage import IDENTITY, read_json
 from ..core.task import Frozen, parse_json
@@ -101,7 +102,27 @@ def check_key(text: str, federation: str, agent: str) -> None:
         raise MessageError("the key of the coordinator's commands is that of another agent", is_public=True)
 
 
-def key_file(config: AgentConfig) -> Path | None:
+class KeyOwner(Protocol):
+    """A configuration of a program that has a key: that of an agent, or of a relay."""
+
+    @property
+    def id(self) -> str:
+        """Its id in the federation."""
+
+    @property
+    def federation(self) -> str:
+        """The name of the federation."""
+
+    @property
+    def state(self) -> Path:
+        """Its state folder."""
+
+    @property
+    def broker(self) -> AgentBrokerConfig:
+        """How it connects, and perhaps the file of its key."""
+
+
+def key_file(config: KeyOwner) -> Path | None:
     """Return the file of an agent's key: the one that is configured, or else that of its enrolment; None: neither."""
     if config.broker.command_key_file is not None:
         return credential(config.broker.command_key_file)
@@ -109,7 +130,7 @@ def key_file(config: AgentConfig) -> Path | None:
     return path if path.exists() else None
 
 
-def read_key(config: AgentConfig) -> AgentKey | None:
+def read_key(config: KeyOwner) -> AgentKey | None:
     """Return the key in the file of `key_file`; None where there is no file.
 
     Raises:

@@ -78,6 +78,41 @@ class Topics:
         """Return the filters to which an agent always subscribes."""
         return (self.down(agent), self.down_chunks(agent), self.announce)
 
+    def site_up(self, relay: str) -> str:
+        """Return the topic of the messages of a relay to its coordinator, about sums of updates."""
+        return f"{self.root}/r/{relay}/up"
+
+    def site_down(self, relay: str) -> str:
+        """Return the topic of the coordinator's messages to a relay."""
+        return f"{self.root}/r/{relay}/dn"
+
+    def site_chunks(self, relay: str) -> str:
+        """Return the topic of the chunks of a relay's sums."""
+        return f"{self.root}/r/{relay}/ub"
+
+    def site_sender(self, topic: str) -> tuple[str, str] | None:
+        """Return the relay that publishes on a topic, and its kind, ``up`` or ``ub``; None: it is none of a relay."""
+        match topic.removeprefix(f"{self.root}/").split("/"):
+            case ["r", relay, "up" | "ub" as kind] if topic.startswith(self.root) and _AGENT.fullmatch(relay):
+                return relay, kind
+        return None
+
+    def for_relay(self) -> tuple[str, ...]:
+        """Return the filters to which a relay subscribes at the broker of its site: all that agents publish."""
+        messages = (self.up("+"), self.up("+", "+"), self.presence("+"), self.heartbeat("+"))
+        return (*messages, self.up_chunks("+"), self.up_chunks("+", "+"))
+
+    def receiver(self, topic: str) -> tuple[str, str]:
+        """Return the agent to which a coordinator publishes on a topic, and the kind of the topic: ``dn`` or ``db``.
+
+        Raises:
+            MessageError: The topic is not one of an agent, or the agent's name is invalid.
+        """
+        match topic.removeprefix(f"{self.root}/a/").split("/"):
+            case [agent, "dn" | "db" as kind] if topic.startswith(self.root) and _AGENT.fullmatch(agent):
+                return agent, kind
+        raise MessageError(f"topic {topic[:120]!r} is not one on which a coordinator publishes to an agent")
+
     def sender(self, topic: str) -> tuple[str, str]:
         """Return the agent that publishes on a topic, and the kind of the topic: ``up``, ``ub``, ``s`` or ``h``.
 

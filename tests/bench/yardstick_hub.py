@@ -41,7 +41,7 @@ class Hub:
     def __init__(self, state: StateFolder, transport: MqttTransport, topics: Topics) -> None:
         self.transport = transport
         self.topics = topics
-        self.distributor = Distributor(topics, transport.publish, time.monotonic)
+        self.distributor = Distributor(topics, transport.publish, self.send, time.monotonic)
         self.collector = Collector(state.blobs, state.journal, self.send, time.monotonic)
         self.agents: set[str] = set()
         self.holders: set[str] = set()
@@ -141,9 +141,9 @@ class Hub:
             self.agents.add(agent)
             self.send(agent, down.Welcome(software="bench", lease_s=LIMIT_S))
         elif isinstance(message, up.Want):
-            self.distributor.want(agent, message.digest, message.ranges)
+            self.distributor.want(agent, message)
         elif isinstance(message, up.Progress):
-            self.distributor.progress(agent, message.digest, message.seen)
+            self.distributor.progress(agent, message)
         elif isinstance(message, up.Have):
             self.distributor.have(agent, message.digest)
             self.holders.add(agent)

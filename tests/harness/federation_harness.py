@@ -274,11 +274,15 @@ class Federation:
         worker: Worker = InlineWorker() if seconds is None else TimedWorker(self.clock, seconds)
         if training_s is not None:
             worker = TrainingWorker(self.clock, training_s, tasks)
-        transport = self.broker.transport(will_of(config, boot))
+        transport = self.broker_of(name).transport(will_of(config, boot))
         runtime = AgentRuntime(clock=self.clock, worker=worker, boot=boot)
         agent = self.agents[name] = Agent(config, transport, tasks, runtime)
         agent.start()
         return agent
+
+    def broker_of(self, name: str) -> FaultyBroker:
+        """The broker that an agent connects to."""
+        return self.broker
 
     def kill(self, name: str, *, will: bool = True) -> None:
         """An agent's process is gone; the broker says so unless the whole device has lost its network."""

@@ -58,7 +58,7 @@ class Site:
         for number, name in enumerate(self.agents):
             (self.folder / f"{name}.toml").write_text(
                 f'id = "{name}"\ntier = "train"\nstate = "{name}"\nheartbeat_s = 2\n{self.of_agents}\n'
-                f"{self.broker_toml()}\n\n"
+                f"{self.agents_broker_toml()}\n\n"
                 f'[data]\nsource = "digits:optdigits?n=240&client={number}&clients={len(self.agents)}"\n'
             )
             self.agent(name)
@@ -67,6 +67,10 @@ class Site:
 
     def broker_toml(self):
         return f"[broker]\nurl = {json.dumps(self.broker.url)}\nqos = {self.qos}"
+
+    def agents_broker_toml(self):
+        """How agents connect."""
+        return self.broker_toml()
 
     def coordinator_toml(self):
         task = self.task

@@ -33,6 +33,7 @@ from edge_agent.cli import _parser as edge_agent_parser
 from edge_agent.core.config import AgentConfig
 from edge_agent.heads import numeric
 from edge_agent.privacy.disclosure import BESIDE, SECURE_SUM, Item, messages, tensors, travels
+from edge_agent.relay.settings import RelayConfig
 from edge_agent.wire.messages import down, up
 from edge_agent.wire.messages.fields import OLDEST_PROTOCOL, PROTOCOL, Command, Control
 from edge_agent.wire.topics import Topics
@@ -163,17 +164,20 @@ def _from_brokers(name: str) -> str:
 
 
 def config_page() -> str:
-    """Every key of both configuration files."""
+    """Every key of the configuration files."""
     return joined(
         [
             "# Configuration",
             MADE,
             (
-                "TOML files for both programs. Relative paths in a file count from its folder. Unknown keys "
+                "TOML files for both programs, and for the relay of a site. Relative "
+                "paths in a file count from its folder. Unknown keys "
                 "and impossible values are reported all at once, with the nearest known name."
             ),
             "## Agent: `edge-agent run --config agent.toml`",
             *sections(AgentConfig),
+            "## Relay: `edge-agent relay --config relay.toml`",
+            *sections(RelayConfig),
             "## Coordinator: `headwater serve --config coordinator.toml`",
             *sections(CoordinatorConfig),
         ]
@@ -273,6 +277,9 @@ def protocol_page() -> str:
         (topics.heartbeat("AGENT"), "agent", "heartbeats"),
         (topics.aggregators_down, "coordinator", "messages to aggregators, which agents cannot read"),
         (topics.aggregators_up, "aggregator", "messages to the coordinator"),
+        (topics.site_down("RELAY"), "coordinator", "messages to the relay of a site about sums of updates"),
+        (topics.site_up("RELAY"), "relay", "messages to the coordinator about sums"),
+        (topics.site_chunks("RELAY"), "relay", "chunks of a sum"),
     ]
     every = {**vars(up), **vars(down)}
     kinds = [kind for kind in every.values() if inspect.isclass(kind) and issubclass(kind, Control)]

@@ -75,6 +75,20 @@ REMOVALS = {
         "ServedFolder.remove",
         ".unlink",
     ): "a file that this program has put there, named by a SHA-256",
+    ("coordinator.aggregators.sites", "RemoteSites._finish", ".replace"): "a sum that has arrived becomes a blob",
+    ("coordinator.aggregators.sites", "RemoteSites._finish", ".unlink"): "a sum that has arrived, by its SHA-256",
+    ("edge_agent.relay.sums", "SiteSums._pass_on", ".unlink"): "an update of the open round, by its SHA-256",
+    ("edge_agent.relay.sums", "SiteSums._leave", ".rmdir"): "an empty folder of an upload",
+    (
+        "edge_agent.relay.sums",
+        "SiteSums._remove_unused",
+        ".unlink",
+    ): "updates and sums of rounds that are over, by names",
+    (
+        "edge_agent.relay.members",
+        "Members.gone",
+        ".unlink",
+    ): "the file of an agent's hello, by the agent's checked name",
     # --- empty folders
     ("edge_agent.core.storage", "check_writable", ".rmdir"): (
         "only folders that this call has made; rmdir takes empty ones"
@@ -97,10 +111,10 @@ REMOVALS = {
     ("coordinator.api", "simulate", "tempfile.mkdtemp"): "made here and marked; `remove_folder` removes it",
     ("coordinator.broker", "MosquittoBroker", "tempfile.TemporaryDirectory"): "the type of the next one",
     ("coordinator.broker", "MosquittoBroker.start", "tempfile.TemporaryDirectory"): CHILD_FILES,
+    ("coordinator.processes.cluster", "connect_to_cluster", "tempfile.TemporaryDirectory"): CHILD_FILES,
     ("coordinator.processes.pipe", "SharedBuffer.of", "tempfile.TemporaryFile"): "a file without a name",
     ("coordinator.research.analyze.targets", "_open_bundle", "tempfile.TemporaryDirectory"): CHILD_FILES,
     ("coordinator.research.bench.measuring", "scratch", "tempfile.TemporaryDirectory"): CHILD_FILES,
-    ("coordinator.simulation.engines.ray_cluster", "connect_to_cluster", "tempfile.TemporaryDirectory"): CHILD_FILES,
     ("coordinator.state.release_keys", "file_to_release", "tempfile.TemporaryDirectory"): CHILD_FILES,
     # --- files that are replaced as a whole
     ("edge_agent.core.storage", "write_atomic", ".replace"): (

@@ -37,6 +37,7 @@ EDGES = {
     "journal.postgres_connection": "rows of the database, and the parameters of libpq",
     "journal.sqlite": "rows of the database",
     "journal.store": "rows of a journal, whose hashes are over their JSON",
+    "processes.cluster": "options of Ray, a package of others",
     "processes.compute": "the JSON of the pipe to the compute process",
     "report": "the summary of a run as its file would have it, for a run that has none yet",
     "report.figures": "files that agents have contributed to, of which every value may have another form",

@@ -217,7 +217,7 @@ def test_a_method_does_not_know_that_mqtt_exists(sources):
         ("paho", {"edge_agent.wire.mqtt"}),
         ("onnxruntime", {"edge_agent.personal.encoder", "export.parity", "export.quantize"}),
         ("amqtt", {"coordinator.broker.serve"}),
-        ("ray", {"coordinator.simulation.engines.base"}),
+        ("ray", {"coordinator.processes.cluster"}),
     ],
 )
 def test_package_has_few_doors(sources, package, only):

@@ -20,6 +20,7 @@ from edge_agent import __version__, data, methods
 from edge_agent.cli import COMMANDS
 from edge_agent.core.config import AgentConfig, load
 from edge_agent.core.errors import HeadwaterError
+from edge_agent.relay.settings import RelayConfig
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -281,6 +282,11 @@ def test_example_of_an_agent_is_valid(root, name, tier):
     assert config.tier == tier
 
 
+def test_example_of_a_relay_is_valid(root):
+    config = load(RelayConfig, root / "configs/relay.toml")
+    assert not set(config.broker.urls) & set(config.site.urls)
+
+
 @pytest.mark.parametrize("name", ["coordinator", "coordinator-hosted", "trial/coordinator"])
 def test_example_of_a_coordinator_is_valid(root, name):
     config = load(CoordinatorConfig, root / f"configs/{name}.toml")
@@ -361,6 +367,7 @@ def test_readme_says_where_the_programs_are_and_leads_to_the_guides_before_anyth
         "new-encoder",
         "privacy",
         "protocol",
+        "relay",
         "releases",
         "runs",
         "second-coordinator",
@@ -423,7 +430,7 @@ def units(root):
 
 
 def test_units_start_commands_that_the_project_installs(units, project):
-    assert set(units) == {"headwater-agent", "headwater-coordinator", "headwater-serve"}
+    assert set(units) == {"headwater-agent", "headwater-coordinator", "headwater-relay", "headwater-serve"}
     for name, unit in units.items():
         program = unit["Service"]["ExecStart"].split()[0].rpartition("/")[2]
         assert program in project["project"]["scripts"], name

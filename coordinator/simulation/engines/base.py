@@ -16,16 +16,19 @@ from typing import Any
 from edge_agent.client import choose_device
 from edge_agent.core.capabilities import cores
 from edge_agent.core.errors import MissingCapability, RunFailed
-from edge_agent.core.installation import install_command
 from edge_agent.core.task import Tensors
 from edge_agent.wire.blobs.chunks import Outgoing
 from edge_agent.wire.messages.down import Job
 from edge_agent.wire.messages.up import UpdateManifest
 from edge_agent.wire.tensors import decode
 
+from ...processes.cluster import Advice, import_ray
 from ..client_tasks import Answer, Reply, Shared, answer
 from ..failures import NONE, Failure
 from ..plan import EngineName, Plan
+
+ADVICE = Advice("engine ray", without_ray="try --engine pool", without_address="leave --address out")
+"""What errors about a cluster advise: the options of a simulation."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class EngineChoice:
         if engine in {"serial", "stacked"}:
             return cls(engine)
         if engine == "ray":
-            import_ray()
+            import_ray(ADVICE)
             # A running cluster says itself for how many workers it has room.
             if plan.address is not None:
                 workers = min(plan.workers or 0, clients)
@@ -74,21 +77,6 @@ def _default_engine(plan: Plan, workers: int) -> EngineName:
 def _can_share_memory() -> bool:
     """Return whether processes of this system can pass each other the memory that holds the samples."""
     return hasattr(socket, "send_fds")
-
-
-def import_ray() -> Any:
-    """Import and return the package ``ray``.
-
-    Raises:
-        MissingCapability: Ray is not installed.
-    """
-    try:
-        import ray
-    except ImportError as error:
-        raise MissingCapability(
-            f"engine ray needs the package ray ({error}): {install_command('ray')}, or use --engine pool"
-        ) from error
-    return ray
 
 
 @dataclass(frozen=True)

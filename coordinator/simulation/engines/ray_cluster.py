@@ -4,8 +4,7 @@ The cluster is an existing one, or a new one on this machine that ends with this
 machine once. A client's state travels with its job and comes back with the reply, so no folder has to be shared: all
 files stay with this process. Every machine needs the same Headwater, and the same torch where bits are to be equal.
 
-Left to itself Ray reports its usage, opens a web page, writes to the home folder and prints to standard output, which
-is ours for JSON: all of that is switched off here.
+How this process and Ray get along is in `processes.cluster`.
 """
 
 from __future__ import annotations
@@ -14,18 +13,10 @@ import contextlib
 import json
 import logging
 import os
-import secrets
-import signal
-import socket
-import sys
-import tempfile
-import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from edge_agent import __version__
 from edge_agent.agent.tasks.table import state_before
@@ -37,9 +28,10 @@ from edge_agent.wire.blobs.chunks import Outgoing
 from edge_agent.wire.messages.down import Job
 from edge_agent.wire.tensors import decode, pieces
 
+from ...processes.cluster import Bytes, as_bytes, connect_to_cluster, reason_of_loss
 from ..client_tasks import Answer, answer, state_files_in
 from ..setup import Prepared
-from .base import Work, decode_blobs, import_ray
+from .base import ADVICE, Work, decode_blobs
 from .pool import Worker, shared_from, worker_init
 
 log = logging.getLogger(__name__)
@@ -47,23 +39,8 @@ log = logging.getLogger(__name__)
 SILENCE_S = 30.0
 """Seconds without a reply after which the log says what is waited for."""
 
-NAMESPACE = "headwater"
-CONNECT_TIMEOUT_S = 10.0
-
-SMALLEST_STORE_BYTES = 80 * 1024**2
-"""Ray rejects less than 75 MiB."""
-
 SPARE_STORE_BYTES = 512 * 1024**2
 """Store beside the samples, for models in transit; Ray itself moves what exceeds it to disk."""
-
-Bytes = np.ndarray
-"""Bytes (n,) uint8: Ray passes arrays on without copying them."""
-
-
-def as_bytes(content: Sequence[bytes | memoryview]) -> Bytes:
-    """Join pieces of bytes into one array."""
-    return np.frombuffer(b"".join(content), np.uint8)
-
 
 # --- on a machine of the cluster -------------------------------------------------------------------------------------
 
@@ -140,7 +117,7 @@ class RayWorkers:
         content = self._prepared.pools.content()
         self._cpus = max(1, plan.threads)
         store = sum(memoryview(piece).nbytes for piece in content) + SPARE_STORE_BYTES
-        link = connect_to_cluster(plan.address, cpus=count * self._cpus, store_bytes=store)
+        link = connect_to_cluster(plan.address, ADVICE, cpus=count * self._cpus, store_bytes=store)
         self._ray = self._stack.enter_context(link)
         self._stack.callback(self._kill_all)
         available = int(self._ray.cluster_resources().get("CPU", 0)) // self._cpus
@@ -218,9 +195,7 @@ class RayWorkers:
         except self._ray.exceptions.RayError as error:
             self._workers.remove(worker)
             self._ray.kill(worker.handle)
-            lines = [line.strip()[:200] for line in str(error).splitlines() if line.strip()] or ["no reason was given"]
-            reason = " / ".join(dict.fromkeys((lines[0], lines[-1])))  # what failed, and the error that it ends with
-            return worker, f"{type(error).__name__}: {reason}"
+            return worker, reason_of_loss(error)
         if work is not None:
             fields = json.loads(result[0])
             update = result[1]
@@ -247,80 +222,3 @@ class RayWorkers:
         for worker in self._workers:
             self._ray.kill(worker.handle)
         self._workers.clear()
-
-
-def _prepare_own_cluster(stack: contextlib.ExitStack, folder: str, cpus: int, store_bytes: int) -> dict[str, Any]:
-    """Prepare this process to start a cluster of its own, and return the options of ``ray.init`` for it.
-
-    Args:
-        stack: Undoes with its context what is changed in this process.
-        folder: Folder of the cluster's files.
-        cpus: Number of processor cores of the cluster.
-        store_bytes: Bytes that its object store has to hold at least.
-    """
-    options = {
-        "address": "local",
-        "num_cpus": cpus,
-        "include_dashboard": False,
-        "object_store_memory": max(store_bytes, SMALLEST_STORE_BYTES),
-        "_temp_dir": folder,
-    }
-    environment = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    stack.callback(os.environ.update, {name: os.environ[name] for name in environment if name in os.environ})
-    for name, value in environment.items():
-        stack.callback(os.environ.pop, name, None)
-        os.environ[name] = value
-    logger = logging.getLogger("ray")  # it would advise on permanent clusters
-    stack.callback(logger.setLevel, logger.level)
-    logger.setLevel(logging.ERROR)
-    return options
-
-
-@contextlib.contextmanager
-def connect_to_cluster(address: str | None, *, cpus: int, store_bytes: int) -> Iterator[Any]:
-    """Yield the package ``ray``, connected; a connection that this process has already is used and left as it is.
-
-    Without an ``address`` a cluster of ``cpus`` is started here, with a store for ``store_bytes``. It leaves no files,
-    and only this process can use it: actors run whatever they are sent.
-
-    Raises:
-        MissingCapability: Ray is not installed.
-        RunFailed: nothing answers at the address, or no cluster could be started.
-    """
-    ray = import_ray()
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(contextlib.redirect_stdout(sys.stderr))
-        if ray.is_initialized():
-            yield ray
-            return
-        options: dict[str, Any] = {"address": address}
-        if address is None:
-            folder = tempfile.TemporaryDirectory(prefix="headwater-ray-", ignore_cleanup_errors=True)
-            options = _prepare_own_cluster(stack, stack.enter_context(folder), cpus, store_bytes)
-        if threading.current_thread() is threading.main_thread():  # Ray replaces the handler
-            stack.callback(signal.signal, signal.SIGTERM, signal.getsignal(signal.SIGTERM))
-        try:
-            _check_answers(address)
-            stack.callback(ray.shutdown)
-            ray.init(**options, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
-        except (OSError, OverflowError, RuntimeError, ValueError) as error:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
-            if address is None:
-                message = f"no Ray cluster could be started on this machine ({reason}); try --engine pool"
-                raise RunFailed(message) from error
-            raise RunFailed(
-                f"no Ray cluster can be used at '{address}' ({reason}); run this on one of its machines "
-                "('ray start --head' makes one), or leave --address out"
-            ) from error
-        yield ray
-
-
-def _check_answers(address: str | None) -> None:
-    """Require that something answers at an address HOST:PORT, because Ray tries for minutes before it fails.
-
-    Raises:
-        OSError, OverflowError: Nothing does, or the port is no possible one.
-    """
-    host, _, port = (address or "").rpartition(":")
-    if host and port.isdigit():
-        socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()

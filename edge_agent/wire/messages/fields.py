@@ -138,6 +138,9 @@ Url = Annotated[str, Field(pattern=r"^https?://[!-~]{1,4000}$")]
 HTTP_BLOBS = "http_blobs"
 """The fact of a hello by which an agent says that it fetches blobs by HTTP."""
 
+RELAY = "relay"
+"""The fact of a hello that names the relay through which an agent speaks; the relay adds it."""
+
 Digest = Annotated[str, Field(pattern=SHA256)]
 """The SHA-256 of a blob, in hexadecimal."""
 

@@ -14,7 +14,8 @@ from federation_duties import TinyDuties, quick_params
 from federation_harness import Killed
 
 from coordinator.aggregators import app
-from coordinator.aggregators.messages import Dismissed, Sealed, ServePartitions
+from coordinator.aggregators.aggregator import _Unnoted
+from coordinator.aggregators.messages import Dismissed, Noted, Sealed, ServePartitions
 from coordinator.config import AggregatorsConfig, CoordinatorConfig
 from coordinator.fleet.partitions import Partition, partition_of
 from coordinator.fleet.uploads import Collector
@@ -208,7 +209,8 @@ def test_messages_without_the_secret_change_nothing(tmp_path, caplog):
     with PartitionedFederation(tmp_path, 1, agents=1) as fed:
         stranger = fed.broker.transport()
         stranger.start()
-        forged = Sealed(b"x" * 32).encode(Dismissed(whom="sum1", boot=fed.aggregators["sum1"].site.boot, reason="go"))
+        whom = {"whom": "sum1", "boot": fed.aggregators["sum1"].site.boot}
+        forged = Sealed(b"x" * 32).encode(Dismissed(**whom, federation="f" * 32, epoch=9, reason="go"))
         for payload in (forged, b"", b"{}", b"x" * 100_000):
             stranger.publish(fed.topics.aggregators_down, payload)
             stranger.publish(fed.topics.aggregators_up, payload)
@@ -222,15 +224,37 @@ def test_a_coordinator_that_was_replaced_is_obeyed_no_more(tmp_path, caplog):
         fed.wait(2)
         aggregator = fed.aggregators["sum1"]
         newest = aggregator._assignment
-        about = {"whom": "sum1", "boot": aggregator.site.boot, "federation": newest.federation, "partitions": ()}
-        earlier = ServePartitions(epoch=newest.epoch - 1, start="gone", **about)
+        about = {"whom": "sum1", "boot": aggregator.site.boot, "federation": newest.federation}
+        about["epoch"] = newest.epoch - 1
+        digest = aggregator.site.blobs.put(b"an update")
         stranger = fed.broker.transport()
         stranger.start()
         sealed = Sealed(CommandKeys.of(fed.config.state, fed.config.federation).for_aggregators())
-        stranger.publish(fed.topics.aggregators_down, sealed.encode(earlier))
-        fed.settle()
-        assert aggregator._assignment == newest
-        assert "earlier_coordinator_ignored" in caplog.text
+        for earlier in (
+            ServePartitions(start="gone", partitions=(), **about),
+            # It was suspended, and its successor has closed the round whose updates it looks for when it wakes.
+            Noted(number=1, missing=(digest,), **about),
+            Dismissed(reason="this federation has 7 partitions", **about),
+        ):
+            caplog.clear()
+            stranger.publish(fed.topics.aggregators_down, sealed.encode(earlier))
+            fed.settle()
+            assert aggregator._assignment == newest
+            assert "earlier_coordinator_ignored" in caplog.text
+
+
+def test_an_update_that_was_removed_with_its_round_ends_no_aggregator(tmp_path):
+    with PartitionedFederation(tmp_path, 1, agents=1) as fed:
+        fed.wait(2)
+        aggregator = fed.aggregators["sum1"]
+        work = aggregator._assignment
+        about = {"whom": "sum1", "boot": aggregator.site.boot, "federation": work.federation, "epoch": work.epoch}
+        aggregator._unnoted[1] = _Unnoted((), 0.0)
+        aggregator._on_noted(Noted(number=1, missing=("a" * 64,), **about))
+        assert not aggregator._unnoted
+        digest = aggregator.site.blobs.put(b"an update")
+        with pytest.raises(StateError, match=r"does not find 1 update stored here, such as .*needs the state folder"):
+            aggregator._on_noted(Noted(number=2, missing=(digest, "a" * 64), **about))
 
 
 def test_an_update_of_a_run_that_nobody_knows_gets_its_answer(tmp_path):
@@ -346,7 +370,7 @@ def settings(tmp_path, **sections):
     "sections, words",
     [
         ({"aggregators": {"partitions": 0}}, "partitions is not set; set it to 2"),
-        ({"aggregators": {"partitions": 3}}, "partitions = 3, and --partition names one of 2"),
+        ({"aggregators": {"partitions": 3}}, "partitions = 3, and --partition names one of 2; give --partition K/3"),
         ({"identity": {"host": "c.example"}}, "one session"),
         ({"round": {"mode": "buffered"}}, "synchronous rounds alone"),
         ({"privacy": {"secure_sum": True}, "cohort": {"min_agents": 3}}, "masked updates"),

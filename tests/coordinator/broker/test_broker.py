@@ -25,7 +25,19 @@ from coordinator.broker import (
     held_port,
     settings_text,
 )
-from coordinator.broker.access import Rules, hash_password, is_password, mosquitto_acl, read_passwords, set_password
+from coordinator.broker.access import (
+    ALL_AGENTS,
+    Rules,
+    add_rules,
+    hash_password,
+    is_password,
+    mosquitto_acl,
+    read_passwords,
+    read_relays,
+    relays_file,
+    set_password,
+    set_relay,
+)
 from coordinator.config import EmbeddedConfig
 from edge_agent.core.config import is_loopback, parse
 from edge_agent.core.errors import BrokerAway, ConfigError, MissingCapability, StateError, UsageError
@@ -169,6 +181,70 @@ def passwords(tmp_path):
     for user in ("coordinator", "porch", "attic"):
         set_password(path, user, f"secret of {user}")
     return path
+
+
+@pytest.mark.broker
+@pytest.mark.parametrize("kind", BROKERS)
+def test_a_relay_speaks_and_listens_for_its_agents_and_for_no_others(kind, passwords):
+    set_password(passwords, "north", "secret of north")
+    set_relay(passwords, "north", ("porch",))
+    with kind(password_file=passwords) as broker:
+        boss_password = broker.config().password() or "secret of coordinator"
+        with (
+            Client(broker.port, "boss", "coordinator", boss_password) as boss,
+            Client(broker.port, "north", "north", "secret of north") as north,
+        ):
+            assert boss.is_let_in()
+            assert north.is_let_in()
+            boss.listen("fl/1/home/a/+/up")
+            boss.listen("fl/1/home/p/+/+/up")
+            north.say("fl/1/home/a/attic/up", b"forged")
+            north.say("fl/1/home/p/1-of-2/porch/up", b"of the porch")
+            assert boss.hear() == ("fl/1/home/p/1-of-2/porch/up", b"of the porch")
+            north.listen("fl/1/home/a/attic/dn")
+            north.listen("fl/1/home/a/porch/dn")
+            boss.say("fl/1/home/a/attic/dn", b"for the attic")
+            boss.say("fl/1/home/a/porch/dn", b"for the porch")
+            assert north.hear() == ("fl/1/home/a/porch/dn", b"for the porch")
+
+
+def test_a_relay_for_all_agents_commands_none():
+    rules = Rules("home", {"north": (ALL_AGENTS,)})
+    assert rules.may_publish("north", "fl/1/home/a/porch/up")
+    assert rules.may_subscribe("north", "fl/1/home/a/porch/dn")
+    assert not rules.may_publish("north", "fl/1/home/a/porch/dn")
+    assert not rules.may_publish("north", "fl/1/home/ann")
+    assert rules.may_publish("north", "fl/1/home/r/north/up")
+    assert not rules.may_publish("north", "fl/1/home/r/north/dn")
+    assert not rules.may_publish("north", "fl/1/home/r/south/up")
+    assert not rules.may_publish("porch", "fl/1/home/r/porch/up")
+    assert not rules.may_publish("porch", "fl/1/home/a/attic/up")
+
+
+def test_what_a_user_relays_is_replaced_and_written_into_the_acl(tmp_path):
+    users, acl = tmp_path / "users", tmp_path / "acl"
+    set_password(users, "north", "secret")
+    assert read_relays(users) == {}
+    set_relay(users, "north", ("porch", "attic"))
+    relays = set_relay(users, "north", ("porch",))
+    assert relays == read_relays(users) == {"north": ("porch",)}
+    assert add_rules(acl, "home", relays)
+    assert "user north\ntopic write fl/1/home/a/porch/up\n" in acl.read_text()
+    assert "attic" not in acl.read_text()
+    assert not add_rules(acl, "home", relays)
+
+
+@pytest.mark.parametrize("content", ["[]", '{"north": "porch"}', '{"north": ["a b"]}', '{"n h": ["a"]}', "{"])
+def test_a_damaged_list_of_relays_is_an_error(tmp_path, content):
+    users = tmp_path / "users"
+    relays_file(users).write_text(content)
+    with pytest.raises(StateError, match=r"users\.relays"):
+        read_relays(users)
+
+
+def test_a_relay_for_no_name_of_an_agent_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="a b"):
+        set_relay(tmp_path / "users", "north", ("a b",))
 
 
 @pytest.mark.broker

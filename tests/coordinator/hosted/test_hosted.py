@@ -11,7 +11,7 @@ from federation_harness import Federation
 from simulation_harness import small_plan, write_images
 
 from coordinator.config import NO_BOUNDS
-from coordinator.hosted.agents import HostedAgents
+from coordinator.hosted.agents import Here, HostedAgents
 from coordinator.hosted.transport import CombinedTransport
 from coordinator.rounds.selection import Tiers, describe_lack
 from coordinator.simulation.run import open_simulation
@@ -79,7 +79,7 @@ class Mixed(Federation):
 
     def start_crew(self):
         configs = [c.agent("home", self.config.state, self.config.round.lease_s) for c in self.config.hosted]
-        self.crew = HostedAgents(configs, InlineWorker(), clock=self.clock)
+        self.crew = HostedAgents(configs, Here(InlineWorker()), clock=self.clock)
         self.crew.start()
 
     def step(self):

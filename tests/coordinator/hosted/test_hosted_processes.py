@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import shutil
@@ -11,87 +10,23 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
-from federation_duties import SMALL
+from hosted_harness import SOURCE, coordinator_toml, processes, simulated, until
 
 from coordinator.broker import EmbeddedBroker
-from coordinator.config import NO_BOUNDS
 from coordinator.hosted import transport
 from coordinator.hosted.transport import HostedTransport
 from coordinator.journal.entries import fact_of
 from coordinator.processes import supervisor
 from coordinator.processes.supervisor import exit_reason
 from coordinator.rounds.request import Request
-from coordinator.simulation.plan import Plan
-from coordinator.simulation.run import open_simulation
-from coordinator.simulation.setup import PARTITION, Prepared
+from coordinator.simulation.setup import PARTITION
 from coordinator.state.store import StateFolder
 from edge_agent.core import child_process
 from edge_agent.core.config import AgentConfig, DataConfig
 from edge_agent.wire.messages import codec
 from edge_agent.wire.transport import Message
-
-SOURCE = "digits:optdigits?n=160"
-LIMIT_S = 180.0
-"""Without anything new; on a busy machine a process needs half a minute to import torch."""
-
-
-def simulated(folder, rounds=3):
-    plan = Plan(
-        method="fedper", params=SMALL, data=(SOURCE,), clients=4, rounds=rounds, seed=7, encoder="linear",
-        encoder_params={"feature_dim": 8}, device="cpu", engine="serial",
-    )  # fmt: skip
-    prepared = Prepared.of(plan)
-    with open_simulation(prepared, folder) as simulation:
-        return prepared, simulation.finish()
-
-
-def until(condition, what, words=lambda: ""):
-    pause = threading.Event()
-    end = time.monotonic() + LIMIT_S
-    said = words()
-    while not (found := condition()):
-        if words() != said:
-            end = time.monotonic() + LIMIT_S
-            said = words()
-        assert time.monotonic() < end, f"nothing new within {LIMIT_S} s: {what}\n{said}"
-        pause.wait(0.02)
-    return found
-
-
-@contextlib.contextmanager
-def processes(folder, **commands):
-    """Programs by name, which end with the block; their words are in NAME.log."""
-    running = []
-    try:
-        for name, command in commands.items():
-            with (folder / f"{name}.log").open("wb") as log:
-                running.append(subprocess.Popen([sys.executable, "-m", *command], cwd=folder, stdout=log, stderr=log))
-        yield
-    finally:
-        for process in running:
-            process.kill()
-            process.wait()
-
-
-def coordinator_toml(task, url, clients=("c0", "c1"), placement="hosted_processes = 1"):
-    hosted = "".join(
-        f'[[hosted]]\nid = "{name}"\ndevice = "cpu"\ndata = {{ source = "{SOURCE}", partition = "sim/{PARTITION}" }}\n'
-        for name in clients
-    )
-    spec = task.input
-    # As in a simulation: with this step size the loss explodes, and updates would be beyond every bound.
-    without_bounds = "".join(f'{name} = "none"\n' for name in (*NO_BOUNDS, "max_loss"))
-    return (
-        f'state = "state"\n{placement}\n[broker]\nurl = "{url}"\n[cohort]\nmin_agents = 4\n'
-        "[round]\nquorum = 1.0\n[export]\nafter_run = false\n"
-        f"[aggregation]\n{without_bounds}"
-        f'[task]\nclass_names = {json.dumps(task.class_names)}\nencoder = "linear"\nencoder_params.feature_dim = 8\n'
-        f'input = {{ kind = "image", channels = {spec.channels}, height = {spec.height}, width = {spec.width}, '
-        f"mean = {list(spec.mean)}, std = {list(spec.std)} }}\n{hosted}"
-    )
 
 
 @pytest.mark.slow
@@ -174,12 +109,11 @@ def heard(hosts, told):
     return event is not None
 
 
-def test_a_client_at_whose_work_the_process_always_dies_is_given_up(tmp_path, monkeypatch):
+def test_a_client_at_whose_work_the_process_always_dies_is_given_up(tmp_path):
     """Each death is told at once, and after the third one nobody waits for the client in this round."""
-    monkeypatch.setattr(transport, "COMMAND", (sys.executable, "-c", DIES_AT_WORK))
     woken = threading.Event()
     config = AgentConfig(id="h", state=tmp_path / "h", data=DataConfig(source="none:"))
-    hosts = HostedTransport([[config]], tmp_path, woken.set)
+    hosts = HostedTransport([[config]], (sys.executable, "-c", DIES_AT_WORK), tmp_path, woken.set)
     hosts.start()
     try:
         heard = []
@@ -210,10 +144,9 @@ threading.Event().wait()
 
 @contextlib.contextmanager
 def one_hosted(folder, monkeypatch, script=IS_THERE):
-    monkeypatch.setattr(transport, "COMMAND", (sys.executable, "-c", script))
     monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.001)
     config = AgentConfig(id="h", state=folder / "h", data=DataConfig(source="none:"))
-    hosts = HostedTransport([[config]], folder / "words", lambda: None)
+    hosts = HostedTransport([[config]], (sys.executable, "-c", script), folder / "words", lambda: None)
     hosts.start()
     try:
         yield hosts
@@ -284,10 +217,12 @@ def test_every_end_has_words(tmp_path, code, told):
 
 
 def test_a_process_that_does_not_listen_is_not_waited_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(transport, "COMMAND", (sys.executable, "-c", "import threading; threading.Event().wait()"))
     monkeypatch.setattr(transport, "MAX_QUEUED_BYTES", 400_000)
     hosts = HostedTransport(
-        [[AgentConfig(id="h", state=tmp_path / "h", data=DataConfig(source="none:"))]], tmp_path, lambda: None
+        [[AgentConfig(id="h", state=tmp_path / "h", data=DataConfig(source="none:"))]],
+        (sys.executable, "-c", "import threading; threading.Event().wait()"),
+        tmp_path,
+        lambda: None,
     )
     hosts.start()
     try:
@@ -309,15 +244,16 @@ threading.Event().wait()
 )
 
 
-def test_a_process_hears_its_configuration_before_what_is_said_to_all_meanwhile(tmp_path, monkeypatch):
+def test_a_process_hears_its_configuration_before_what_is_said_to_all_meanwhile(tmp_path):
     class Slow(AgentConfig):
         def model_dump(self, **options):
             hosts.publish("fl/1/home/b/0123", b"news")
             return super().model_dump(**options)
 
-    monkeypatch.setattr(transport, "COMMAND", (sys.executable, "-c", SAYS_WHAT_IT_HEARS_FIRST))
     config = Slow(id="h", state=tmp_path / "h", data=DataConfig(source="none:"))
-    hosts = HostedTransport([[config]], tmp_path / "words", lambda: None)
+    hosts = HostedTransport(
+        [[config]], (sys.executable, "-c", SAYS_WHAT_IT_HEARS_FIRST), tmp_path / "words", lambda: None
+    )
     hosts.start()
     try:
         said = until(lambda: hosts.receive(0), "it is there")
@@ -334,7 +270,7 @@ def test_whoever_waits_is_woken_although_it_takes_all_there_is_while_more_comes(
 
     config = AgentConfig(id="h", state=tmp_path / "h", data=DataConfig(source="none:"))
     woken = []
-    hosts = HostedTransport([[config]], tmp_path, lambda: woken.append(1))
+    hosts = HostedTransport([[config]], (), tmp_path, lambda: woken.append(1))
     put = hosts._inbox.put_message
     monkeypatch.setattr(hosts._inbox, "put_message", interleaved)
     for number in range(3):
@@ -345,7 +281,7 @@ def test_whoever_waits_is_woken_although_it_takes_all_there_is_while_more_comes(
 def test_whoever_is_woken_already_is_not_woken_for_each_word(tmp_path):
     config = AgentConfig(id="h", state=tmp_path / "h", data=DataConfig(source="none:"))
     woken = []
-    hosts = HostedTransport([[config]], tmp_path, lambda: woken.append(1))
+    hosts = HostedTransport([[config]], (), tmp_path, lambda: woken.append(1))
     for number in range(5):
         hosts._deliver(Message("fl/1/home/s/h", bytes([number])))
     assert len(woken) == 1

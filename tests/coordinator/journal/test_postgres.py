@@ -139,6 +139,32 @@ def test_no_connection_loses_what_it_has_committed_because_the_server_is_set_so(
             postgres.restart()
 
 
+def test_entries_of_a_process_that_was_suspended_are_lost_with_a_connection_that_is_made_again(url, monkeypatch):
+    """The database has ended its transaction: that is no lack of rights, and costs no more than those entries."""
+    monkeypatch.setattr(postgres_connection, "IDLE_MS", 200)
+    with PostgresJournal(url) as journal, PostgresJournal(url) as other:
+        with journal.deferring():
+            update(journal, "a")
+        update(other, "b")  # waits until the head is free: the transaction before was ended
+        with pytest.raises(JournalAway, match="idle-in-transaction"):
+            journal.flush()
+        assert not journal.has_deferred
+        assert update(journal, "c").id == 2
+        assert [entry.agent for entry in journal.entries()] == ["b", "c"]
+
+
+@pytest.mark.parametrize("level", ["repeatable read", "serializable"])
+def test_writers_see_what_the_one_before_has_left_however_the_server_isolates_transactions(postgres, url, level):
+    name = url.rpartition("/")[2].partition("?")[0]
+    postgres.query(f"ALTER DATABASE {name} SET default_transaction_isolation = '{level}'", url=url)
+    writers = [subprocess.Popen([sys.executable, "-c", APPEND_FORTY, url, name]) for name in ("service", "command")]
+    assert [writer.wait(120) for writer in writers] == [0, 0]
+    with PostgresJournal(url) as journal:
+        [row] = journal._rows("SELECT current_setting('transaction_isolation') AS value")
+        assert row["value"] == "read committed"
+        assert journal.verify() == 80
+
+
 def test_deferred_entries_are_lost_together_with_their_connection_and_the_flush_says_so(postgres, journal):
     update(journal, "a")
     before = journal.losses
@@ -297,6 +323,26 @@ def test_a_journal_of_sqlite_is_carried_over_with_its_chain(tmp_path, journal):
     assert update(journal, "c").id == 5
     with pytest.raises(StateError, match="entries already"):
         journal.fill([])
+
+
+@pytest.mark.parametrize("lost_before", ["COMMIT", "SELECT last_id, last_hash, (SELECT max"])
+def test_a_connection_that_is_lost_while_a_journal_is_carried_over_is_told(tmp_path, postgres, url, lost_before):
+    """Another attempt would have had no rows left, and called an empty journal the whole one."""
+    name = url.rpartition("/")[2].partition("?")[0]
+    with (
+        CutLine(postgres.port) as line,
+        PostgresJournal(postgres.url(name, line.port)) as journal,
+        SqliteJournal(tmp_path / "journal.db") as before,
+    ):
+        for agent in "abc":
+            update(before, agent)
+        line.last_words = lost_before.encode()
+        with pytest.raises(JournalAway):
+            journal.fill(before.rows())
+        assert line.last_words == b"", "nothing was lost"
+        if not journal.last_id():
+            assert journal.fill(before.rows()) == 3
+        assert journal.entries() == before.entries()
 
 
 def test_a_broken_chain_is_not_carried_over(tmp_path, journal):

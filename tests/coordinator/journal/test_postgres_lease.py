@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
+import re
+import socket
 import threading
+from itertools import pairwise
 
 import pytest
 from cut_line import CutLine
@@ -12,8 +17,10 @@ from coordinator.journal import postgres as store
 from coordinator.journal import postgres_lease
 from coordinator.journal.entries import CoordinatorStarted, RunRequested, UpdateAccepted
 from coordinator.journal.postgres import MIGRATIONS, PostgresJournal
-from coordinator.journal.store import LEASE_S, LeaseState
+from coordinator.journal.postgres_standbys import SHOWN_S
+from coordinator.journal.store import LEASE_S, LeaseState, ServingOrder
 from coordinator.service.standby import wait_for_lease
+from coordinator.state.journal_location import use_database
 from coordinator.state.store import StateFolder
 from edge_agent.core.errors import DuplicateCoordinator, JournalAway, StateError
 from edge_agent.core.locks import lock_holder
@@ -158,11 +165,11 @@ def test_tables_of_the_version_before_are_brought_up_to_date_by_a_coordinator(ur
         patch.setattr("coordinator.journal.postgres.MIGRATIONS", MIGRATIONS[:1])
         patch.setattr("coordinator.journal.postgres.SCHEMA", 1)
         PostgresJournal(url).open().close()
-    with pytest.raises(StateError, match="version 1, this program reads version 2; start the coordinator"):
+    with pytest.raises(StateError, match="version 1, this program reads version 3; start the coordinator"):
         PostgresJournal(url).open(create=False)
     with holding(url, tmp_path) as journal:
         update(journal)
-    assert postgres.query("SELECT schema, last_id, fence FROM headwater_journal", url=url) == [(2, 1, 1)]
+    assert postgres.query("SELECT schema, last_id, fence FROM headwater_journal", url=url) == [(3, 1, 1)]
 
 
 # --- a standby that waits ---
@@ -176,6 +183,7 @@ class Leases:
         self.is_open = False
         self.clock = 0.0
         self.verified_at = []
+        self.noted_at = []
 
     def open(self):
         self.is_open = True
@@ -185,6 +193,9 @@ class Leases:
 
     def verify_new(self):
         self.verified_at.append(self.clock)
+
+    def note_standby(self):
+        self.noted_at.append(self.clock)
 
     def read_lease(self):
         answer = self.answers.pop(0)
@@ -216,6 +227,8 @@ def test_a_standby_waits_while_a_lease_is_renewed_and_takes_one_that_has_expired
     assert leases.wait()
     assert leases.clock == pytest.approx(50 * 0.2 + LEASE_S, abs=0.3)
     assert leases.verified_at == pytest.approx([0.0, 10.0], abs=0.3)
+    assert all(later - earlier == pytest.approx(1.1, abs=0.15) for earlier, later in pairwise(leases.noted_at))
+    assert leases.clock - leases.noted_at[-1] <= 1.2
 
 
 def test_after_a_restart_of_the_database_its_holder_gets_the_time_to_renew():
@@ -244,6 +257,57 @@ def test_a_standby_verifies_what_was_added_and_a_takeover_the_rest(url, tmp_path
         postgres.query("UPDATE headwater_entries SET agent = 'x' WHERE id = 5", url=url)
         with pytest.raises(StateError, match="entry 5"), StateFolder(tmp_path, watching).open("headwater serve"):
             pass
+
+
+# --- who is named in the status ---
+
+
+def test_the_database_knows_who_serves_and_who_would_take_over(url, tmp_path, short, postgres):
+    me = f"host {socket.gethostname()}, process {os.getpid()}"
+    with PostgresJournal(url) as reader, PostgresJournal(url) as waiting:
+        assert reader.read_order() == ServingOrder(reader.read_lease())
+        assert reader.read_order().serving == ""
+        waiting.note_standby()
+        waiting.note_standby()
+        assert reader.read_order().standbys == (me,)
+        with holding(url, tmp_path, "the first") as first:
+            order = reader.read_order()
+            assert order.serving == f"the first ({me})"
+            assert order.lease.fence == 1
+            assert f"the first ({me}) serves, stands by: {me}" in reader.examine().description
+            # The holder has waited before: it stands by no more.
+            first.note_standby()
+            assert reader.read_order().standbys == (me,)
+        # One that has not said for some seconds that it waits has ended, or is suspended.
+        before = "UPDATE headwater_standbys SET seen_at = seen_at - interval '{} seconds'"
+        postgres.query(before.format(SHOWN_S + 1), url=url)
+        assert reader.read_order().standbys == ()
+        waiting.note_standby()
+        assert len(postgres.query("SELECT session FROM headwater_standbys", url=url)) == 1
+        assert reader.read_order().serving == ""
+
+
+def test_the_status_names_lease_and_standbys(url, tmp_path, short, call):
+    use_database(tmp_path / "state", url)
+
+    def status(*options):
+        code, out, _ = call("status", "--state", tmp_path / "state", *options)
+        assert code == 0
+        return out
+
+    with PostgresJournal(url) as waiting:
+        with StateFolder(tmp_path / "state", PostgresJournal(url)).open("headwater serve"):
+            assert re.search(r"^lease: 1, of headwater serve \(host .*, process \d+\)$", status(), re.MULTILINE)
+            assert re.search(r"^standby: none; 'headwater serve --standby' starts one", status(), re.MULTILINE)
+            waiting.note_standby()
+            assert re.search(r"^standby: host .*, process \d+$", status(), re.MULTILINE)
+            content = json.loads(status("--json"))
+            assert content["lease"]["number"] == 1
+            assert content["lease"]["holder"].startswith("headwater serve (host ")
+            assert len(content["standby"]) == 1
+        text = status()
+        assert re.search(r"^lease: 1 was given back by headwater serve .*; nobody serves$", text, re.MULTILINE)
+        assert "'headwater serve' starts it" not in text, "the standby does"
 
 
 def test_a_standby_stops_when_it_is_asked_to():

@@ -12,7 +12,7 @@ import pytest
 import coordinator
 import edge_agent
 import export
-from coordinator.hosted import transport
+from coordinator.hosted import placement
 from coordinator.processes import compute
 from coordinator.processes.compute import ComputeProcess
 from coordinator.processes.supervisor import ChildProcess
@@ -45,7 +45,7 @@ def test_python_itself_would_take_the_working_folders(hostile):
     assert "a file of the working folder was imported" in words
 
 
-@pytest.mark.parametrize("line", [transport.COMMAND, compute.COMMAND, pool.COMMAND])
+@pytest.mark.parametrize("line", [placement.COMMAND, compute.COMMAND, pool.COMMAND])
 def test_children_begin_whatever_lies_in_the_working_folder(hostile, line):
     """They exit without output when their owner has closed the pipe."""
     child = ChildProcess(line, hostile / "child.log")

@@ -16,9 +16,9 @@ import pytest
 from safetensors.numpy import save_file
 from simulation_harness import closed_rounds, learned_anywhere, run, run_and_updates, small_plan, write_images
 
+from coordinator.processes.cluster import connect_to_cluster
 from coordinator.simulation.engines import ray_cluster
-from coordinator.simulation.engines.base import EngineChoice
-from coordinator.simulation.engines.ray_cluster import connect_to_cluster
+from coordinator.simulation.engines.base import ADVICE, EngineChoice
 from coordinator.simulation.run import open_simulation
 from coordinator.simulation.setup import PARTITION, Prepared
 from edge_agent.core.errors import MissingCapability, RunFailed, UsageError
@@ -260,7 +260,7 @@ def test_an_address_where_nobody_is_is_told(ray, images, tmp_path, address, reas
 
 def test_without_ray_it_is_said_what_to_install(images, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(MissingCapability, match=re.escape(f"{install_command('ray')}, or use --engine pool")):
+    with pytest.raises(MissingCapability, match=re.escape(f"{install_command('ray')}, or try --engine pool")):
         EngineChoice.of(plan_for(images), 3)
 
 
@@ -283,7 +283,7 @@ def test_what_cannot_be_asked_for_is_told(images, changes, words):
 def local_cluster():
     """Two workers on this machine, for all tests of this file; whoever finds a connection uses it."""
     pytest.importorskip("ray")
-    with connect_to_cluster(None, cpus=2, store_bytes=0) as ray:
+    with connect_to_cluster(None, ADVICE, cpus=2) as ray:
         yield ray
 
 

@@ -12,6 +12,7 @@ from coordinator.journal.entries import RunRequested, UpdateAccepted
 from coordinator.journal.postgres import PostgresJournal
 from coordinator.journal.schemes import STORES, mistakes_in
 from coordinator.journal.sqlite import SqliteJournal
+from coordinator.state import journal_location
 from coordinator.state.backup import back_up
 from coordinator.state.journal_location import BEGUN, MOVED, NAME, has_journal, read_location, use_database
 from coordinator.state.store import StateFolder
@@ -80,6 +81,29 @@ def test_a_move_that_was_killed_is_completed(folder, url, call, monkeypatch):
     assert (folder / "journal.db").is_file()
     use_database(folder, url)
     assert request_run(folder) == "run-0002"
+
+
+def test_a_move_whose_database_has_kept_nothing_leaves_the_old_journal(folder, url, monkeypatch):
+    request_run(folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(PostgresJournal, "fill", lambda *_: 0)
+        with pytest.raises(StateError, match=r"has 0 entries, and .* has 1 others"):
+            use_database(folder, url)
+    assert (folder / "journal.db").is_file()
+    use_database(folder, url)
+    assert request_run(folder) == "run-0002"
+
+
+def test_the_move_is_on_disk_before_the_old_journal_goes(folder, url, monkeypatch):
+    """A power cut after the first new entry would else have brought the old journal back, beside other entries."""
+    request_run(folder)
+    steps = []
+    replace = Path.replace
+    monkeypatch.setattr(Path, "replace", lambda path, to: (steps.append(to.name), replace(path, to))[1])
+    monkeypatch.setattr(journal_location, "sync_folder", lambda path: steps.append(f"sync {path.name}"))
+    use_database(folder, url)
+    moved = steps.index(NAME)
+    assert steps[moved:] == [NAME, f"sync {folder.name}", MOVED]
 
 
 def exit_now():

@@ -1,0 +1,436 @@
+"""Sums at a site: the same bits as from single updates, whoever is killed, and each update once."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+
+import numpy as np
+import pytest
+from faulty_broker import Faults
+from federation_duties import WIDE_TASK, FakeDuties, TinyDuties, quick_params
+from federation_harness import Federation, Killed
+from relay_harness import SiteFederation
+
+from coordinator.runs.audit import audit
+from edge_agent.core.errors import MessageError
+from edge_agent.core.weighted_sum import WeightedSum
+from edge_agent.wire.blobs.chunks import Outgoing
+from edge_agent.wire.messages.down import Grant
+from edge_agent.wire.messages.site_sums import (
+    MEMBERS,
+    SiteSays,
+    SiteSeal,
+    Speak,
+    SummedUpdate,
+    SumReady,
+    SumReceipt,
+    members_text,
+)
+from edge_agent.wire.packed import pack
+from edge_agent.wire.tensors import pieces
+from edge_agent.wire.transport import Message
+
+NO_BOUNDS = {
+    **dict.fromkeys(("max_norm", "max_weight", "max_share", "repeat_share", "min_cosine"), "none"),
+    "max_class_mean": "none",
+    "max_loss": "none",
+}
+FIVE = ("a0", "a1", "a2", "a3", "a4")
+
+
+def run_of(fed, method="fedavg", rounds=2):
+    with fed:
+        fed.request(method, rounds=rounds, params=quick_params(method))
+        fed.finish()
+        assert fed.record.status == "finished", fed.record.end
+        return fed.record.checkpoint, [(entry.round, entry.agent) for entry in fed.entries("update_accepted")]
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedper", "repper", "fedavgm", "fedbn"])
+def test_a_run_whose_site_sums_gives_the_same_bits(tmp_path, method):
+    options = {"tasks": TinyDuties, "aggregation": NO_BOUNDS, "keyed": True}
+    alone, counted_alone = run_of(Federation(tmp_path / "alone", agents=FIVE, **options), method)
+    fed = SiteFederation(tmp_path / "site", {"north": FIVE[:4]}, sums=("north",), others=FIVE[4:], **options)
+    summed, counted = run_of(fed, method)
+    assert summed == alone
+    assert sorted(counted) == sorted(counted_alone)
+    assert fed.relays["north"].sums.summed == 4 * 2
+
+
+def wide(kind, folder, *arguments, **options):
+    return kind(folder, *arguments, tasks=FakeDuties, task=WIDE_TASK, aggregation=NO_BOUNDS, keyed=True, **options)
+
+
+def at_north(folder, **options):
+    return wide(SiteFederation, folder, {"north": FIVE}, sums=("north",), **options)
+
+
+def finished(fed, rounds=3):
+    fed.request(rounds=rounds)
+    fed.finish(3600)
+    assert each_once(fed)
+    return fed.encoder_sha256
+
+
+def each_once(fed):
+    counts = Counter((entry.round, entry.agent) for entry in fed.entries("update_accepted"))
+    return set(counts.values()) == {1}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The hash of three rounds without a relay."""
+    with wide(Federation, tmp_path_factory.mktemp("undisturbed"), agents=FIVE) as fed:
+        return finished(fed)
+
+
+def test_one_sum_leaves_the_site_in_place_of_each_update(tmp_path, undisturbed):
+    with at_north(tmp_path) as fed:
+        assert finished(fed) == undisturbed
+        sums = fed.relays["north"].sums
+        assert (sums.sums, sums.summed) == (3, 15)
+        update_bytes = len(fed.entries("update_accepted")) * 525_000
+        assert fed.upstream["north"].traffic.bytes_up < 0.5 * update_bytes
+        [row] = fed.coordinator.status()["sites"]
+        assert (row["relay"], row["holds"], row["sums"], row["summed"]) == ("north", 0, 3, 15)
+        assert not list((tmp_path / "relay-north" / "updates").glob("*")), "nothing is left of rounds that are over"
+
+
+def test_a_relay_is_killed_at_any_moment(tmp_path, undisturbed):
+    rng = np.random.default_rng(11)
+    for attempt in range(20):
+        with at_north(tmp_path / str(attempt)) as fed:
+            steps = int(rng.integers(5, 160))
+            counted = {"steps": 0}
+
+            def kill(site, relay, steps=steps, counted=counted):
+                counted["steps"] += 1
+                if counted["steps"] == steps:
+                    raise Killed
+
+            fed.hook = kill
+            fed.after_kill = fed.add_relay
+            assert finished(fed) == undisturbed, f"killed after {steps} steps"
+
+
+def test_a_relay_that_never_comes_back_loses_nothing(tmp_path, undisturbed):
+    """Its agents find another way: they have kept their updates."""
+    with at_north(tmp_path) as fed:
+
+        def kill(site, relay):
+            if len(relay.sums.holds) == 5:
+                raise Killed
+
+        fed.hook = kill
+        fed.request(rounds=3)
+        fed.until(lambda: not fed.relays)
+        fed.sites = {}
+        for name in FIVE:
+            fed.kill(name)
+            fed.add(name)
+        fed.finish(3600)
+        assert each_once(fed)
+        assert fed.encoder_sha256 == undisturbed
+
+
+@pytest.mark.parametrize("moment", ["on its way", "stored", "journaled"])
+def test_the_coordinator_is_killed_with_a_sum(tmp_path, undisturbed, moment, monkeypatch):
+    with at_north(tmp_path) as fed:
+        fed.request(rounds=3)
+        killed = []
+
+        def kill(*_):
+            if not killed:
+                killed.append(moment)
+                raise Killed
+
+        if moment == "on its way":
+            monkeypatch.setattr(fed.coordinator.sites, "chunk", kill)
+        elif moment == "stored":
+            monkeypatch.setattr(fed.coordinator.collector, "summed", kill)
+        else:
+            summed = fed.coordinator.collector.summed
+
+            def after(*arguments):
+                summed(*arguments)
+                kill()
+
+            monkeypatch.setattr(fed.coordinator.collector, "summed", after)
+        fed.until(lambda: killed)
+        fed.until(lambda: fed.coordinator is None)
+        fed.wait(1)
+        fed.start_coordinator()
+        fed.finish(3600)
+        assert each_once(fed)
+        assert fed.encoder_sha256 == undisturbed
+
+
+@pytest.mark.parametrize("fault", ["lose", "duplicate", "reorder", "flip"])
+def test_messages_are_lost_repeated_reordered_and_damaged_on_both_sides(tmp_path, undisturbed, fault):
+    with at_north(tmp_path) as fed:
+        fed.broker.faults = Faults(np.random.default_rng(3), **{fault: 0.05})
+        fed.site_brokers["north"].faults = Faults(np.random.default_rng(4), **{fault: 0.05})
+        assert finished(fed) == undisturbed
+
+
+def test_an_agent_that_is_late_is_summed_without(tmp_path, undisturbed):
+    """Its update passes by itself, after the sum of the others."""
+    with at_north(tmp_path) as fed:
+        fed.kill("a3")
+        fed.add("a3", seconds=60.0)
+        assert finished(fed) == undisturbed
+        sums = fed.relays["north"].sums
+        assert sums.summed == 3 * 4
+
+
+def test_an_update_that_is_no_number_is_refused_and_the_others_are_summed(tmp_path):
+    with at_north(tmp_path, round={"quorum": 0.5}) as fed:
+        put = fed.tasks["a1"].outbox.put
+
+        def spoiled(tensors, *arguments, **options):
+            first = next(iter(tensors))
+            return put({**tensors, first: np.full_like(tensors[first], np.nan)}, *arguments, **options)
+
+        fed.tasks["a1"].outbox.put = spoiled
+        fed.request(rounds=1)
+        fed.finish(3600)
+        assert fed.record.status == "finished"
+        assert [(entry.agent, entry.fact.reason) for entry in fed.entries("update_refused")] == [
+            ("a1", "tensor 'encoder.0.weight' holds NaN or infinity; local training has diverged")
+        ] or fed.entries("update_refused")[0].agent == "a1"
+        assert fed.relays["north"].sums.summed == 4
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"aggregation": {}},
+        {"aggregation": {**NO_BOUNDS, "rule": "median"}},
+        {"aggregation": {**NO_BOUNDS, "max_loss": 4.0}},
+        {"sums": ()},
+    ],
+)
+def test_where_something_looks_at_single_updates_they_pass_one_by_one(tmp_path, settings):
+    options = {"aggregation": NO_BOUNDS, "sums": ("north",), **settings}
+    with SiteFederation(tmp_path, {"north": FIVE}, tasks=FakeDuties, task=WIDE_TASK, keyed=True, **options) as fed:
+        fed.request(rounds=1)
+        fed.finish(3600)
+        assert fed.relays["north"].sums.summed == 0
+        assert len(fed.entries("update_accepted")) == 5
+
+
+def test_a_method_that_needs_single_updates_gets_them(tmp_path):
+    options = {"tasks": TinyDuties, "aggregation": NO_BOUNDS, "keyed": True}
+    alone, _ = run_of(Federation(tmp_path / "alone", agents=FIVE, **options), "fedpac")
+    fed = SiteFederation(tmp_path / "site", {"north": FIVE}, sums=("north",), **options)
+    assert run_of(fed, "fedpac")[0] == alone
+    assert fed.relays["north"].sums.summed == 0
+
+
+def test_a_site_of_two_sends_both_updates(tmp_path):
+    with wide(SiteFederation, tmp_path, {"north": FIVE[:2]}, sums=("north",), others=FIVE[2:]) as fed:
+        fed.request(rounds=1)
+        fed.finish(3600)
+        assert fed.relays["north"].sums.summed == 0
+
+
+def test_a_run_with_sums_can_be_audited(tmp_path):
+    with wide(SiteFederation, tmp_path, {"north": FIVE[:4]}, sums=("north",), others=FIVE[4:]) as fed:
+        fed.run = ""
+        fed.request(rounds=2, keep_updates=True)
+        fed.finish(3600)
+        result = audit(fed.state, fed.run)
+        assert result.breaks == []
+        assert [one.is_aggregation for one in result.rounds] == [True, True]
+
+
+# --- hostile ---------------------------------------------------------------------------------------------------------
+
+
+class Hostile:
+    """A relay that says what a test wants, beside one that is honest."""
+
+    def __init__(self, fed, relay="north", key_of="north"):
+        self.fed = fed
+        self.relay = relay
+        self.seal = SiteSeal(fed.keys().of_agent(key_of))
+        self.transport = fed.broker.transport()
+        self.transport.subscribe(fed.topics.site_down(relay))
+        self.transport.start()
+
+    def say(self, message):
+        self.transport.publish(self.fed.topics.site_up(self.relay), self.seal.encode(message))
+
+    def receipts(self):
+        found = []
+        while (event := self.transport.receive(0)) is not None:
+            if not isinstance(event, Message):
+                continue
+            with contextlib.suppress(MessageError):  # it hears itself as well
+                message = self.seal.to_site(event.payload)
+                if isinstance(message, SumReceipt):
+                    found.append(message)
+        return found
+
+    def offer(self, members, total, *, run=None, number=1):
+        """Offer a sum and send it; returns what the coordinator says."""
+        run = run or self.fed.run_id
+        about = {"run": run, "round": str(number), MEMBERS: members_text(tuple(members))}
+        blob = Outgoing.of(pack(pieces(total.to_tensors(), about)))
+        self.say(SumReady(run=run, round=number, blob=blob.ref))
+        self.fed.settle()
+        for index in range(blob.count):
+            self.transport.publish(self.fed.topics.site_chunks(self.relay), blob.frame(index))
+        self.fed.settle()
+        return self.receipts()
+
+
+@pytest.fixture
+def waiting(tmp_path):
+    """A round whose agents work for a long time, and a hostile relay in place of their own."""
+    with at_north(tmp_path) as fed:
+        for name in FIVE:
+            fed.kill(name)
+            fed.add(name, seconds=500.0)
+        fed.settle()
+        fed.request(rounds=1)
+        fed.until(lambda: fed.coordinator.collector.open_round is not None)
+        yield fed, Hostile(fed)
+
+
+def update_of(fed):
+    specs = fed.coordinator.collector.open_round.expected
+    return {name: np.ones(spec.shape, spec.dtype) for name, spec in specs.items()}
+
+
+def member(agent, samples=10):
+    return SummedUpdate(agent=agent, digest=agent[-1] * 64, samples=samples)
+
+
+def sum_of(fed, *weights):
+    total = WeightedSum()
+    for weight in weights:
+        total.add(float(weight), update_of(fed))
+    return total
+
+
+def test_a_right_sum_is_taken_once(waiting):
+    fed, relay = waiting
+    members = [member("a0"), member("a1"), member("a2")]
+    assert [one.is_accepted for one in relay.offer(members, sum_of(fed, 10, 10, 10))] == [True]
+    assert [one.is_accepted for one in relay.offer(members, sum_of(fed, 10, 10, 10))] == [True]
+    assert each_once(fed)
+    assert len(fed.entries("update_accepted")) == 3
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "weight",
+        "count",
+        "twice",
+        "stranger",
+        "delivered",
+        "other run",
+        "late",
+        "other tensors",
+        "not finite",
+        "no members",
+    ],
+)
+def test_a_wrong_sum_is_refused_and_nothing_counts(waiting, case):
+    fed, relay = waiting
+    members = [member("a0"), member("a1"), member("a2")]
+    total = sum_of(fed, 10, 10, 10)
+    options = {}
+    if case == "weight":
+        total = sum_of(fed, 10, 10, 1000)
+    elif case == "count":
+        total = sum_of(fed, 10, 20)
+    elif case == "twice":
+        members = [member("a0"), member("a0"), member("a2")]
+    elif case == "stranger":
+        members = [member("a0"), member("a1"), member("x7")]
+    elif case == "delivered":
+        assert relay.offer(members, total)[0].is_accepted
+        members = [member("a2"), member("a3"), member("a4")]
+    elif case == "other run":
+        options = {"run": "run-0009-" + "0" * 32}
+    elif case == "late":
+        options = {"number": 7}
+    elif case == "other tensors":
+        total = WeightedSum()
+        for _ in range(3):
+            total.add(10.0, {"other": np.ones(131_000, np.float32)})
+    elif case == "not finite":
+        next(iter(total._sums.values())).fine[:] = np.nan
+    elif case == "no members":
+        members = []
+    before = len(fed.entries("update_accepted"))
+    receipts = relay.offer(members, total, **options)
+    assert [one.is_accepted for one in receipts] == [False]
+    assert receipts[0].reason
+    assert len(fed.entries("update_accepted")) == before
+
+
+def test_a_relay_without_the_key_is_not_heard(waiting):
+    fed, _ = waiting
+    refused = fed.coordinator.status()["rejected_messages"]
+    liar = Hostile(fed, key_of="south")
+    liar.say(SiteSays(boot="x", software="1", holds=FIVE))
+    fed.settle()
+    assert fed.coordinator.status()["rejected_messages"] == refused + 1
+
+
+def test_a_relay_that_is_not_in_the_list_is_not_heard(waiting):
+    fed, _ = waiting
+    refused = fed.coordinator.status()["rejected_messages"]
+    Hostile(fed, relay="south", key_of="south").say(SiteSays(boot="x", software="1"))
+    fed.settle()
+    assert fed.coordinator.status()["rejected_messages"] == refused  # nobody listens to it
+
+
+@pytest.mark.parametrize("agent, run", [("a0", "other"), ("x7", "this")])
+def test_a_relay_speaks_to_its_own_agents_about_the_open_round_alone(waiting, agent, run):
+    fed, relay = waiting
+    refused = fed.coordinator.status()["rejected_messages"]
+    named = fed.run_id if run == "this" else "run-0009-" + "0" * 32
+    relay.say(Speak(agent=agent, command=Grant(run=named, digest="0" * 64, credits=1, missing=((0, 1),))))
+    fed.settle()
+    assert fed.coordinator.status()["rejected_messages"] == refused + 1
+
+
+@pytest.mark.parametrize("payload", [b"", b"x" * 64, b"0" * 200_000, b"\xff" * 100], ids=["0", "64", "200000", "100"])
+def test_what_is_no_message_costs_itself_alone(waiting, payload):
+    fed, relay = waiting
+    for topic in (fed.topics.site_up("north"), fed.topics.site_chunks("north"), fed.topics.site_down("north")):
+        relay.transport.max_payload_bytes = 1 << 20
+        relay.transport.publish(topic, payload)
+    fed.settle()
+    members = [member("a0"), member("a1"), member("a2")]
+    assert relay.offer(members, sum_of(fed, 10, 10, 10))[0].is_accepted
+
+
+def test_a_recorded_round_is_not_taken_again_by_a_relay(tmp_path):
+    with at_north(tmp_path) as fed:
+        fed.broker.capture = True
+        fed.request(rounds=2)
+        fed.finish(3600)
+        fed.wait(6)
+        relay = fed.relays["north"]
+        recorded = [payload for topic, payload in fed.broker.captured if topic == fed.topics.site_down("north")]
+        replayer = fed.broker.transport()
+        replayer.start()
+        for payload in recorded:
+            replayer.publish(fed.topics.site_down("north"), payload)
+        fed.settle()
+        assert relay.sums.holds == ()
+        assert relay.sums._round is None
+
+
+def test_a_relay_waits_for_no_agent_that_has_delivered(waiting):
+    fed, relay = waiting
+    assert relay.offer([member("a0"), member("a1")], sum_of(fed, 10, 10))[0].is_accepted
+    fed.wait(6)
+    assert fed.relays["north"].sums._round.asked.agents == FIVE[2:]
