@@ -5,8 +5,8 @@ from __future__ import annotations
 import secrets
 import socket
 import time
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -69,19 +69,32 @@ def _walk_to_single(
         ):
             return f"{secure.version()}, certificate is trusted"
 
-    steps = [name, tcp, tls] if broker.uses_tls else [name, tcp]
+    steps = [_Attempt(name), _Attempt(tcp)]
+    if broker.uses_tls:
+        steps.append(_Attempt(tls))
     if config is not None:
         visit = _Visit(config, timeout_s)
-        steps += [visit.login, visit.topics, visit.coordinator]
+        steps += visit.attempts()
     try:
         for attempt in steps:
-            step = try_step(attempt.__name__, attempt)
+            step = try_step(attempt.act.__name__, attempt.act, meaning=attempt.meaning)
             yield step
             if not step.is_ok:
                 return
     finally:
         if config is not None:
             visit.leave()
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """A step that is to be tried."""
+
+    act: Callable[[], str]
+    """Tries it and returns what was found; its name is that of the step."""
+
+    meaning: str = "cannot be reached"
+    """What a failure says of the broker, as the end of a sentence."""
 
 
 class _Visit:
@@ -98,6 +111,15 @@ class _Visit:
         self._broker = config.broker.model_copy(update={"user": self._user, "wait": False})
         self._transport: MqttTransport | None = None
         self._boot = secrets.token_hex(8)
+
+    def attempts(self) -> list[_Attempt]:
+        """Return the steps of the visit in their order."""
+        return [
+            _Attempt(self.login, "does not let it in"),
+            _Attempt(self.topics, "does not give it its topics"),
+            _Attempt(self.coordinator, "has no coordinator for it"),
+            _Attempt(self.kind),
+        ]
 
     def login(self) -> str:
         """Connect as the agent does.
@@ -178,6 +200,15 @@ class _Visit:
             f"none of federation '{self._config.federation}' answered within {self._timeout_s:g} s; start 'headwater "
             "serve' with the same federation and broker, and see that the broker's topic rules name it"
         )
+
+    def kind(self) -> str:
+        """Look which broker it is, as far as it can be told by what this agent may subscribe to."""
+        from .broker_kinds import describe_broker
+        from .mqtt import observe_broker
+
+        self.leave()  # with a certificate all connections have one id, and the second one ends the first
+        client_id = f"{self._config.id}-doctor"
+        return describe_broker(observe_broker(self._broker, client_id, self._topics.broadcasts, self._timeout_s))
 
     def leave(self) -> None:
         """Disconnect."""
