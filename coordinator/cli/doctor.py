@@ -28,9 +28,8 @@ from edge_agent.wire.transport import Message, Subscribed
 
 from ..broker import find_mosquitto
 from ..config import CoordinatorConfig, load_config
-from ..journal.schemes import shared_journal_at
 from ..service.preflight import check_defaults, without_lost_weights
-from ..state.journal_location import read_location
+from ..state.journal_location import examine_database
 from ..state.status_file import read_status
 from .options import Json
 from .output import present, table
@@ -163,9 +162,7 @@ def _check_journal(state: Path, url: str, advice: list[str]) -> str:
     Raises:
         StateError: The database cannot be reached, or is not that of the state folder.
     """
-    location = read_location(state)
-    expected_id = "" if location is None else location.id
-    report = shared_journal_at(url, expected_id).examine()
+    report = examine_database(state, url)
     advice += report.advice
     return report.description
 
