@@ -4,7 +4,7 @@ Both run in a child process that is restarted when it exits and ends with its pa
 use their own broker and name it in ``[broker]``. Nothing here connects as a client: that is `edge_agent.wire.mqtt`.
 
 This file starts and supervises a broker; `access` holds who may connect and speak on which topics, for every broker
-alike, `serve` is the process of the embedded one, and `kinds` says of a broker of one's own which one it is.
+alike, and `serve` is the process of the embedded one.
 """
 
 from __future__ import annotations

@@ -20,17 +20,16 @@ from edge_agent.core.config import BrokerConfig
 from edge_agent.core.errors import UsageError
 from edge_agent.core.formats import other_version
 from edge_agent.core.locks import lock_holder
+from edge_agent.wire.broker_kinds import Amqtt, Mosquitto, describe_broker, describe_kind
 from edge_agent.wire.broker_steps import walk_to_broker
 from edge_agent.wire.mqtt import MqttTransport, observe_broker, user_of
 from edge_agent.wire.topics import Topics
 from edge_agent.wire.transport import Message, Subscribed
 
 from ..broker import find_mosquitto
-from ..broker.kinds import describe_broker
 from ..config import CoordinatorConfig, load_config
-from ..journal.schemes import shared_journal_at
 from ..service.preflight import check_defaults, without_lost_weights
-from ..state.journal_location import read_location
+from ..state.journal_location import examine_database
 from ..state.status_file import read_status
 from .options import Json
 from .output import present, table
@@ -163,9 +162,7 @@ def _check_journal(state: Path, url: str, advice: list[str]) -> str:
     Raises:
         StateError: The database cannot be reached, or is not that of the state folder.
     """
-    location = read_location(state)
-    expected_id = "" if location is None else location.id
-    report = shared_journal_at(url, expected_id).examine()
+    report = examine_database(state, url)
     advice += report.advice
     return report.description
 
@@ -188,9 +185,11 @@ def _steps(config: CoordinatorConfig) -> Iterator[Step]:
 
         for name, check in checks(config.state, config.federation, config.identity):
             yield try_step(name, check)
+        yield Step("kind", is_ok=True, detail=describe_kind(Mosquitto))
         return
     if config.broker is None:
         yield Step("embedded", is_ok=True, detail="'headwater serve' starts its own broker")
+        yield Step("kind", is_ok=True, detail=describe_kind(Amqtt))
         return
     for url in config.broker.urls:
         for step in _steps_to(config.broker.at(url), config.federation):

@@ -112,6 +112,7 @@ class CoordinatorStarted(Fact):
     version: str = Field("", description="of the program")
     boot: str = Field("", description="id of this start of the program")
     federation: str | None = Field(None, description="id of the federation; the first versions wrote none")
+    federation_name: str = Field("", description="its name, as in topics; the first versions wrote none")
     epoch: Count | None = Field(None, description="number of the start in the federation; the first versions had none")
     is_copy: StrictBool = Field(False, description="the folder is a backup on which nobody had started yet")
     take_over: StrictBool | None = Field(None, description="it replaces another coordinator; None: not said")

@@ -570,8 +570,10 @@ class PostgresJournal(DeferredEntries, SharedJournal):
             if _version_of(connection):
                 self._check_tables(connection, create=False)
                 order = ServingOrder(read_lease(connection), read_standbys(connection))
-                serving = f"{order.serving or 'nobody'} serves, stands by: {'; '.join(order.standbys) or 'nobody'}"
-                state = f"journal {self._id[:12]} with {_read_head(connection).last_id} entries; {serving}"
+                state = f"journal {self._id[:12]} with {_read_head(connection).last_id} entries; "
+                state += f"{order.serving or 'nobody'} serves"
+                if order.standbys:
+                    state += f"; stands by: {', '.join(order.standbys)}"
             else:
                 query = "SELECT has_schema_privilege(current_schema(), 'CREATE') AS is_allowed"
                 row = connection.execute(query).fetchone()

@@ -39,7 +39,7 @@ from ..state.backup import MARKER
 from ..state.command_keys import CommandKeys
 from ..state.journal_location import journal_of, shared_journal_of, use_database
 from ..state.log_file import logging_to
-from ..state.starts import Takeover
+from ..state.starts import Takeover, check_name
 from ..state.store import StateFolder
 from .coordinator import Coordinator
 from .first_start import Decisions, prepare_start
@@ -103,7 +103,7 @@ def _wait_for_lease(config: CoordinatorConfig, stop: threading.Event) -> SharedJ
         The journal, closed.
 
     Raises:
-        UsageError: Agents would lose their broker with the coordinator.
+        UsageError: Agents would lose their broker with the coordinator, or the journal is of another federation.
         StateError: The database is not that of the state folder.
     """
     if config.broker is None:
@@ -119,7 +119,7 @@ def _wait_for_lease(config: CoordinatorConfig, stop: threading.Event) -> SharedJ
             stop.wait(START_AGAIN_S)
             continue
         journal = shared_journal_of(config.state, config.journal)
-        if journal is None or not wait_for_lease(journal, stop):
+        if journal is None or not wait_for_lease(journal, config.federation, stop):
             return None
         return journal
     return None
@@ -182,7 +182,8 @@ def coordinator(
         JournalAway: the database of the journal cannot be reached.
         DuplicateCoordinator: another coordinator serves the federation.
         StartStopped: ``stop`` was set before it was known whether one does; nothing was started.
-        UsageError: the state folder is a backup, and nobody has confirmed whom its certificates let in.
+        UsageError: the state folder is a backup, and nobody has confirmed whom its certificates let in; or it is of a
+            federation of another name.
         BrokerAway: the broker does not answer and ``broker.wait`` is false.
     """
     # Sockets, files of uploads and of updates that are aggregated: a plain shell allows 1,024 of them together.
@@ -193,6 +194,7 @@ def coordinator(
         use_database(config.state, config.journal)
         folder = StateFolder(config.state, journal or journal_of(config.state, config.journal))
         state = _when_there_is_room(config.state, stop, lambda: stack.enter_context(folder.open("headwater serve")))
+        check_name(state.journal, config.federation)
         stack.enter_context(logging_to(config.state))
         if takeover is None:
             takeover = prepare_start(config, state, decisions or Decisions(), stop)

@@ -285,6 +285,7 @@ class Coordinator:
             self.state.journal,
             version=__version__,
             boot=self._boot,
+            name=self.config.federation,
             is_copy=self._marker.exists(),
             takeover=self._takeover,
             is_held=self.state.is_held,

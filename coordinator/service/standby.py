@@ -36,7 +36,7 @@ from edge_agent.wire.transport import Connected, Disconnected, Message, Subscrib
 from ..journal.sqlite import can_write
 from ..journal.store import LEASE_S, LeaseState, SharedJournal
 from ..state.backup import MARKER
-from ..state.starts import Takeover, federation_of
+from ..state.starts import Takeover, check_name, federation_of
 from ..state.store import StateFolder
 from .listening import Listening
 
@@ -103,6 +103,7 @@ def wait_for_folder(
 
 def wait_for_lease(
     journal: SharedJournal,
+    federation: str,
     stop: threading.Event,
     *,
     clock: Callable[[], float] = time.monotonic,
@@ -113,13 +114,21 @@ def wait_for_lease(
     A lease that has expired counts only after `LEASE_S` seconds in which this process saw the database answer and the
     lease not renewed: when a database has restarted, its holder gets as long to renew it.
 
+    Args:
+        journal: The journal, closed.
+        federation: The name of the federation, which has to be that of the journal.
+        stop: Ends the wait.
+        clock: Returns seconds that only grow.
+        pause: Waits for so many seconds; None: until ``stop`` is set.
+
     Raises:
         StateError: The database answers, and does not have the journal that is expected, or a damaged one.
+        UsageError: The journal is of another federation.
     """
     wait = pause or stop.wait
     seen: LeaseState | None = None
     seen_since = 0.0
-    watch = _JournalWatch(journal, clock)
+    watch = _JournalWatch(journal, federation, clock)
     logged_holder = ""
     is_away = False
     with contextlib.closing(journal):
@@ -162,8 +171,9 @@ def wait_for_lease(
 class _JournalWatch:
     """A journal whose lease a standby reads again and again, and what else it does there now and then."""
 
-    def __init__(self, journal: SharedJournal, clock: Callable[[], float]) -> None:
+    def __init__(self, journal: SharedJournal, federation: str, clock: Callable[[], float]) -> None:
         self._journal = journal
+        self._federation = federation
         self._clock = clock
         self._verified_at = float("-inf")
         self._noted_at = float("-inf")
@@ -174,9 +184,11 @@ class _JournalWatch:
         Raises:
             JournalAway: The database does not answer.
             StateError: It does not have the journal that is expected, or a damaged one.
+            UsageError: The journal is of another federation.
         """
         if not self._journal.is_open:
             self._journal.open()
+            check_name(self._journal, self._federation)
         # The entries are verified before they are needed, so that the takeover has only the newest to verify.
         if self._clock() - self._verified_at >= VERIFY_S:
             self._journal.verify_new()
@@ -202,6 +214,7 @@ class Standby:
 
     Raises:
         StateError: the folder has no journal, so there is nothing to take over.
+        UsageError: its journal is of another federation.
     """
 
     def __init__(
@@ -240,6 +253,7 @@ class Standby:
         """What it waits for although the coordinator is silent, as logged last."""
 
         with StateFolder(state).look() as folder:
+            check_name(folder.journal, federation)
             starts = folder.journal.entries(kinds=("coordinator_started",))
         self._federation = federation_of(starts)
         self.serving = ""

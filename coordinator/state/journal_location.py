@@ -21,7 +21,7 @@ from edge_agent.core.storage import read_json, sync_folder, write_json
 
 from ..journal.schemes import mistakes_in, shared_journal_at
 from ..journal.sqlite import SqliteJournal
-from ..journal.store import Journal, SharedJournal
+from ..journal.store import Journal, SharedJournal, StoreReport
 
 NAME = "journal.json"
 SQLITE = "journal.db"
@@ -80,6 +80,25 @@ def shared_journal_of(folder: Path, url: str | None = None) -> SharedJournal | N
     if location is None:
         return None
     return shared_journal_at(location.url if url is None else url, location.id)
+
+
+def examine_database(folder: Path, url: str) -> StoreReport:
+    """Look whether `use_database` would accept the database of a configuration, without changing anything.
+
+    Raises:
+        JournalAway: It does not answer.
+        StateError: It has the journal of another state folder, or cannot be used.
+    """
+    # A folder whose first start was interrupted knows the id that its journal is to have.
+    location = read_location(folder) or _read(folder / BEGUN)
+    journal = shared_journal_at(url, "" if location is None else location.id)
+    report = journal.examine()
+    if location is None and journal.id:
+        raise StateError(
+            f"{journal.location}: this database has the journal {journal.id[:12]} of another state folder, and "
+            f"{folder} has no journal yet: name an empty database, or give the folder that belongs to it"
+        )
+    return report
 
 
 def has_journal(folder: Path) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from edge_agent.core.errors import UsageError
 from edge_agent.wire.messages.fields import new_id
 
 from ..journal.entries import CoordinatorStarted
@@ -51,6 +52,7 @@ def record_start(
     *,
     version: str,
     boot: str,
+    name: str = "",
     is_copy: bool = False,
     takeover: Takeover | None = None,
     is_held: Callable[[], bool] = lambda: True,
@@ -64,6 +66,7 @@ def record_start(
         journal: The journal of the state folder, opened to write.
         version: Version of this program.
         boot: Id of this start of the program.
+        name: Name of the federation, as `check_name` accepts it.
         is_copy: Whether the state folder is a backup on which nobody has started yet.
         takeover: What is known of the coordinator that this start replaces; None: it replaces none.
         is_held: Whether the lock of the state folder is that of this process.
@@ -80,6 +83,7 @@ def record_start(
         version=version,
         boot=boot,
         federation=federation_of(starts) or make_id(),
+        federation_name=name,
         epoch=epoch,
         is_copy=is_copy,
         take_over=takeover is not None,
@@ -101,6 +105,28 @@ def federation_of(starts: Sequence[Entry]) -> str:
         if start.federation is not None:
             return start.federation
     return ""
+
+
+def check_name(journal: Journal, name: str) -> None:
+    """Require that a configuration names the federation whose journal this is, as far as its starts say.
+
+    Otherwise a coordinator would serve a federation without agents, and nobody that of the agents. As long as there are
+    only starts, the name may be corrected.
+
+    Args:
+        journal: The journal of the state folder, opened.
+        name: The federation of the configuration.
+
+    Raises:
+        UsageError: It is another one.
+    """
+    names = [start.federation_name for start in _facts(journal.entries(kinds=("coordinator_started",)))]
+    is_other = bool(names) and names[-1] not in {"", name}
+    if is_other and journal.progress().entries:
+        raise UsageError(
+            f"{journal.location}: this is the journal of federation '{names[-1]}', and the configuration names "
+            f"'{name}': correct 'federation', or give another state folder, and another database where 'journal' is set"
+        )
 
 
 def epoch_of(starts: Sequence[Entry]) -> int:

@@ -102,7 +102,7 @@ def _way(config: AgentConfig, ca: Path | None, timeout_s: float) -> Iterator[Ste
                 raise BrokerAway(f"{holder} is not welcomed by a coordinator: {reason}")
             return f"{holder} is connected and welcomed; login and topics are not tried beside it"
 
-        yield try_step("agent", agent)
+        yield try_step("agent", agent, meaning="has no coordinator that welcomes it")
 
 
 def look(config: AgentConfig) -> Iterator[Step]:
@@ -251,13 +251,7 @@ def _verdict(device: Capabilities, config: AgentConfig | None, own: list[Step], 
         return f"not ready: {wrong.name}: {wrong.detail}"
     tier = device.tier if config is None or config.tier == "auto" else config.tier
     if failed is not None:
-        what = {
-            "login": "does not let it in",
-            "topics": "does not give it its topics",
-            "coordinator": "has no coordinator for it",
-        }
-        kind = failed.name.partition(" ")[0]  # the broker of a list is named behind it
-        why = f"the broker {what.get(kind, 'cannot be reached')} ({failed.name}: {failed.detail})"
+        why = f"the broker {failed.meaning} ({failed.name}: {failed.detail})"
         return f"not ready: {why}; the device itself can be an agent of tier '{tier}'"
     ready = f"ready as an agent of tier '{tier}'"
     if not steps:

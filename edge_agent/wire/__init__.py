@@ -8,5 +8,5 @@ Read in this order: `topics`, `messages` (their form), `tensors` (arrays as byte
 `seal` (which commands are authentic), `faults` (errors that cross the wire), `transport` (the contract), `memory` and
 `mqtt` (its two implementations), `failover` (which broker of a list is connected), `login` (advice where a broker
 refuses), `inbox` (events that wait between a network thread and the program), `broker_traits` (what tells one broker
-from another) and `broker_steps` (the way to a broker, tried step by step).
+from another), `broker_kinds` (which one it is, and its limits) and `broker_steps` (the way to a broker, step by step).
 """

@@ -6,7 +6,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -68,22 +68,34 @@ def _walk_to_single(
         ):
             return f"{secure.version()}, certificate is trusted"
 
-    steps: dict[str, Callable[[], str]] = {"name": look_up_name, "tcp": connect}
+    attempts = [_Attempt("name", look_up_name), _Attempt("tcp", connect)]
     if broker.uses_tls:
-        steps["tls"] = check_certificate
+        attempts.append(_Attempt("tls", check_certificate))
     visit = None
     if config is not None:
         visit = _Visit(config, timeout_s)
-        steps |= {"login": visit.login, "topics": visit.topics, "coordinator": visit.coordinator}
+        attempts += visit.attempts()
     try:
-        for name, attempt in steps.items():
-            step = try_step(name, attempt)
+        for attempt in attempts:
+            step = try_step(attempt.name, attempt.act, meaning=attempt.meaning)
             yield step
             if not step.is_ok:
                 return
     finally:
         if visit is not None:
             visit.leave()
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """A step that is to be tried."""
+
+    name: str
+    act: Callable[[], str]
+    """Tries it, and returns what was seen."""
+
+    meaning: str = "cannot be reached"
+    """What a failure says of the broker, as the end of a sentence."""
 
 
 class _Visit:
@@ -100,6 +112,15 @@ class _Visit:
         self._broker = config.broker.model_copy(update={"user": self._user, "wait": False})
         self._transport: MqttTransport | None = None
         self._boot = secrets.token_hex(8)
+
+    def attempts(self) -> list[_Attempt]:
+        """Return the steps of the visit in their order."""
+        return [
+            _Attempt("login", self.login, "does not let it in"),
+            _Attempt("topics", self.topics, "does not give it its topics"),
+            _Attempt("coordinator", self.coordinator, "has no coordinator for it"),
+            _Attempt("kind", self.kind),
+        ]
 
     def login(self) -> str:
         """Connect as the agent does.
@@ -182,6 +203,15 @@ class _Visit:
             f"none of federation '{self._config.federation}' answered within {self._timeout_s:g} s; start 'headwater "
             "serve' with the same federation and broker, and see that the broker's topic rules name it"
         )
+
+    def kind(self) -> str:
+        """Look which broker it is, as far as it can be told by what this agent may subscribe to."""
+        from .broker_kinds import describe_broker
+        from .mqtt import observe_broker
+
+        self.leave()  # with a certificate all connections have one id, and the second one ends the first
+        client_id = f"{self._config.id}-doctor"
+        return describe_broker(observe_broker(self._broker, client_id, self._topics.broadcasts, self._timeout_s))
 
     def leave(self) -> None:
         """Disconnect."""

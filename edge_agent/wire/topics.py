@@ -53,9 +53,14 @@ class Topics:
         """Return the topic of chunks to one agent."""
         return f"{self.root}/a/{agent}/db"
 
+    @property
+    def broadcasts(self) -> str:
+        """The beginning of the topics of blobs to many agents, to all of which each agent may subscribe."""
+        return f"{self.root}/b"
+
     def broadcast(self, digest: str) -> str:
         """Return the topic of the chunks of one blob to many agents."""
-        return f"{self.root}/b/{digest[:16]}"
+        return f"{self.broadcasts}/{digest[:16]}"
 
     def presence(self, agent: str) -> str:
         """Return the topic that says whether an agent is online or offline."""

@@ -21,7 +21,6 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from coordinator.broker.kinds import KINDS
 from coordinator.cli import COMMANDS as HEADWATER
 from coordinator.cli import command_tree
 from coordinator.cli.methods import LISTED, describe, marked_heads
@@ -34,6 +33,7 @@ from edge_agent.core.config import AgentConfig
 from edge_agent.heads import numeric
 from edge_agent.privacy.disclosure import BESIDE, SECURE_SUM, Item, messages, tensors, travels
 from edge_agent.relay.settings import RelayConfig
+from edge_agent.wire.broker_kinds import KINDS
 from edge_agent.wire.messages import down, up
 from edge_agent.wire.messages.fields import OLDEST_PROTOCOL, PROTOCOL, Command, Control
 from edge_agent.wire.topics import Topics

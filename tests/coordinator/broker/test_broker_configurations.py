@@ -10,7 +10,7 @@ from configured_brokers import NEEDS_NATS, NEEDS_RABBITMQ, FromMosquitto, FromNa
 from mqtt_harness import NEEDS_MOSQUITTO, PATIENCE_S, wait_for
 
 from coordinator.broker.access import add_rules, set_password
-from coordinator.broker.kinds import describe_broker
+from edge_agent.wire.broker_kinds import describe_broker
 from edge_agent.wire.mqtt import MqttTransport, observe_broker
 from edge_agent.wire.topics import Topics
 from edge_agent.wire.transport import Connected, Disconnected, Message, Subscribed, Will
@@ -166,6 +166,15 @@ def test_doctor_names_the_broker_to_the_coordinator_past_all_topic_rules(broker)
     traits = observe_broker(config, "home-coordinator", TOPICS.root, PATIENCE_S)
     begin = {"mosquitto": "mosquitto version 2", "nats": "NATS: ", "rabbitmq": "RabbitMQ before 3.13: "}[broker.kind]
     assert describe_broker(traits).startswith(begin)
+
+
+def test_doctor_names_the_broker_to_an_agent_within_its_topic_rules(broker):
+    """Mosquitto says what it is on a topic that agents may not read."""
+    config = broker.config("porch", PASSWORDS["porch"])
+    traits = observe_broker(config, "porch-doctor", TOPICS.broadcasts, PATIENCE_S)
+    begin = {"mosquitto": "not known, which is no fault", "nats": "NATS: ", "rabbitmq": "RabbitMQ before 3.13: "}
+    assert describe_broker(traits).startswith(begin[broker.kind])
+    assert traits.takes_spaces is (broker.kind != "nats"), "a rule would have refused it, too"
 
 
 def made_cluster(kind, folder):

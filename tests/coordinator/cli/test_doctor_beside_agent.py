@@ -91,6 +91,22 @@ def test_doctor_leaves_session_will_and_messages_of_the_live_agent(broker, tmp_p
     assert len({event.payload for event in said}) == visitors, "each has spoken as a separate start"
     told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert all(step["ok"] for found in told for step in found["broker"])
+    name = "mosquitto version 2" if "mosquitto" in request.node.name else "not known, which is no fault"
+    for found in told:
+        (kind,) = [step["detail"] for step in found["broker"] if step["step"] == "kind"]
+        assert kind.startswith(name)
     if "mosquitto" in request.node.name:
         assert len([event for event in said if event.topic == TOPICS.up("porch")]) == visitors
         assert not any("as far as" in step["detail"] for found in told for step in found["broker"])
+
+
+@pytest.mark.broker
+def test_the_verdict_says_what_a_step_that_failed_means(broker, tmp_path, capsys):
+    file = tmp_path / "agent.toml"
+    source = "digits:optdigits?n=100"
+    broker_and_data = f'[broker]\nurl = "{broker.url}"\n[data]\nsource = "{source}"\n'
+    file.write_text(f'id = "porch"\ntier = "head"\nstate = "porch"\n{broker_and_data}')
+    assert main(["doctor", "--json", "--timeout", "0.5", "--config", str(file)]) == 75
+    verdict = json.loads(capsys.readouterr().out)["verdict"]
+    begin = "not ready: the broker has no coordinator for it (coordinator: none of federation 'home' answered"
+    assert verdict.startswith(begin)

@@ -249,6 +249,7 @@ def test_doctor_checks_certificate_and_clock_and_leaves_a_running_agent_alone(fl
     assert "agent certificate: ok: holds until" in out
     assert re.search(r"agent clock: ok: [+-]0 s from the coordinator's", out)
     assert "broker coordinator: ok" in out
+    assert "broker kind: ok: " in out
     assert "agent_refused" not in fleet.said("serve"), "each step proves who it is"
     fleet.run("porch")
     fleet.until(lambda: fleet.online() == {"porch"}, "the device is online")
@@ -260,6 +261,7 @@ def test_doctor_checks_certificate_and_clock_and_leaves_a_running_agent_alone(fl
     assert code == 0
     for step in ("authority", "certificate", "mosquitto"):
         assert f"broker {step}: ok" in out
+    assert "broker kind: ok: Mosquitto: one thread and no cluster" in out
 
 
 @pytest.mark.slow

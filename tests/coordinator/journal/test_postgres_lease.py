@@ -21,8 +21,9 @@ from coordinator.journal.postgres_standbys import SHOWN_S
 from coordinator.journal.store import LEASE_S, LeaseState, ServingOrder
 from coordinator.service.standby import wait_for_lease
 from coordinator.state.journal_location import use_database
+from coordinator.state.starts import check_name, record_start
 from coordinator.state.store import StateFolder
-from edge_agent.core.errors import DuplicateCoordinator, JournalAway, StateError
+from edge_agent.core.errors import DuplicateCoordinator, JournalAway, StateError, UsageError
 from edge_agent.core.locks import lock_holder
 
 
@@ -194,6 +195,10 @@ class Leases:
     def verify_new(self):
         self.verified_at.append(self.clock)
 
+    def entries(self, kinds):
+        assert kinds == ("coordinator_started",)
+        return []
+
     def note_standby(self):
         self.noted_at.append(self.clock)
 
@@ -207,7 +212,7 @@ class Leases:
         def pause(seconds):
             self.clock += seconds
 
-        return wait_for_lease(self, stop or threading.Event(), clock=lambda: self.clock, pause=pause)
+        return wait_for_lease(self, "home", stop or threading.Event(), clock=lambda: self.clock, pause=pause)
 
 
 def lease(renewed_at, *, has_expired=False, is_free=False):
@@ -274,7 +279,7 @@ def test_the_database_knows_who_serves_and_who_would_take_over(url, tmp_path, sh
             order = reader.read_order()
             assert order.serving == f"the first ({me})"
             assert order.lease.fence == 1
-            assert f"the first ({me}) serves, stands by: {me}" in reader.examine().description
+            assert f"the first ({me}) serves; stands by: {me}" in reader.examine().description
             # The holder has waited before: it stands by no more.
             first.note_standby()
             assert reader.read_order().standbys == (me,)
@@ -308,6 +313,22 @@ def test_the_status_names_lease_and_standbys(url, tmp_path, short, call):
         text = status()
         assert re.search(r"^lease: 1 was given back by headwater serve .*; nobody serves$", text, re.MULTILINE)
         assert "'headwater serve' starts it" not in text, "the standby does"
+
+
+def test_a_standby_of_another_federation_is_refused_before_it_waits(url):
+    with PostgresJournal(url) as journal:
+        record_start(journal, version="x", boot="b", name="home")
+        check_name(journal, "hone")  # nothing has happened yet, and a mistake may be corrected
+        update(journal)
+    watching = PostgresJournal(url)
+    with pytest.raises(UsageError, match=r"journal of federation 'home', and the configuration names 'hone'"):
+        wait_for_lease(watching, "hone", threading.Event())
+    assert not watching.is_open
+    with PostgresJournal(url) as journal:
+        assert wait_for_lease(watching, "home", threading.Event()), "nobody has the lease"
+        # The first versions wrote no name.
+        record_start(journal, version="x", boot="b")
+        check_name(journal, "hone")
 
 
 def test_a_standby_stops_when_it_is_asked_to():

@@ -11,10 +11,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from coordinator.journal.entries import fact_of
+from coordinator.config import CoordinatorConfig
+from coordinator.journal.entries import RunRequested, fact_of
 from coordinator.service import app
+from coordinator.service.standby import Standby
+from coordinator.state.starts import record_start
 from coordinator.state.store import StateFolder
-from edge_agent.core.errors import StateError
+from edge_agent.core.errors import StateError, UsageError
+from edge_agent.wire.memory import MemoryBroker
 
 LOADED = """
 import contextlib, io, sys
@@ -138,3 +142,20 @@ def test_room_is_not_waited_for_where_that_would_not_help(tmp_path, monkeypatch,
         with pytest.raises(StateError, match=r"is in use by headwater serve|not a database|its content was changed"):
             app._when_there_is_room(tmp_path, stop, lambda: stack.enter_context(folder.open("headwater serve")))
     assert stop.pauses == 0
+
+
+def test_a_state_folder_serves_no_federation_of_another_name(tmp_path):
+    """Two federations on one broker, and a configuration with the state folder of the other one."""
+    config = CoordinatorConfig.model_validate(
+        {"federation": "attic", "state": tmp_path, "task": {"class_names": ["a"]}, "embedded": {"port": 0}}
+    )
+    with StateFolder(tmp_path).open("headwater serve") as state:
+        record_start(state.journal, version="x", boot="b", name="home")
+        state.journal.request_run(RunRequested(method="fedavg", rounds=1))
+    with pytest.raises(UsageError, match=r"journal of federation 'home', .* names 'attic': correct 'federation'"):
+        with app.coordinator(config):
+            pass
+    with pytest.raises(UsageError, match="journal of federation 'home'"):
+        Standby("attic", tmp_path, MemoryBroker().transport())
+    with StateFolder(tmp_path).look() as state:
+        assert [entry.kind for entry in state.journal.entries()] == ["coordinator_started", "run_requested"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -242,6 +243,11 @@ def test_doctor_looks_at_the_database_without_making_tables(tmp_path, call, url,
     assert checked(0)["journal"]["detail"].endswith("with 1 entries; nobody serves")
     with StateFolder(tmp_path / "state").open("headwater serve"):
         assert "; headwater serve (host " in checked(0)["journal"]["detail"]
+    # A folder without a journal does not get that of another one: 'serve' would say the same.
+    config.write_text(f'state = "elsewhere"\njournal = {json.dumps(url)}\n{CONFIG}')
+    refused = checked(1)["journal"]
+    assert re.search(r"of another state folder, and .*elsewhere has no journal yet", refused["detail"])
+    assert not (tmp_path / "elsewhere").exists()
     config.write_text(f"journal = {json.dumps(postgres.url('nowhere'))}\n{CONFIG}")
     refused = checked(75)["journal"]
     assert not refused["ok"]

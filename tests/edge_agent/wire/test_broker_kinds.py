@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.broker.kinds import KINDS, describe_broker
+from edge_agent.wire.broker_kinds import KINDS, Mosquitto, describe_broker, describe_kind
 from edge_agent.wire.broker_traits import AnswerTo5, BrokerTraits
 
 MOSQUITTO = BrokerTraits("mosquitto version 2.0.11", AnswerTo5.SPOKEN, 2, takes_spaces=True)
@@ -58,6 +58,10 @@ def test_a_broker_of_another_name_is_told_by_that():
 def test_what_a_broker_calls_itself_cannot_steer_a_terminal(version):
     line = describe_broker(BrokerTraits(version, AnswerTo5.SPOKEN, 2, takes_spaces=True))
     assert line.isprintable()
+
+
+def test_a_broker_that_is_known_without_a_look_has_the_same_line():
+    assert describe_kind(Mosquitto) == describe_broker(MOSQUITTO).replace(MOSQUITTO.version, "Mosquitto")
 
 
 def test_every_configuration_of_a_broker_belongs_to_its_kind():

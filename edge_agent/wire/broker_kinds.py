@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from edge_agent.core.formats import printable
-from edge_agent.wire.broker_traits import AnswerTo5, BrokerTraits
+from ..core.formats import printable
+from .broker_traits import AnswerTo5, BrokerTraits
 
 
 class BrokerKind(ABC):
@@ -92,6 +92,15 @@ class RabbitMq(BrokerKind):
 KINDS: tuple[BrokerKind, ...] = (Mosquitto(), Amqtt(), Nats(), RabbitMq())
 
 
+def describe_kind(kind: type[BrokerKind]) -> str:
+    """Return a kind of broker that is known without looking, and its limits, in a line."""
+    return _line(kind.name, kind.limits)
+
+
+def _line(name: str, limits: tuple[str, ...]) -> str:
+    return f"{name}: {'; '.join(limits)}"
+
+
 def describe_broker(traits: BrokerTraits) -> str:
     """Return which broker shows these traits, and its limits, in a line; 'not known' where they tell none."""
     recognized = [kind for kind in KINDS if kind.is_told_by(traits)]
@@ -99,5 +108,4 @@ def describe_broker(traits: BrokerTraits) -> str:
         version = f"; it calls itself '{printable(traits.version)}'" if traits.version else ""
         return f"not known, which is no fault{version}"
     (kind,) = recognized
-    name = printable(traits.version) or kind.name
-    return f"{name}: {'; '.join(kind.limits)}"
+    return _line(printable(traits.version) or kind.name, kind.limits)
