@@ -640,7 +640,7 @@ class WebConfig(Frozen):
 
 
 class BlobsConfig(Frozen):
-    """Large blobs by HTTP, for agents that fetch them so; without this section all blobs go in chunks over MQTT.
+    """Large blobs by HTTP, for agents that move them so; without this section all blobs go in chunks over MQTT.
 
     Either the coordinator serves them itself (``serve``), or it puts them where others serve them (``store``). Agents
     that do not reach the URLs get chunks.
@@ -672,6 +672,11 @@ class BlobsConfig(Frozen):
         description="address of an S3-compatible store that is not Amazon's; keys come from the environment",
     )
     above_bytes: int = Field(1_000_000, ge=0, le=1 << 40, description="only blobs of more bytes go by HTTP")
+    uploads: bool = Field(
+        default=True,
+        description="whether large updates of agents go the same way, beside what agents download; not to a folder, "
+        "and not where aggregators take them",
+    )
     valid_s: float = Field(
         600.0, ge=10, le=86_400, description="how long a URL holds; a download that has begun goes on after that"
     )

@@ -1,8 +1,10 @@
-"""The coordinator's own HTTP endpoint: blobs on offer, by paths that `signing` has made.
+"""The coordinator's own HTTP endpoint: blobs on offer, and updates that are expected, by paths that `signing` has made.
 
-Each connection has a thread, which only reads memory-mapped blobs. A stranger gets a few seconds and 8 KiB, and no more
-than `STRANGERS_OF_ONE` connections of one address at a time; who shows a path that holds may stay. With certificates
-the client's certificate must be of the agent that the path was made for, so a path that leaks is of no use to others.
+Each connection has a thread, which reads memory-mapped blobs, or hands what comes to the coordinator's loop. The size
+of an update is part of its path, so it is compared before a byte of it is read. A stranger gets a few seconds and
+8 KiB, and no more than `STRANGERS_OF_ONE` connections of one address at a time; who shows a path that holds may stay.
+With certificates the client's certificate must be of the agent that the path was made for, so a path that leaks is of
+no use to others.
 """
 
 from __future__ import annotations
@@ -14,17 +16,29 @@ import ssl
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from edge_agent.core.accepting import Acceptor
-from edge_agent.core.errors import MessageError, UsageError, cause
+from edge_agent.core.errors import ChunkError, MessageError, UsageError, cause
 from edge_agent.wire.blobs.chunks import Outgoing
 from edge_agent.wire.messages.fields import BlobRef
 
+from ..fleet.blob_urls import BlobSite
 from ..fleet.rejections import Rejections
-from .http_requests import bytes_of_range, head_of_blob, head_of_refusal, parse_head, read_head
-from .signing import Grant, PathSigner
+from ..fleet.upload_urls import ArrivedPart, ExpectedUpload, UploadAddress
+from .http_requests import (
+    CONTINUE,
+    BlobRequest,
+    bytes_of_content,
+    bytes_of_range,
+    head_of_blob,
+    head_without_content,
+    parse_head,
+    read_head,
+)
+from .inflow import Inflow, frame_of, part_bytes
+from .signing import Grant, PathSigner, UploadGrant
 
 log = logging.getLogger(__name__)
 
@@ -62,8 +76,55 @@ class Address:
     url: str = ""
 
 
+class EndpointUploads:
+    """The updates that the endpoint takes from agents that were given URLs for them."""
+
+    def __init__(self, above_bytes: int, signer: PathSigner, inflow: Inflow, url: Callable[[], str]) -> None:
+        """Expect nothing yet.
+
+        Args:
+            above_bytes: Updates of more bytes have URLs.
+            signer: Makes paths.
+            inflow: What is expected, and what has come of it.
+            url: Returns the beginning of the endpoint's URLs; empty while it does not listen.
+        """
+        self.above_bytes = above_bytes
+        self._signer = signer
+        self._inflow = inflow
+        self._url = url
+
+    def expect(self, upload: ExpectedUpload) -> UploadAddress | None:
+        """Let an agent send this update from now on."""
+        url = self._url()
+        if not url:
+            return None
+        self._inflow.expect(upload)
+        return UploadAddress((url + self._signer.upload_path(_grant_of(upload)),), whole=False)
+
+    def collect(self, upload: ExpectedUpload) -> None:
+        """Do nothing: what is sent here has arrived."""
+
+    def release(self, agent: str) -> None:
+        """Take nothing of an agent any more, also not the rest of what it is sending."""
+        self._inflow.release(agent)
+
+    def keep_only(self, agents: Collection[str]) -> None:
+        """Take nothing of others than these agents."""
+        for agent in self._inflow.others_than(agents):
+            self._inflow.release(agent)
+
+    def take_arrived(self) -> Iterator[ArrivedPart]:
+        """Yield what has arrived."""
+        return self._inflow.take_arrived()
+
+
+def _grant_of(upload: ExpectedUpload) -> UploadGrant:
+    """Return what the path of an update allows."""
+    return UploadGrant(upload.agent, upload.ref.digest, upload.run, upload.round, upload.ref.size_bytes)
+
+
 class BlobEndpoint:
-    """Serves blobs on offer to the agents that were given their URLs."""
+    """Serves blobs on offer to the agents that were given their URLs, and takes updates from them."""
 
     def __init__(
         self,
@@ -73,6 +134,7 @@ class BlobEndpoint:
         tls: Callable[[], ssl.SSLContext] | None = None,
         *,
         names_clients: bool = False,
+        inflow: Inflow | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Listen nowhere yet.
@@ -83,6 +145,7 @@ class BlobEndpoint:
             above_bytes: Blobs of more bytes have URLs.
             tls: Called for each connection; returns its settings of TLS. None: HTTP without TLS.
             names_clients: Whether the certificate of a client must name the agent of the path.
+            inflow: Where updates go that agents send; None: they go over MQTT.
             clock: The time in seconds, which only goes forward.
         """
         self.above_bytes = above_bytes
@@ -92,6 +155,12 @@ class BlobEndpoint:
         self._names_clients = names_clients
         self._clock = clock
         self._url = address.url
+        self._inflow = inflow
+        self.uploads: EndpointUploads | None = None
+        """Where agents send updates; None: over MQTT."""
+
+        if inflow is not None:
+            self.uploads = EndpointUploads(above_bytes, signer, inflow, self._url_if_listening)
         self._blobs: dict[str, Outgoing] = {}
         self._lock = threading.Lock()
         self._fetched = Counter[str]()
@@ -128,9 +197,17 @@ class BlobEndpoint:
             self._fetched.clear()
         return fetched
 
-    def describe(self) -> dict[str, str | int]:
+    def describe(self) -> BlobSite:
         """Return where this endpoint is, and how many requests it has refused."""
-        return {"by": "own endpoint", "where": self._url, "problem": "", "refused_requests": self._refusals.total}
+        return BlobSite(
+            by="own endpoint",
+            where=self._url,
+            takes_updates=self._inflow is not None,
+            refused_requests=self._refusals.total,
+        )
+
+    def _url_if_listening(self) -> str:
+        return self._url if self._is_listening else ""
 
     # --- start and stop -----------------------------------------------------------------------------------------------
 
@@ -162,6 +239,8 @@ class BlobEndpoint:
         with self._lock:
             self._blobs.clear()
         self._is_listening = False
+        if self.uploads is not None:
+            self.uploads.keep_only(())
         self._acceptor.close()
 
     # --- connections --------------------------------------------------------------------------------------------------
@@ -204,14 +283,14 @@ class BlobEndpoint:
                 connection.sock.settimeout(HEAD_S)
                 connection.sock = self._tls().wrap_socket(connection.sock, server_side=True)
             while not self._acceptor.is_over:
-                head = read_head(connection.sock, until, self._clock)
-                if not head or not self._answer(connection, head):
+                head, behind = read_head(connection.sock, until, self._clock)
+                if not head or not self._answer(connection, parse_head(head, behind), behind):
                     return
                 until = self._clock() + IDLE_S
         except MessageError as error:
             self._note_refusal(connection, str(error))
             with contextlib.suppress(OSError):
-                connection.sock.sendall(head_of_refusal("400 Bad Request", closes=True))
+                connection.sock.sendall(head_without_content("400 Bad Request", closes=True))
         except UsageError as error:  # the certificate's file has gone meanwhile
             self._note_refusal(connection, str(error))
         except OSError as error:  # of TLS, too: strangers try everything, and links break
@@ -221,32 +300,35 @@ class BlobEndpoint:
         finally:
             self._end(connection)
 
-    def _answer(self, connection: _Connection, head: bytes) -> bool:
+    def _answer(self, connection: _Connection, request: BlobRequest, behind: bytes) -> bool:
         """Answer one request; return whether the connection may go on.
 
+        Args:
+            connection: The connection.
+            request: The request.
+            behind: The bytes of its body that have come with its head.
+
         Raises:
-            MessageError: The request is not one that is answered here.
             OSError: The connection broke, or is too slow.
         """
-        request = parse_head(head)
+        if request.is_put:
+            return self._take(connection, request, behind)
         sock = connection.sock
         sock.settimeout(SLICE_S)
         # 1. A path that does not hold gets the same answer whatever is wrong with it.
         grant = self._signer.grant(request.target)
-        if grant is None or not self._is_of_agent(sock, grant):
-            self._note_refusal(connection, "its path does not hold")
-            sock.sendall(head_of_refusal("403 Forbidden", closes=True))
-            return False
+        if grant is None or not self._is_of_agent(sock, grant.agent):
+            return self._refuse(connection)
         self._note_known(connection)
         # 2. Only blobs on offer are served, and only ranges within them.
         with self._lock:
             blob = self._blobs.get(grant.digest)
         if blob is None:
-            sock.sendall(head_of_refusal("404 Not Found", closes=request.closes))
+            sock.sendall(head_without_content("404 Not Found", closes=request.closes))
             return not request.closes
         span = bytes_of_range(request.range, blob.ref.size_bytes)
         if span is None:
-            sock.sendall(head_of_refusal("416 Range Not Satisfiable", closes=request.closes))
+            sock.sendall(head_without_content("416 Range Not Satisfiable", closes=request.closes))
             return not request.closes
         # 3. The bytes.
         first, end = span
@@ -272,7 +354,77 @@ class BlobEndpoint:
             sock.settimeout(SLICE_S)
             sock.sendall(piece)
 
-    def _is_of_agent(self, sock: socket.socket, grant: Grant) -> bool:
+    def _refuse(self, connection: _Connection) -> bool:
+        """Answer a request whose path does not hold; return that the connection ends."""
+        self._note_refusal(connection, "its path does not hold")
+        connection.sock.sendall(head_without_content("403 Forbidden", closes=True))
+        return False
+
+    def _take(self, connection: _Connection, request: BlobRequest, behind: bytes) -> bool:
+        """Take bytes of an update; return whether the connection may go on.
+
+        A refusal ends the connection: its other side may be sending what nobody reads.
+
+        Raises:
+            OSError: The connection broke, or is too slow.
+        """
+        sock = connection.sock
+        sock.settimeout(SLICE_S)
+        # 1. A path that does not hold gets the same answer whatever is wrong with it, as one of an endpoint that takes
+        # no updates.
+        grant = self._signer.upload_grant(request.target)
+        if self._inflow is None or grant is None or not self._is_of_agent(sock, grant.agent):
+            return self._refuse(connection)
+        self._note_known(connection)
+        # 2. Only an update that is expected now is taken, and ranges of whole chunks within it.
+        upload = self._inflow.expected_of(grant.agent)
+        if upload is None or _grant_of(upload) != grant:
+            sock.sendall(head_without_content("404 Not Found", closes=True))
+            return False
+        span = bytes_of_content(request, upload.ref.size_bytes, upload.ref.chunk_bytes)
+        if span is None:
+            sock.sendall(head_without_content("416 Range Not Satisfiable", closes=True))
+            return False
+        # 3. The bytes. What was handed over before the connection breaks is not sent again.
+        if request.expects_continue and not behind:
+            sock.sendall(CONTINUE)
+        try:
+            self._receive(sock, upload, span, behind)
+        except ChunkError:
+            sock.sendall(head_without_content("404 Not Found", closes=True))
+            return False
+        sock.sendall(head_without_content("200 OK", closes=request.closes))
+        return not request.closes
+
+    def _receive(self, sock: socket.socket, upload: ExpectedUpload, span: tuple[int, int], behind: bytes) -> None:
+        """Read bytes of an update and hand them to the loop, one part after another.
+
+        Raises:
+            ChunkError: The update is not expected any more.
+            OSError: The connection broke, ended early or is too slow.
+        """
+        if self._inflow is None:
+            raise ChunkError("no updates are taken")
+        first, end = span
+        size = part_bytes(upload.ref)
+        for position in range(first, end, size):
+            wanted = min(size, end - position)
+            part = bytearray(behind[:wanted])
+            behind = behind[wanted:]
+            until = self._clock() + SLICE_S * max(1.0, wanted / SLICE_BYTES)
+            while len(part) < wanted:
+                left_s = until - self._clock()
+                if left_s <= 0:
+                    raise TimeoutError("an update comes too slowly")
+                sock.settimeout(left_s)
+                data = sock.recv(wanted - len(part))
+                if not data:
+                    raise ConnectionAbortedError("the request ended within its body")
+                part += data
+            self._inflow.hand_over(ArrivedPart(upload, frame_of(upload.ref, position, bytes(part))))
+        sock.settimeout(SLICE_S)
+
+    def _is_of_agent(self, sock: socket.socket, agent: str) -> bool:
         """Return whether the client's certificate, where one is asked for, is of the agent of the path."""
         if not self._names_clients:
             return True
@@ -280,7 +432,7 @@ class BlobEndpoint:
             return False
         # The subject of a certificate that the authority has made has one part: its name.
         certificate = sock.getpeercert() or {}
-        return certificate.get("subject") == ((("commonName", grant.agent),),)
+        return certificate.get("subject") == ((("commonName", agent),),)
 
     def _note_refusal(self, connection: _Connection, reason: str) -> None:
         """Count a refused request, and log it now and then: anybody can send those."""

@@ -25,6 +25,9 @@ from edge_agent.core.storage import write_atomic
 from edge_agent.wire.blobs.chunks import Outgoing
 from edge_agent.wire.messages.fields import BlobRef
 
+from ..fleet.blob_urls import BlobSite
+from ..fleet.upload_urls import UploadUrls
+
 log = logging.getLogger(__name__)
 
 PART_BYTES = 8 << 20
@@ -197,6 +200,9 @@ class StoredBlobs:
             clock: The time in seconds, which only goes forward.
         """
         self.above_bytes = above_bytes
+        self.uploads: UploadUrls | None = None
+        """Where agents put updates; None: over MQTT."""
+
         self._store = store
         self._wake = wake
         self._clock = clock
@@ -255,9 +261,9 @@ class StoredBlobs:
         self._fetched.clear()
         return fetched
 
-    def describe(self) -> dict[str, str | int]:
+    def describe(self) -> BlobSite:
         """Return where the store is, and why it could not be used last."""
-        return {"by": "store", "where": self._store.where, "problem": self._problem}
+        return BlobSite("store", self._store.where, takes_updates=self.uploads is not None, problem=self._problem)
 
     def close(self) -> None:
         """Put nothing more, and remove what is there, for at most `END_S`."""

@@ -14,6 +14,7 @@ from edge_agent.core.storage import IDENTITY
 from ..config import BlobsConfig, CoordinatorConfig
 from ..fleet.blob_urls import BlobUrls
 from .endpoint import Address, BlobEndpoint
+from .inflow import Inflow
 from .object_store import Bucket, RemoteStore, ServedFolder, StoredBlobs, try_store
 from .signing import KEY_BYTES, PathSigner
 
@@ -43,6 +44,7 @@ def open_blob_urls(config: CoordinatorConfig, wake: Callable[[], None]) -> BlobU
         blobs.above_bytes,
         tls_of(config, blobs),
         names_clients=config.identity is not None and blobs.cert is None,
+        inflow=Inflow(wake) if blobs.uploads else None,
     )
     endpoint.start()
     return endpoint

@@ -1,5 +1,7 @@
 """Paths of blobs that hold for one agent, one blob and a short time, with a proof that only this process can make.
 
+A path of an upload holds for one round of a run and one size, too. Neither kind of path holds for the other direction.
+
 The key is random and never leaves the process, so paths end with it at the latest. Their end is a moment of the
 process's own clock that never goes back: setting the wall clock neither prolongs nor shortens them.
 """
@@ -19,6 +21,12 @@ KEY_BYTES = 32
 _PATH = re.compile(r"/blobs/([0-9a-f]{64})\?agent=([a-z0-9][a-z0-9_-]{0,62})&until=([0-9]{1,12})&proof=([0-9a-f]{64})")
 
 
+_UPLOAD = re.compile(
+    r"/uploads/([0-9a-f]{64})\?agent=([a-z0-9][a-z0-9_-]{0,62})&run=([a-z0-9][a-z0-9-]{0,63})&round=([0-9]{1,7})"
+    r"&size=([0-9]{1,10})&until=([0-9]{1,12})&proof=([0-9a-f]{64})"
+)
+
+
 @dataclass(frozen=True)
 class Grant:
     """What a path with a valid proof allows: one agent to fetch one blob.
@@ -30,6 +38,25 @@ class Grant:
 
     agent: str
     digest: str
+
+
+@dataclass(frozen=True)
+class UploadGrant:
+    """What a path with a valid proof allows: one agent to send one update, for one round of a run.
+
+    Attributes:
+        agent: The agent that may send.
+        digest: The SHA-256 of the update.
+        run: The id of the run.
+        round: The number of the round.
+        size_bytes: The bytes of the update.
+    """
+
+    agent: str
+    digest: str
+    run: str
+    round: int
+    size_bytes: int
 
 
 class PathSigner:
@@ -65,6 +92,31 @@ class PathSigner:
         if self._clock() > int(until):
             return None
         return Grant(agent, digest)
+
+    def upload_path(self, grant: UploadGrant) -> str:
+        """Return the path by which an agent can send an update from now on."""
+        until = math.ceil(self._clock() + self._valid_s)
+        scope = f"agent={grant.agent}&run={grant.run}&round={grant.round}&size={grant.size_bytes}&until={until}"
+        return f"/uploads/{grant.digest}?{scope}&proof={self._upload_proof(grant, str(until))}"
+
+    def upload_grant(self, path: str) -> UploadGrant | None:
+        """Return what a path of an upload allows; None as for `grant`."""
+        parts = _UPLOAD.fullmatch(path)
+        if parts is None:
+            return None
+        digest, agent, run, number, size, until, proof = parts.groups()
+        grant = UploadGrant(agent, digest, run, int(number), int(size))
+        if not hmac.compare_digest(proof, self._upload_proof(grant, until)):
+            return None
+        if self._clock() > int(until):
+            return None
+        return grant
+
+    def _upload_proof(self, grant: UploadGrant, until: str) -> str:
+        """Return the proof of a path of an upload, which is none of a download."""
+        scope = f"{grant.digest}\n{grant.agent}\n{grant.run}\n{grant.round}\n{grant.size_bytes}\n{until}"
+        content = f"headwater upload path 1\n{scope}"
+        return hmac.new(self._key, content.encode(), hashlib.sha256).hexdigest()
 
     def _proof(self, agent: str, digest: str, until: str) -> str:
         """Return the proof of a path: a MAC over all that it allows, none of which may contain a line break."""

@@ -7,10 +7,36 @@ MQTT.
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
 from typing import Protocol
 
 from edge_agent.wire.blobs.chunks import Outgoing
 from edge_agent.wire.messages.fields import BlobRef
+
+from .upload_urls import UploadUrls
+
+
+@dataclass(frozen=True)
+class BlobSite:
+    """Where large blobs go by HTTP and how that fares, for the status.
+
+    Attributes:
+        by: What it is: ``own endpoint`` or ``store``.
+        where: Its URL, or the name of the store.
+        takes_updates: Whether agents put updates there.
+        problem: Why it could not be used last; empty: it could.
+        refused_requests: The requests that the own endpoint has refused.
+    """
+
+    by: str
+    where: str
+    takes_updates: bool
+    problem: str = ""
+    refused_requests: int = 0
+
+    def to_json(self) -> dict[str, str | int | bool]:
+        """Return this as JSON."""
+        return asdict(self)
 
 
 class BlobUrls(Protocol):
@@ -18,6 +44,10 @@ class BlobUrls(Protocol):
 
     above_bytes: int
     """Blobs of more bytes have URLs."""
+
+    @property
+    def uploads(self) -> UploadUrls | None:
+        """Where agents put updates; None: they go over MQTT."""
 
     def offered(self, blob: Outgoing) -> None:
         """Note that a blob is on offer from now on; its bytes stay readable until it is withdrawn."""
@@ -37,8 +67,8 @@ class BlobUrls(Protocol):
     def take_fetched(self) -> dict[str, int]:
         """Return the bytes that each agent has fetched since the last call."""
 
-    def describe(self) -> dict[str, str | int]:
-        """Return what this is and how it fares, for the status: ``by``, ``where``, ``problem`` and counts."""
+    def describe(self) -> BlobSite:
+        """Return what this is and how it fares, for the status."""
 
     def close(self) -> None:
         """Stop; blobs go in chunks from now on."""

@@ -18,7 +18,7 @@ from edge_agent.wire.messages.fields import Command, Ranges
 from edge_agent.wire.messages.up import Progress, Want
 from edge_agent.wire.topics import Topics
 
-from .blob_urls import BlobUrls
+from .blob_urls import BlobSite, BlobUrls
 from .carousel import Carousel, bits_of
 
 Send = Callable[[str, Command], None]
@@ -177,7 +177,7 @@ class Distributor:
         self.fetched_bytes = 0
         """What agents have fetched of blobs by HTTP."""
 
-    def describe_urls(self) -> dict[str, str | int] | None:
+    def describe_urls(self) -> BlobSite | None:
         """Return where large blobs are fetched by HTTP and how that fares, for the status; None: nowhere."""
         return None if self._urls is None else self._urls.describe()
 

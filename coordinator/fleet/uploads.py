@@ -19,7 +19,7 @@ from edge_agent.core.errors import ChunkError, TensorsError, UpdateRejected
 from edge_agent.core.storage import mapped, sync_folder
 from edge_agent.wire.blobs import chunks
 from edge_agent.wire.blobs.flow import UPLOAD_REPORT_BYTES, WINDOW_BYTES, Receiving
-from edge_agent.wire.messages.down import Ack, Grant, Queued, Receipt
+from edge_agent.wire.messages.down import Ack, Grant, Queued, Receipt, UploadUrls
 from edge_agent.wire.messages.fields import (
     EXCHANGES,
     MAX_CREDITS,
@@ -37,6 +37,8 @@ from ..state.store import BlobStore
 from ..views.runs import MAX_REASON_CHARS, Accepted, Rejection, replay
 from .collection import Collection, find_negative_variance
 from .rejections import Rejections
+from .upload_urls import ArrivedPart, ExpectedUpload, UploadAddress
+from .upload_urls import UploadUrls as UploadSite
 
 log = logging.getLogger(__name__)
 
@@ -97,6 +99,9 @@ class _Upload:
     counted_bytes: int = 0
     """The upload's part of the budget when that was last computed."""
 
+    is_by_http: bool = False
+    """Whether the agent was sent URLs last, and no grant of chunks."""
+
     def budget_bytes(self, now: float, before: float) -> int:
         """Return the upload's part of the budget.
 
@@ -136,6 +141,7 @@ class Collector:
         is_stalled: Callable[[], bool] = lambda: False,
         unread_s: Callable[[], float] = lambda: 0.0,
         partial: Path | None = None,
+        site: UploadSite | None = None,
     ) -> None:
         """Begin without uploads.
 
@@ -149,6 +155,7 @@ class Collector:
                 (`Transport.unread_s`).
             partial: Folder of updates that are arriving, which no other process may use, on the disk of the blobs;
                 None: one in the folder of the blobs.
+            site: Where agents put large updates by HTTP; None: all come in chunks.
         """
         self.blobs = blobs
         """Where accepted updates are stored."""
@@ -159,6 +166,16 @@ class Collector:
         self._clock = clock
         self._is_stalled = is_stalled
         self._unread_s = unread_s
+        self._site = site
+        self._by_http: set[str] = set()
+        """Agents whose hello says that they can send updates by HTTP."""
+
+        self._in_chunks: set[str] = set()
+        """Agents whose update of the open round comes in chunks, because another way was of no use."""
+
+        self.http_bytes = 0
+        """What has come of updates by HTTP since the start."""
+
         self._uploads: dict[str, _Upload] = {}
         self._judged: dict[str, _Upload] = {}
         """Updates that are complete, and wait for their `Judge`."""
@@ -189,8 +206,10 @@ class Collector:
     def open(self, collection: Collection) -> None:
         """Accept updates for this round from now on; uploads that are not of it are removed."""
         self.open_round = collection
+        self._in_chunks.clear()
         for agent in [a for a, upload in self._uploads.items() if not collection.awaits(a, upload.manifest)]:
             self._uploads.pop(agent).receiving.incoming.discard()
+        self._expect_open_uploads_only()
         self._counted_at = float("-inf")
         self._judged = {a: upload for a, upload in self._judged.items() if collection.awaits(a, upload.manifest)}
         self._queue = {a: message for a, message in self._queue.items() if collection.awaits(a, message)}
@@ -207,6 +226,7 @@ class Collector:
         for upload in self._uploads.values():
             upload.receiving.incoming.close()
         self._uploads.clear()
+        self._expect_open_uploads_only()
         self._counted_at = float("-inf")
         self._judged.clear()
         self._queue.clear()
@@ -299,6 +319,7 @@ class Collector:
             upload.receiving.incoming.close()
             self._open_files.pop(agent, None)
             self._counted_at = float("-inf")
+            self._release(agent)
         self._judged.pop(agent, None)
         self._queue.pop(agent, None)
 
@@ -320,17 +341,57 @@ class Collector:
         is_complete = upload.receiving.add(frame, upload.heard_at)
         if is_complete:
             del self._uploads[agent]
+            self._release(agent)
             self._open_files.pop(agent, None)
             self._counted_bytes -= upload.counted_bytes
             took_s = max(upload.heard_at - upload.begun_at, LEAST_UPLOAD_S)
             self._rates[agent] = upload.received_bytes / took_s
             self._finish(agent, upload)
             self._admit_next()
+        elif upload.is_by_http:  # each request has an answer of its own
+            pass
         elif upload.receiving.report_due(self._clock()):
             if self._unread_s() > LATE_S:
                 self._unacknowledged.add(agent)
             else:
                 self._acknowledge(agent, upload)
+
+    def note_way(self, agent: str, *, by_http: bool) -> None:
+        """Note whether an agent can send updates by HTTP, as its hello says."""
+        if by_http:
+            self._by_http.add(agent)
+        else:
+            self._by_http.discard(agent)
+
+    def take_arrived(self) -> bool:
+        """Take what has come by HTTP, as if it had come over MQTT; return whether anything has.
+
+        It is a bounded number of bytes: where more waits, the next call takes it.
+        """
+        has_arrived = False
+        for part in self._site.take_arrived() if self._site is not None else ():
+            has_arrived = True
+            self._take_part(part)
+        return has_arrived
+
+    def _take_part(self, part: ArrivedPart) -> None:
+        """Take one part that has come by HTTP, or have its update sent in chunks where nothing more comes."""
+        agent = part.upload.agent
+        upload = self._uploads.get(agent)
+        # What was under way when the update was complete, or when its round was closed, is of no use.
+        if upload is None or self._expected(agent, upload.manifest) != part.upload:
+            return
+        if part.frame is None:
+            log.warning("upload_ended agent=%s next=chunks reason=%s", agent, part.problem)
+            self._in_chunks.add(agent)
+            upload.granted_at = float("-inf")
+            self._grant(agent, upload.manifest)
+            return
+        self.http_bytes += len(part.frame.data)
+        try:
+            self.chunk(agent, part.frame)
+        except ChunkError as error:  # the disk is full: the agent hears from the next grant what is missing
+            log.warning("chunk_refused agent=%s reason=%s", agent, error)
 
     def is_uploading(self, agent: str) -> bool:
         """Return whether an update of this agent is being uploaded or judged, or waits for its turn."""
@@ -357,6 +418,8 @@ class Collector:
         unacknowledged = self._unacknowledged
         self._unacknowledged = set()
         for agent, upload in self._uploads.items():
+            if upload.is_by_http:
+                continue
             if upload.receiving.report_due(now) or agent in unacknowledged:
                 self._acknowledge(agent, upload)
         self._admit_next()
@@ -493,7 +556,13 @@ class Collector:
         if upload is None:
             upload = self._begin(agent, message)
         now = self._clock()
-        if now - upload.granted_at < GRANT_APART_S:
+        # An agent that has tried one way and asks for another one, is no duplicate.
+        if message.way != upload.manifest.way:
+            upload.manifest = message
+            upload.granted_at = float("-inf")
+        # One whose attempt by HTTP was cut announces its update at once, and starts nothing twice.
+        is_duplicate = now - upload.granted_at < GRANT_APART_S and not upload.is_by_http
+        if is_duplicate:
             return
         upload.granted_at = now
         upload.heard_at = now
@@ -501,11 +570,66 @@ class Collector:
         if upload.receiving.incoming.chunks.complete:  # everything was here before a restart
             del self._uploads[agent]
             self._counted_at = float("-inf")
+            self._release(agent)
             self._finish(agent, upload)
             return
+        if self._grant_by_http(agent, upload):
+            return
+        upload.is_by_http = False
+        self._release(agent)
         credit = min(MAX_CREDITS, max(1, WINDOW_BYTES // message.blob.chunk_bytes))
         missing = upload.receiving.missing
         self._send(agent, Grant(run=message.run, digest=message.blob.digest, credits=credit, missing=missing))
+
+    def _grant_by_http(self, agent: str, upload: _Upload) -> bool:
+        """Let the agent send its update by HTTP, or get it from where it was put; return False where it cannot."""
+        message = upload.manifest
+        site = self._site
+        if message.way == "chunks":
+            self._in_chunks.add(agent)
+        may_go = agent in self._by_http and agent not in self._in_chunks
+        if site is None or not may_go or message.blob.size_bytes <= site.above_bytes:
+            return False
+        expected = self._expected(agent, message)
+        if message.way == "stored":
+            upload.is_by_http = True
+            site.collect(expected)
+            return True
+        address = site.expect(expected)
+        if address is None:
+            return False
+        upload.is_by_http = True
+        self._send_urls(agent, upload, address)
+        return True
+
+    def _send_urls(self, agent: str, upload: _Upload, address: UploadAddress) -> None:
+        """Tell the agent where to put what is missing."""
+        message = upload.manifest
+        self._send(
+            agent,
+            UploadUrls(
+                run=message.run,
+                digest=message.blob.digest,
+                urls=address.urls,
+                whole=address.whole,
+                missing=upload.receiving.missing,
+            ),
+        )
+
+    @staticmethod
+    def _expected(agent: str, message: UpdateManifest) -> ExpectedUpload:
+        """Return what may come by HTTP of an update that was announced."""
+        return ExpectedUpload(agent, message.run, message.round, message.blob)
+
+    def _release(self, agent: str) -> None:
+        """Take nothing more of an agent by HTTP."""
+        if self._site is not None:
+            self._site.release(agent)
+
+    def _expect_open_uploads_only(self) -> None:
+        """Take nothing by HTTP but the uploads that are open."""
+        if self._site is not None:
+            self._site.keep_only(self._uploads)
 
     def _begin(self, agent: str, message: UpdateManifest) -> _Upload:
         """Begin an upload, with the chunks that have arrived before a restart, and with its part of the budget."""
@@ -541,6 +665,7 @@ class Collector:
             upload.receiving.incoming.finish(arrived, durable=True)
         except ChunkError as error:
             log.warning("update_damaged agent=%s reason=%s", agent, error)
+            self._in_chunks.add(agent)
             self._grant(agent, message)
             return
         if collection is None:

@@ -33,7 +33,7 @@ from edge_agent.wire.blobs.chunks import decode_frame
 from edge_agent.wire.messages import codec, down, fields, up
 from edge_agent.wire.messages.codec import SPOKEN
 from edge_agent.wire.topics import Topics
-from edge_agent.wire.transport import BrokerConnection, Connected, Disconnected, Message, Subscribed, Transport
+from edge_agent.wire.transport import BrokerConnection, Connected, Disconnected, Message, Subscribed, Transport, Woken
 
 from ..config import CoordinatorConfig
 from ..fleet.command_sender import CommandSender
@@ -162,6 +162,7 @@ class Coordinator:
             clock,
             self.storage.is_stalled,
             unread_s=lambda: self.transport.unread_s,
+            site=None if access.blob_urls is None else access.blob_urls.uploads,
         )
         self.aggregators, self.sites = self._make_helpers(access.keys)
         self.runs = self.make_runs(state, self.storage, clock, self._loop_of, config.retention.runs)
@@ -356,29 +357,49 @@ class Coordinator:
             StateError: the state folder was removed or replaced.
         """
         event = self.transport.receive(timeout_s)
+        has_uploaded = self.is_serving and self._take_uploads()
         if isinstance(event, Message):
-            if event.topic == self.topics.coordinators:
-                self._on_coordinator(event)
-            elif not self.is_serving:  # a message is dropped: agents and aggregators repeat it
-                pass
-            elif event.topic == self.topics.aggregators_up:
-                self._on_aggregator(event)
-            elif (sender := self.topics.site_sender(event.topic)) is not None:
-                self._on_relay(*sender, event)
-            else:
-                self._on_message(event)
-            # Messages that wait are served first; the look at timers and the run has a time of its own.
-            self._is_behind = True
-            if self.clock() < min(self._advance_at, self._due_at):
-                return True
+            self._dispatch(event)
         elif isinstance(event, Connected):
             self._on_connected(event)
         elif isinstance(event, Subscribed):
             self.peers.listening(self.topics.coordinators in event.filters)
         elif isinstance(event, Disconnected):
             self._on_disconnected(event)
+        # Messages and uploads that wait are served first; the look at timers and the run has a time of its own.
+        has_more = isinstance(event, Message) or (has_uploaded and isinstance(event, Woken))
+        if has_more:
+            self._is_behind = True
+        if has_more and self.clock() < min(self._advance_at, self._due_at):
+            return True
         self._advance()
         return event is not None
+
+    def _dispatch(self, event: Message) -> None:
+        """Handle a message of another coordinator, of an aggregator, of a relay or of an agent."""
+        if event.topic == self.topics.coordinators:
+            self._on_coordinator(event)
+        elif not self.is_serving:  # a message is dropped: agents and aggregators repeat it
+            pass
+        elif event.topic == self.topics.aggregators_up:
+            self._on_aggregator(event)
+        elif (sender := self.topics.site_sender(event.topic)) is not None:
+            self._on_relay(*sender, event)
+        else:
+            self._on_message(event)
+
+    def _take_uploads(self) -> bool:
+        """Take what has come of updates by HTTP, as messages are taken; return whether anything has."""
+        try:
+            with self.state.journal.deferring():
+                return self.collector.take_arrived()
+        except Exception as error:  # as for messages: a full disk, or a bug of this program
+            trouble = of_storage(error)
+            if trouble is not None:
+                self.storage.note(trouble, "updates")
+            else:
+                log.exception("upload_broke")
+            return True
 
     def _on_connected(self, event: Connected) -> None:
         """Count the time of leases again, and announce this coordinator if it serves already."""
@@ -463,6 +484,7 @@ class Coordinator:
         if self.identity is not None:
             for agent in self.identity.tick(self.clock(), utc_now()):
                 self._lose(agent)
+                self.collector.give_up(agent)  # what it sends by HTTP passes no broker that would refuse it
         # 5. Leases, uploads, releases and the run, for whoever serves.
         if self.is_serving:
             self._serve_fleet()
@@ -793,6 +815,7 @@ class Coordinator:
         self.collector.greet(agent)
         self.roster.hello(agent, message)
         self.distributor.note_way(agent, by_http=message.facts.get(fields.HTTP_BLOBS) is True)
+        self.collector.note_way(agent, by_http=message.facts.get(fields.HTTP_UPLOADS) is True)
         self.refusals.accepted(agent)
         if has_new_connection:
             self.distributor.forget(agent)
@@ -918,6 +941,7 @@ class Coordinator:
         """Return the coordinator's state now, as the JSON of ``status.json``."""
         waiting = self.waiting
         run = None if self.loop is None else self.loop.status()
+        blobs = self.distributor.describe_urls()
         return {
             "version": __version__,
             "federation": self.config.federation,
@@ -949,9 +973,10 @@ class Coordinator:
                 "bytes_published": self.transport.traffic.bytes_up,
                 "blob_bytes_published": self.distributor.published_bytes,
                 "blob_bytes_fetched": self.distributor.fetched_bytes,
+                "update_bytes_by_http": self.collector.http_bytes,
                 "dropped": self.transport.traffic.dropped,
             },
-            "blobs": self.distributor.describe_urls(),
+            "blobs": None if blobs is None else blobs.to_json(),
             "process": {"resident_bytes": resident_bytes()},
             "storage": self.storage.trouble or None,
             "broker_away": self._broker_wait is not None,

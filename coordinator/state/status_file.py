@@ -387,12 +387,14 @@ class Status:
 
     @property
     def blobs_by_http(self) -> str:
-        """Where agents fetch large blobs by HTTP, how many bytes they have, and what is wrong there; empty: nowhere."""
+        """Where large blobs go by HTTP, how many bytes have gone, and what is wrong there; empty: nowhere."""
         blobs = _object(self.content.get("blobs"))
         if not blobs:
             return ""
-        fetched_bytes = _whole(_object(self.content.get("traffic")).get("blob_bytes_fetched"))
-        text = f"{as_text(blobs.get('where') or '')}, {formats.size(fetched_bytes)} fetched"
+        traffic = _object(self.content.get("traffic"))
+        text = f"{as_text(blobs.get('where') or '')}, {formats.size(_whole(traffic.get('blob_bytes_fetched')))} fetched"
+        if blobs.get("takes_updates") is True:
+            text = f"{text}, {formats.size(_whole(traffic.get('update_bytes_by_http')))} of updates received"
         problem = as_text(blobs.get("problem") or "")
         return f"{text}; blobs go over MQTT: {problem}" if problem else text
 

@@ -22,6 +22,7 @@ from ..core.storage import read_json, sweep, write_atomic
 from ..identity.certificates import check_name
 from ..identity.renewal import Renewal, renew_beside
 from ..wire.blobs.by_http import BlobFetcher
+from ..wire.blobs.put_by_http import BlobSender
 from ..wire.mqtt import MqttTransport, blob_tls_context, refused_topics
 from .data_check import check
 from .event_loop import Agent, will_of
@@ -85,6 +86,12 @@ def _run(config: AgentConfig, tier: str) -> None:
             refused_topics=refused_topics_of(config, transport),
             leave_broker=transport.leave if len(config.broker.urls) > 1 else None,
             fetcher=BlobFetcher(transport.wake, lambda: blob_tls_context(config.broker), config.downloads.hosts),
+            sender=BlobSender(
+                transport.wake,
+                lambda: blob_tls_context(config.broker),
+                config.uploads.hosts,
+                needs_tls=config.broker.uses_tls,
+            ),
         )
         agent = Agent(config, transport, TaskRunner(config, tier, beside=True), runtime)
         serving = _start_serving(config)

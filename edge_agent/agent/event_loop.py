@@ -115,7 +115,8 @@ class Agent:
         self.cache = BlobCache(config.state / "cache", config.cache_bytes)
         self._fetcher = runtime.fetcher if config.downloads.by_http else None
         self.downloads = Downloads(self.cache, self.link, self.clock, self._fetcher)
-        self.uploads = Uploads(tasks.outbox, self.link, self.clock)
+        self._sender = runtime.sender if config.uploads.by_http else None
+        self.uploads = Uploads(tasks.outbox, self.link, self.clock, self._sender)
         self.jobs = TaskQueue(tasks, self.downloads, self.uploads, self.worker, self.link)
         self._new_samples = NewSamples(config, self.clock)
         self._checked: Task | None = None
@@ -172,6 +173,7 @@ class Agent:
             down.Listen: self.downloads.listen,
             down.Located: self.downloads.located,
             down.Grant: self._on_grant,
+            down.UploadUrls: self._on_upload_urls,
             down.Queued: self.uploads.queued,
             down.Ack: self.uploads.ack,
             down.Receipt: self.jobs.on_receipt,
@@ -217,6 +219,7 @@ class Agent:
         self.disk.safely(self.tasks.bundles.note_stop)
         self.link.send(up.Bye())
         self.downloads.pause()
+        self.uploads.pause()
         self.worker.close()
         self.transport.close()
 
@@ -350,6 +353,8 @@ class Agent:
             facts = {**facts, "inputs_since": self._sent_inputs_since}
         if self._fetcher is not None:
             facts = {**facts, fields.HTTP_BLOBS: True}
+        if self._sender is not None:
+            facts = {**facts, fields.HTTP_UPLOADS: True}
         hello = up.Hello(
             software=__version__,
             tier=self.tasks.tier,
@@ -465,6 +470,11 @@ class Agent:
     def _on_grant(self, message: down.Grant) -> None:
         """Send the chunks of the update that the coordinator asks for."""
         self.uploads.grant(message)
+        self.jobs.go_on()  # an update that was lost from the disk is computed again
+
+    def _on_upload_urls(self, message: down.UploadUrls) -> None:
+        """Send the update by HTTP, where the coordinator takes it so."""
+        self.uploads.upload_urls(message)
         self.jobs.go_on()  # an update that was lost from the disk is computed again
 
     def _on_task(self, message: down.TaskNotice) -> None:
@@ -621,6 +631,7 @@ class Agent:
             },
             "job": None if job is None else {"run": run_name(job.run), "round": job.round, "rounds": job.rounds},
             "downloads": self.downloads.ways.to_json(),
+            "uploads": self.uploads.ways.to_json(),
             "working": self.jobs.is_working,
             "bundle_id": self.tasks.bundles.bundle_id,
             "candidate": self.jobs.candidate(),

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from ..core.children import InlineWorker, Worker
 from ..identity.renewal import Renewal
 from ..wire.blobs.by_http import BlobFetcher
+from ..wire.blobs.put_by_http import BlobSender
 
 RefusedTopics = Callable[[Mapping[str, bytes]], "dict[str, str] | None"]
 """See `edge_agent.wire.mqtt.refused_topics`."""
@@ -54,3 +55,6 @@ class AgentRuntime:
 
     fetcher: BlobFetcher | None = None
     """Fetches blobs by HTTP; None: they come over MQTT alone."""
+
+    sender: BlobSender | None = None
+    """Sends updates by HTTP; None: they go over MQTT alone."""

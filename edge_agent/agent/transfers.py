@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ..core.config import AgentConfig, PrivacyConfig
 from ..core.errors import ChunkError, HeadwaterError, StateError
@@ -25,6 +25,7 @@ from .local_state import Membership
 
 if TYPE_CHECKING:
     from ..wire.blobs.by_http import BlobFetcher, Fetch
+    from ..wire.blobs.put_by_http import BlobSender, Put
 
 log = logging.getLogger(__name__)
 
@@ -238,14 +239,88 @@ class Budget:
         )
 
 
-class Uploads:
-    """The update in the outbox, if any, and how far it has come."""
+@dataclass
+class TransferWays:
+    """What has been moved in one direction since the start, by way, for the status."""
 
-    def __init__(self, outbox: Outbox, link: Link, clock: Callable[[], float]) -> None:
+    http_bytes: int = 0
+    """Bytes that went by HTTP."""
+
+    mqtt_bytes: int = 0
+    """Bytes that went in chunks over MQTT."""
+
+    http_problem: str = ""
+    """Why HTTP was of no use last; empty: it was, or was not tried."""
+
+    def to_json(self) -> dict[str, int | str] | None:
+        """Return this as JSON; None before the first transfer."""
+        if not self.http_bytes and not self.mqtt_bytes:
+            return None
+        return {"http_bytes": self.http_bytes, "mqtt_bytes": self.mqtt_bytes, "http_problem": self.http_problem}
+
+
+AFTER_CUT_S = 1.0
+"""The seconds between an upload by HTTP that was cut and the next announcement: what has arrived is counted first."""
+
+MOST_VAIN = 1
+"""The attempts by HTTP that may follow one which has brought nothing, such as a request to a store that was cut."""
+
+
+@dataclass
+class _Attempts:
+    """What attempts to send one update by HTTP have brought."""
+
+    way: Literal["", "chunks", "stored"] = ""
+    """What the next announcement says, see `up.UpdateManifest.way`."""
+
+    least_missing: int | None = None
+    """The fewest chunks that were missing when an attempt began; None: none has begun."""
+
+    vain: int = 0
+    """How many attempts in a row have begun with no fewer missing chunks than one before."""
+
+    def begins(self, missing: int) -> bool:
+        """Note that an attempt is to begin, and return whether it may: `MOST_VAIN` in a row have brought nothing.
+
+        Args:
+            missing: The chunks that are missing now.
+        """
+        if self.least_missing is None or missing < self.least_missing:
+            self.least_missing = missing
+            self.vain = 0
+            return True
+        self.vain += 1
+        return self.vain <= MOST_VAIN
+
+
+class Uploads:
+    """The update in the outbox, if any, and how far it has come.
+
+    Where the coordinator answers its announcement with URLs, it goes there, with ``sender``. An attempt that breaks
+    off is followed by another announcement, whose answer says what has arrived; one that has brought nothing more, or
+    has reached nobody, by an announcement that asks for the way in chunks.
+    """
+
+    def __init__(
+        self, outbox: Outbox, link: Link, clock: Callable[[], float], sender: BlobSender | None = None
+    ) -> None:
         """Take what an earlier process has left in the outbox; it is offered after the next welcome."""
         self._outbox = outbox
         self._link = link
         self._clock = clock
+        self._sender = sender
+        self._put: Put | None = None
+        """The upload by HTTP that is under way."""
+
+        self._put_chunks = 0
+        """How many chunks were missing when it began."""
+
+        self._put_meter = flow.Meter()
+        self._put_bytes = 0
+        """The bytes of it that were counted."""
+
+        self._attempts = _Attempts()
+        self.ways = TransferWays()
         self._manifest = outbox.get()
         self._partition = ""
         """Whose aggregator takes the update, as its job says; empty: the coordinator does."""
@@ -264,6 +339,8 @@ class Uploads:
     def offer(self, manifest: up.UpdateManifest, partition: str = "") -> None:
         """Announce a new update, which is in the outbox, to the aggregator of a partition or to the coordinator."""
         self._stop_sending()
+        self._end_put()
+        self._attempts = _Attempts()
         self._manifest = manifest
         self.offer_to(partition)
 
@@ -276,7 +353,8 @@ class Uploads:
         """Announce what waits, if anything does."""
         if self._manifest is not None:
             self._wait(OFFER_AGAIN_S, "the coordinator's answer to the announcement of its update")
-            self._link.send(self._manifest, self._partition)
+            way = "" if self._partition else self._attempts.way
+            self._link.send(self._manifest.model_copy(update={"way": way}), self._partition)
 
     def cut(self) -> None:
         """Begin with a new connection: what was under way is lost, and the link may be another one."""
@@ -284,6 +362,11 @@ class Uploads:
             self._sending.cut()
         self._pace.restart()
         self._budget.forget()
+        # Another network may let HTTP pass. What goes to a store in one request is not begun again for that.
+        if self._put is not None and not self._put.whole:
+            self._end_put()
+        if self._attempts.way == "chunks":
+            self._attempts = _Attempts()
 
     def queued(self, message: down.Queued) -> None:
         """Wait, because the coordinator receives other updates first."""
@@ -301,17 +384,40 @@ class Uploads:
         """
         if not self._is_ours(message):
             return
+        self._end_put()
         if self._sending is None:
-            try:
-                path = self._outbox.path_of(message.digest)
-                size = self._chunk_bytes
-                self._sending = flow.Sending(chunks.Outgoing.open(path, message.digest, size), self._pace)
-            except StateError as error:
-                log.warning("outbox_damaged reason=%s", error)
-                self._forget()
+            blob = self._open(message.digest)
+            if blob is None:
                 return
+            self._sending = flow.Sending(blob, self._pace)
         self._pace.limit_bytes = min(flow.WINDOW_BYTES, message.credits * self._sending.blob.ref.chunk_bytes)
         self._continue(self._sending, message.missing)
+
+    def upload_urls(self, message: down.UploadUrls) -> None:
+        """Send what is missing by HTTP, unless that goes on already, or has turned out to be of no use.
+
+        Raises:
+            ChunkError: ranges outside the blob.
+        """
+        if self._sender is None or not self._is_ours(message):
+            return
+        # The answer to an earlier announcement may come when an attempt has begun, or when chunks were asked for.
+        if self._put is not None or self._attempts.way == "chunks":
+            return
+        blob = self._open(message.digest)
+        if blob is None:
+            return
+        missing = chunks.flags_of(message.missing, blob.count).count(1)
+        if not self._attempts.begins(missing):
+            self._ask_for_chunks()
+            return
+        self._stop_sending()
+        self._put = self._sender.begin(blob, message.urls, message.missing, whole=message.whole)
+        self._put_chunks = missing
+        self._put_meter = flow.Meter()
+        self._put_meter.begin(self._clock())
+        self._put_bytes = 0
+        self._wait(OFFER_AGAIN_S, "")
 
     def ack(self, message: down.Ack) -> None:
         """Send chunks that are missing; the coordinator has received the others.
@@ -332,6 +438,9 @@ class Uploads:
             return None
         if self._sending is not None:
             self._sending.arrived(self._clock())
+        if self._put is not None:  # the receipt was faster than the answer of its last request
+            self._count_sent(self._put)
+            self._note_sent(self._put)
         note(delivered)
         self._forget()
         return delivered
@@ -347,6 +456,10 @@ class Uploads:
         self._forget()
         return dropped
 
+    def pause(self) -> None:
+        """Send no more by HTTP, because the agent stops: the update stays in the outbox."""
+        self._end_put()
+
     def objection(self, left_s: float) -> str:
         """Return why what waits cannot be at the coordinator within ``left_s`` seconds.
 
@@ -359,10 +472,15 @@ class Uploads:
         if self._sending is not None:
             size = self._sending.remaining_bytes
             self._budget.note(self._sending.meter.rate, now)
+        elif self._put is not None:
+            size = max(0, self._put_chunks * self._chunk_bytes - self._put_bytes)
+            self._budget.note(self._put_meter.rate, now)
         return self._budget.objection("the update cannot arrive in time", size, left_s, now)
 
     def tick(self) -> None:
-        """Announce the update again, where its coordinator has been silent for long."""
+        """Look after an upload by HTTP, and announce the update again where its coordinator is silent for long."""
+        if self._put is not None:
+            self._follow(self._put)
         if self._manifest is not None and self._clock() >= self._again_at:
             self.offer_again()
 
@@ -370,7 +488,7 @@ class Uploads:
     def _chunk_bytes(self) -> int:
         return chunks.CHUNK_BYTES if self._manifest is None else self._manifest.blob.chunk_bytes
 
-    def _is_ours(self, message: down.Grant | down.Queued | down.Ack | down.Receipt) -> bool:
+    def _is_ours(self, message: down.Grant | down.UploadUrls | down.Queued | down.Ack | down.Receipt) -> bool:
         """Return whether it is about the update that waits: two runs may have made the same tensors."""
         waits = self._manifest
         return waits is not None and (waits.run, waits.blob.digest) == (message.run, message.digest)
@@ -383,8 +501,70 @@ class Uploads:
         if self._manifest is not None:
             self._outbox.forget(self._manifest.blob.digest)
         self._stop_sending()
+        self._end_put()
+        self._attempts = _Attempts()
         self._manifest = None
         self.waits_for = ""
+
+    def _open(self, digest: str) -> chunks.Outgoing | None:
+        """Return the update in the outbox; None where it is damaged, and was dropped."""
+        try:
+            return chunks.Outgoing.open(self._outbox.path_of(digest), digest, self._chunk_bytes)
+        except StateError as error:
+            log.warning("outbox_damaged reason=%s", error)
+            self._forget()
+            return None
+
+    def _follow(self, put: Put) -> None:
+        """Count what an upload by HTTP has sent, and go on when it is over."""
+        # In this order: bytes may be sent between the two looks, but none after the end.
+        is_over = put.is_over
+        self._count_sent(put)
+        self._again_at = self._clock() + OFFER_AGAIN_S
+        if not is_over:
+            return
+        self._end_put()
+        if put.is_complete:
+            self._note_sent(put)
+            # The coordinator does not see what a store gets; from its own endpoint it has the update already.
+            if put.whole:
+                self._attempts.way = "stored"
+                self.offer_again()
+            else:
+                self._wait(OFFER_AGAIN_S, "the receipt of its update")
+            return
+        self.ways.http_problem = "; ".join(put.problems)
+        digest = put.ref.digest[:12]
+        log.warning("upload_ended digest=%s sent_bytes=%d reason=%s", digest, put.sent_bytes, self.ways.http_problem)
+        if put.sent_bytes:
+            self._wait(AFTER_CUT_S, "another attempt: the upload of its update was cut")
+        else:
+            self._ask_for_chunks()
+
+    def _count_sent(self, put: Put) -> None:
+        """Count what was sent since the last look."""
+        sent_bytes = put.sent_bytes
+        new_bytes = sent_bytes - self._put_bytes
+        self._put_meter.add(new_bytes, self._clock())
+        self._put_bytes = sent_bytes
+        self.ways.http_bytes += new_bytes
+
+    def _note_sent(self, put: Put) -> None:
+        """Note that all that was missing has been sent."""
+        log.info("update_sent digest=%s bytes=%d by=http host=%s", put.ref.digest[:12], put.sent_bytes, put.host)
+        self.ways.http_problem = ""
+
+    def _ask_for_chunks(self) -> None:
+        """Announce the update again, to be sent in chunks: HTTP is of no use on this connection."""
+        self._attempts = _Attempts(way="chunks")
+        self.offer_again()
+
+    def _end_put(self) -> None:
+        """Send no more by HTTP, if anything is under way there."""
+        if self._put is not None:
+            self._budget.note(self._put_meter.rate, self._clock())
+            self._put.stop()
+        self._put = None
 
     def _stop_sending(self) -> None:
         if self._sending is not None:
@@ -397,6 +577,7 @@ class Uploads:
         self._wait(OFFER_AGAIN_S, "")
         sending.lacks(missing, now)
         for frame in sending.due(now):
+            self.ways.mqtt_bytes += len(frame)
             self._link.send_chunk(frame, self._partition)
 
 
@@ -433,26 +614,6 @@ A server that trickles single bytes never ends by a timeout of the connection. W
 """
 
 
-@dataclass
-class DownloadWays:
-    """What has been downloaded since the start, by way, for the status."""
-
-    http_bytes: int = 0
-    """Bytes of blobs that came by HTTP."""
-
-    mqtt_bytes: int = 0
-    """Bytes of blobs that came in chunks over MQTT."""
-
-    http_problem: str = ""
-    """Why the last fetch by HTTP brought nothing; empty: it did, or there was none."""
-
-    def to_json(self) -> dict[str, int | str] | None:
-        """Return this as JSON; None before the first download."""
-        if not self.http_bytes and not self.mqtt_bytes:
-            return None
-        return {"http_bytes": self.http_bytes, "mqtt_bytes": self.mqtt_bytes, "http_problem": self.http_problem}
-
-
 class Downloads:
     """All downloads under way into ``cache``.
 
@@ -475,7 +636,7 @@ class Downloads:
         self._link = link
         self.clock = clock
         self._fetcher = fetcher
-        self.ways = DownloadWays()
+        self.ways = TransferWays()
         self._listens = False
         self._budget = Budget()
         self._answer_s = 0.0

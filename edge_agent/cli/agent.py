@@ -37,6 +37,7 @@ _REPORTED = (
     "waits_for",
     "broker",
     "downloads",
+    "uploads",
     "job",
     "working",
     "bundle_id",
@@ -56,6 +57,7 @@ _AT_REST = {
     "waits_for": None,
     "broker": None,
     "downloads": None,
+    "uploads": None,
     "job": None,
     "working": False,
     "candidate": None,
@@ -306,7 +308,8 @@ _TEXTS: dict[str, Callable[[Any], str]] = {
         else "not authenticated; enroll the agent, or name its key in broker.command_key_file"
     ),
     "broker": formats.broker,
-    "downloads": formats.downloads,
+    "downloads": formats.ways,
+    "uploads": formats.ways,
     "trust": lambda it: (
         f"{_WITHOUT_KEYS[it['unsigned']]}no keys are trusted"
         if it["root"] is None

@@ -533,6 +533,15 @@ class DownloadsConfig(Frozen):
     )
 
 
+class UploadsConfig(Frozen):
+    """How this device sends updates: in chunks over MQTT, and by HTTP where the coordinator offers that."""
+
+    by_http: bool = Field(default=True, description="whether updates go by HTTP where the coordinator names URLs")
+    hosts: tuple[Annotated[str, Field(min_length=1, max_length=253)], ...] = Field(
+        (), max_length=32, description="the only hosts that updates go to by HTTP; default: all that it names"
+    )
+
+
 class MetricsConfig(Frozen):
     """Figures of this device for Prometheus."""
 
@@ -649,6 +658,7 @@ class AgentConfig(Frozen):
     heartbeat_s: float = Field(15.0, gt=0, le=300, description="seconds between heartbeats to the coordinator")
     broker: AgentBrokerConfig = Field(default_factory=AgentBrokerConfig)
     downloads: DownloadsConfig = Field(default_factory=DownloadsConfig)
+    uploads: UploadsConfig = Field(default_factory=UploadsConfig)
     data: DataConfig
     training: TrainingConfig = Field(default_factory=TrainingConfig)
     privacy: PrivacyConfig = Field(default_factory=PrivacyConfig)

@@ -45,8 +45,8 @@ def broker(status: Mapping[str, Any]) -> str:
     return text
 
 
-def downloads(status: Mapping[str, Any]) -> str:
-    """Return, for people, by which ways blobs have come since the start, and why HTTP was of no use last.
+def ways(status: Mapping[str, Any]) -> str:
+    """Return, for people, by which ways blobs have gone since the start, and why HTTP was of no use last.
 
     Args:
         status: The object in an agent's status file.

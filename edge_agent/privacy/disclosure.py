@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, get_args
 from pydantic import BaseModel
 
 from ..core.task import ImageInput, Task, Tensors
-from ..wire.messages.fields import HTTP_BLOBS, Control
+from ..wire.messages.fields import HTTP_BLOBS, HTTP_UPLOADS, Control
 from ..wire.messages.up import FromAgent
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ FACTS = {
     "torch_loaded": "whether torch is in memory",
     "cores": "number of processor cores",
     HTTP_BLOBS: "whether the device fetches blobs by HTTP",
+    HTTP_UPLOADS: "whether the device can send updates by HTTP",
     "inputs_since": "seconds since 1970 at which the inputs of the device's server changed; 0: they are as fitted",
 }
 """The meaning of each entry in ``facts`` of a hello."""
@@ -59,6 +60,12 @@ BESIDE = (
     Item("presence", "state, boot, connection", "online or offline, id of the agent's start, number of its connection"),
     Item("chunk", "transfer, index, count, offset", "which part of which update it is"),
     Item("chunk", "data", "bytes of an update: its tensors by name, below"),
+    Item(
+        "HTTP PUT",
+        "content",
+        "the same bytes, where the coordinator names a URL for them; the head says SHA-256, size and range",
+        "uploads.by_http",
+    ),
 )
 """The values that leave beside the fields of messages."""
 
@@ -97,6 +104,7 @@ _SETTINGS = {
     "one_class": "privacy.metrics",
     "inputs_since": "privacy.inputs_since",
     HTTP_BLOBS: "downloads.by_http",
+    HTTP_UPLOADS: "uploads.by_http",
 }
 """The key of the agent's file that withholds or rounds each field."""
 

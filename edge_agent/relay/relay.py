@@ -16,7 +16,7 @@ from ..core.time_and_text import utc_text
 from ..version import __version__
 from ..wire.blobs.chunks import BlobCache, decode_frame
 from ..wire.messages import codec, down, up
-from ..wire.messages.fields import HTTP_BLOBS, RELAY, Command, Control
+from ..wire.messages.fields import HTTP_BLOBS, HTTP_UPLOADS, RELAY, Command, Control
 from ..wire.messages.site_sums import MOST_MEMBERS, FromSite, OpenSite, SendSum, SiteSays, SiteSeal, SumReceipt
 from ..wire.seal import AgentKey
 from ..wire.topics import Topics
@@ -373,8 +373,8 @@ class Relay:
         """Pass the hello of an agent up, if answers to it would arrive; it is kept otherwise."""
         if not member.is_reachable:
             return
-        # What is fetched by HTTP would be fetched once for each agent, past this relay.
-        facts = {name: value for name, value in hello.facts.items() if name != HTTP_BLOBS}
+        # What passes by HTTP would pass once for each agent, and not through this relay.
+        facts = {name: value for name, value in hello.facts.items() if name not in {HTTP_BLOBS, HTTP_UPLOADS}}
         if len(facts) < MOST_FACTS:
             facts.setdefault(RELAY, self.config.id)
         payload = codec.encode(hello.model_copy(update={"facts": facts}), hello.v)

@@ -95,7 +95,7 @@ def measure(folder: Path, *, agents: int, size_bytes: int, rate: float = float("
     """
     blob = blob_in(folder, size_bytes)
     served = endpoint()
-    target = urlsplit(served.describe()["where"])
+    target = urlsplit(served.describe().where)
     began = time.process_time()
     with Proxy((target.hostname, target.port)) as proxy:
         proxy.down.rate = rate

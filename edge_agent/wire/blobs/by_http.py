@@ -15,7 +15,7 @@ import queue
 import re
 import ssl
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import SplitResult, urlsplit
@@ -186,12 +186,10 @@ class BlobFetcher:
         remaining = list(missing)
         connection: HTTPConnection | None = None
         try:
-            parts = self._check_url(url)
+            parts = check_url(url, self._hosts, "[downloads] hosts")
             fetch.host = parts.netloc
-            connection = self._connect(parts)
-            target = parts.path or "/"
-            if parts.query:
-                target = f"{target}?{parts.query}"
+            connection = open_connection(parts, self._tls_context)
+            target = target_of(parts)
             while remaining:
                 start, stop = remaining[0]
                 for piece in _pieces_of_range(connection, target, fetch.ref, start, stop):
@@ -208,40 +206,51 @@ class BlobFetcher:
                 connection.close()
         return remaining
 
-    def _check_url(self, url: str) -> SplitResult:
-        """Return the parts of a URL that may be asked.
 
-        Raises:
-            ChunkError: It is of another scheme, or of a host that this device's configuration does not allow.
-            ValueError: It is malformed.
-        """
-        parts = urlsplit(url)
-        host = parts.hostname or ""
-        if parts.scheme not in {"http", "https"} or not host or parts.username is not None:
-            raise ChunkError("not a URL of HTTP without a user; expected http://host/path or https://host/path")
-        if self._hosts and host.lower() not in self._hosts:
-            raise ChunkError(f"host '{host[:80]}' is none of [downloads] hosts; add it there if blobs may come from it")
-        return parts
+def check_url(url: str, hosts: Collection[str], setting: str) -> SplitResult:
+    """Return the parts of a URL that may be asked.
 
-    def _connect(self, parts: SplitResult) -> HTTPConnection:
-        """Return an open connection to the host of a URL, never through a proxy.
+    Args:
+        url: The URL.
+        hosts: The hosts that may be asked, in lower case; empty: all.
+        setting: The key of the device's configuration that names them, for the message.
 
-        Raises:
-            OSError: The host does not answer, or cannot prove who it is.
-        """
-        from http.client import HTTPConnection, HTTPSConnection
+    Raises:
+        ChunkError: It is of another scheme, or of a host that this device's configuration does not allow.
+        ValueError: It is malformed.
+    """
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    if parts.scheme not in {"http", "https"} or not host or parts.username is not None:
+        raise ChunkError("not a URL of HTTP without a user; expected http://host/path or https://host/path")
+    if hosts and host.lower() not in hosts:
+        raise ChunkError(f"host '{host[:80]}' is none of {setting}; add it there if it is to be used")
+    return parts
 
-        host = parts.hostname or ""
-        if parts.scheme == "https":
-            connection: HTTPConnection = HTTPSConnection(
-                host, parts.port, timeout=CONNECT_S, context=self._tls_context()
-            )
-        else:
-            connection = HTTPConnection(host, parts.port, timeout=CONNECT_S)
-        connection.connect()
-        connection.timeout = ANSWER_S  # for a connection that is opened again, as the server closed this one
-        connection.sock.settimeout(ANSWER_S)
-        return connection
+
+def target_of(parts: SplitResult) -> str:
+    """Return path and query of a URL, as the first line of a request has them."""
+    path = parts.path or "/"
+    return f"{path}?{parts.query}" if parts.query else path
+
+
+def open_connection(parts: SplitResult, tls_context: Callable[[], ssl.SSLContext]) -> HTTPConnection:
+    """Return an open connection to the host of a URL, never through a proxy.
+
+    Raises:
+        OSError: The host does not answer, or cannot prove who it is.
+    """
+    from http.client import HTTPConnection, HTTPSConnection
+
+    host = parts.hostname or ""
+    if parts.scheme == "https":
+        connection: HTTPConnection = HTTPSConnection(host, parts.port, timeout=CONNECT_S, context=tls_context())
+    else:
+        connection = HTTPConnection(host, parts.port, timeout=CONNECT_S)
+    connection.connect()
+    connection.timeout = ANSWER_S  # for a connection that is opened again, as the server closed this one
+    connection.sock.settimeout(ANSWER_S)
+    return connection
 
 
 def _pieces_of_range(connection: HTTPConnection, target: str, ref: BlobRef, start: int, stop: int) -> Iterator[Piece]:

@@ -235,6 +235,26 @@ class Grant(Command):
     missing: Ranges
 
 
+class UploadUrls(Command):
+    """Send what is missing of the update by HTTP PUT to one of these URLs, instead of in chunks.
+
+    Only agents whose hello says that they can do so get it. A URL is short-lived, and of this agent, this update and
+    its size. The update counts from its `Receipt` on, as one that comes in chunks. An agent that cannot use the URLs
+    announces the update again, see ``UpdateManifest.way``.
+    """
+
+    type: Literal["upload_urls"] = "upload_urls"
+    run: RunId
+    digest: Digest
+    urls: tuple[Url, ...] = Field(min_length=1, max_length=MAX_URLS, description="in the order to try them")
+    whole: bool = Field(
+        False,
+        description="the URLs are of a store that takes the update in one request, with its SHA-256 in the head; "
+        "false: each range has a request of its own, with Content-Range",
+    )
+    missing: Ranges
+
+
 class Queued(Command):
     """The update has to wait until others are here; a `Grant` follows."""
 
@@ -340,6 +360,7 @@ FromCoordinator = (
     | Listen
     | Located
     | Grant
+    | UploadUrls
     | Queued
     | Ack
     | Receipt

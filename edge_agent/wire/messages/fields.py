@@ -90,7 +90,8 @@ A coordinator serves agents of the version before: messages to an agent are of t
 that it is left out for an older agent. An agent speaks its own version alone, so coordinators are upgraded first.
 
 What is sent only to a peer that has said that it knows it needs no other version: `Located` goes to agents whose hello
-has the fact `HTTP_BLOBS`, and ``Want.by_chunks`` is an answer to it.
+has the fact `HTTP_BLOBS`, and ``Want.by_chunks`` is an answer to it. `UploadUrls` goes to agents with the fact
+`HTTP_UPLOADS`, and ``UpdateManifest.way`` is an answer to it.
 """
 
 MAX_MESSAGE_BYTES = 48 * 1024
@@ -137,6 +138,9 @@ Url = Annotated[str, Field(pattern=r"^https?://[!-~]{1,4000}$")]
 
 HTTP_BLOBS = "http_blobs"
 """The fact of a hello by which an agent says that it fetches blobs by HTTP."""
+
+HTTP_UPLOADS = "http_uploads"
+"""The fact of a hello by which an agent says that it can send updates by HTTP."""
 
 RELAY = "relay"
 """The fact of a hello that names the relay through which an agent speaks; the relay adds it."""

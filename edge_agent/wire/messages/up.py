@@ -88,6 +88,11 @@ class UpdateManifest(Control):
     blob: BlobRef
     samples: int = Field(ge=0, le=MAX_SAMPLES)
     metrics: Metrics = Field(default_factory=dict)
+    way: Literal["", "chunks", "stored"] = Field(
+        "",
+        description="chunks: the URLs of an upload were of no use; stored: the update is behind the URL that was "
+        "given; empty: the coordinator decides",
+    )
 
 
 class Report(Control):

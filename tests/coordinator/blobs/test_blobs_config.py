@@ -61,7 +61,7 @@ def test_without_the_section_all_blobs_go_over_mqtt(tmp_path):
 
 def test_an_address_that_is_taken_is_named_at_the_start(tmp_path):
     first = open_blob_urls(config_of(tmp_path, 'serve = "127.0.0.1:0"'), lambda: None)
-    taken = str(first.describe()["where"]).removeprefix("http://")
+    taken = first.describe().where.removeprefix("http://")
     try:
         with pytest.raises(UsageError, match=rf"cannot be served on {taken} .* choose another address"):
             open_blob_urls(config_of(tmp_path, f'serve = "{taken}"'), lambda: None)

@@ -113,7 +113,7 @@ def test_an_expired_a_forged_and_a_foreign_path_get_the_same_answer_and_no_byte(
     response, content = get(served, target)
     assert (response.status, content) == (403, b"")
     assert served.take_fetched() == {}
-    assert served.describe()["refused_requests"] == 6
+    assert served.describe().refused_requests == 6
 
 
 def test_a_blob_is_served_while_it_is_on_offer(served):
@@ -125,7 +125,7 @@ def test_a_blob_is_served_while_it_is_on_offer(served):
 
 
 def ask_after_withdrawal(served, target):
-    address = urlsplit(served.describe()["where"])
+    address = urlsplit(served.describe().where)
     answer = ask((address.hostname, address.port), f"GET {target} HTTP/1.1\r\nConnection: close\r\n\r\n".encode())
     return answer, target
 

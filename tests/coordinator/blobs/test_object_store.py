@@ -153,7 +153,7 @@ def test_without_rights_the_blob_goes_over_mqtt_and_the_status_says_why(s3_serve
     assert site.until_here(BLOB) == bytes(BLOB.data)
     assert site.downloads.ways.http_bytes == 0
     assert all(not want.by_chunks for want in site.wants()), "the coordinator knew before the agent tried"
-    assert "no access" in str(stored.describe()["problem"])
+    assert "no access" in stored.describe().problem
     assert "blob_store_failed" in caplog.text
 
 

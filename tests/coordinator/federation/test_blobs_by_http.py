@@ -14,9 +14,11 @@ from mqtt_harness import NEEDS_MOSQUITTO
 from process_site import EVERYBODY, LARGE, Site
 
 from coordinator.blobs.endpoint import Address, BlobEndpoint
+from coordinator.blobs.inflow import Inflow
 from coordinator.blobs.opening import tls_of
 from coordinator.blobs.signing import PathSigner
 from coordinator.config import load_config
+from coordinator.fleet.upload_urls import ExpectedUpload
 from coordinator.journal.entries import fact_of
 from coordinator.rounds.request import Request
 from coordinator.state.store import StateFolder
@@ -114,6 +116,7 @@ def test_with_certificates_a_url_that_leaks_is_of_no_use_to_another_agent(tmp_pa
             0,
             tls_of(config, config.blobs),
             names_clients=True,
+            inflow=Inflow(lambda: None),
         )
         endpoint.start()
         try:
@@ -131,8 +134,25 @@ def test_with_certificates_a_url_that_leaks_is_of_no_use_to_another_agent(tmp_pa
             of_a, of_b = (
                 blob_tls_context(load(AgentConfig, fleet.folder / f"{name}.toml").broker) for name in ("a", "b")
             )
+            upload = ExpectedUpload("a", "run-0001", 1, blob.ref)
+            (address,) = endpoint.uploads.expect(upload).urls
+
+            def put(context, content):
+                connection = http.client.HTTPSConnection("localhost", int(port), context=context, timeout=10)
+                with contextlib.closing(connection):
+                    connection.putrequest("PUT", address.partition(f":{port}")[2])
+                    connection.putheader("Content-Length", str(blob.ref.size_bytes))
+                    connection.endheaders(content)
+                    return connection.getresponse().status
+
             assert get(of_a) == (200, bytes(blob.data))
             assert get(of_b) == (403, b"")
+            # Another agent's upload is refused before it has sent a byte of it.
+            assert put(of_b, b"") == 403
+            assert list(endpoint.uploads.take_arrived()) == []
+            assert put(of_a, bytes(blob.data)) == 200
+            arrived = b"".join(bytes(part.frame.data) for part in endpoint.uploads.take_arrived())
+            assert arrived == bytes(blob.data)
             stranger = ssl.create_default_context(cafile=fleet.folder / "state" / "identity" / "ca.pem")
             with pytest.raises(OSError, match=r"(?i)certificate|reset|closed|EOF"):
                 get(stranger)
@@ -140,6 +160,8 @@ def test_with_certificates_a_url_that_leaks_is_of_no_use_to_another_agent(tmp_pa
             assert fleet.call("agents", "revoke", "a", "--config", fleet.config)[0] == 0
             with pytest.raises(OSError, match=r"(?i)revoked|reset|closed|EOF"):
                 get(of_a)
+            with pytest.raises(OSError, match=r"(?i)revoked|reset|closed|EOF|broken pipe"):
+                put(of_a, bytes(blob.data))
         finally:
             endpoint.close()
 

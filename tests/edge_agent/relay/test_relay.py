@@ -19,7 +19,7 @@ from edge_agent.relay.relay import Relay
 from edge_agent.relay.settings import RelayConfig
 from edge_agent.wire.memory import MemoryBroker
 from edge_agent.wire.messages import codec, down, up
-from edge_agent.wire.messages.fields import HTTP_BLOBS
+from edge_agent.wire.messages.fields import HTTP_BLOBS, HTTP_UPLOADS
 
 FOUR = ("a0", "a1", "a2", "a3")
 MODEL_BYTES = 525_132
@@ -270,7 +270,9 @@ def test_it_says_through_which_relay_an_agent_comes_and_that_it_fetches_nothing_
     heard.start()
     agent = site.transport()
     agent.start()
-    agent.publish(relay.topics.up("a0"), codec.encode(hello(facts={HTTP_BLOBS: True, "board": "pi"})))
+    agent.publish(
+        relay.topics.up("a0"), codec.encode(hello(facts={HTTP_BLOBS: True, HTTP_UPLOADS: True, "board": "pi"}))
+    )
     rest(relay)
     payloads = []
     while (event := heard.receive(0)) is not None:

@@ -72,6 +72,8 @@ FIELDS = {
     "precision": st.sampled_from(["", "fp32", "int8"]),
     "answers": starts,
     "by_chunks": st.booleans(),
+    "way": st.sampled_from(["", "chunks", "stored"]),
+    "whole": st.booleans(),
     "urls": st.lists(st.from_regex(r"https?://[!-~]{1,60}", fullmatch=True), min_size=1, max_size=4).map(tuple),
     "question": starts,
     "code": st.sampled_from(["", "data", "bundle-damaged"]),
@@ -474,16 +476,20 @@ def test_mistakes_in_a_message_are_told_by_field_with_the_nearest_name():
 
 def test_a_new_field_or_purpose_of_a_message_raises_the_protocol_number():
     """A peer of the version before then says what to upgrade, not that a key is unknown."""
-    kinds = {*get_args(up.FromAgent), *get_args(down.FromCoordinator), down.Present} - {down.Located}
+    kinds = {*get_args(up.FromAgent), *get_args(down.FromCoordinator), down.Present} - {down.Located, down.UploadUrls}
     known = (4, "c95f23284aaa1d92")
-    digest = fields_digest(*kinds, without=("Want.by_chunks",))
+    digest = fields_digest(
+        *kinds, without=("Want.by_chunks", "UpdateManifest.way", "UpdateManifest.way ['', 'chunks', 'stored']")
+    )
     assert (fields_module.PROTOCOL, digest) == known, "raise wire.messages.PROTOCOL for changed messages"
 
 
 def test_a_field_that_only_answers_a_negotiated_message_is_not_on_the_wire_otherwise():
-    """A coordinator that knows no URLs of blobs never gets it: the agent sends it after a `Located` alone."""
+    """A coordinator that knows no URLs of blobs never gets it: the agent sends it after `Located` or `UploadUrls`."""
     sent = codec.encode(up.Want(digest=DIGEST, ranges=((0, 1),), direct=True))
     assert b"by_chunks" not in sent
+    blob = fields_module.BlobRef(digest=DIGEST, size_bytes=1, chunk_bytes=64)
+    assert b"way" not in codec.encode(up.UpdateManifest(run="run-0001", round=1, blob=blob, samples=1))
 
 
 def test_every_text_of_a_peer_is_made_printable_or_held_to_a_pattern():

@@ -1,0 +1,219 @@
+"""Blobs sent by HTTP PUT, for agents whose coordinator has answered the announcement of an update with URLs.
+
+The coordinator's own endpoint takes ranges, so that what has arrived of an update, by either way, is not sent again. A
+store of others takes the whole update in one request, whose head states the SHA-256 that the URL was signed for. An
+answer says that bytes have arrived, and no more: the update counts, and stays on the disk of its sender, until its
+receipt. Each attempt has a thread of its own, which reads the update through a memory map and holds one slice of it.
+"""
+
+from __future__ import annotations
+
+import base64
+import logging
+import ssl
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+from urllib.parse import SplitResult
+
+from ...core.errors import ChunkError, HeadwaterError, cause
+from ...core.formats import printable
+from ..messages.fields import BlobRef
+from .by_http import Missing, check_url, open_connection, target_of
+from .chunks import Outgoing
+
+if TYPE_CHECKING:
+    from http.client import HTTPConnection
+
+log = logging.getLogger(__name__)
+
+SLICE_BYTES = 16 * 1024
+"""The bytes that are sent at once."""
+
+SLICE_S = 30.0
+"""The seconds that a slice, or an answer, may take."""
+
+BUFFER_BYTES = 4 << 20
+"""The bytes of a request that the system may hold when its last slice counts as sent; Linux holds that many at most."""
+
+LEAST_RATE = 8_000.0
+"""The bytes per second of the slowest link on which an answer is waited for."""
+
+MOST_ANSWER_BYTES = 4096
+"""The most bytes of an answer that are read; stores put pages into their errors."""
+
+CHECKSUM = "x-amz-checksum-sha256"
+"""The header that states the SHA-256 of what is put into a store, in base64; the store compares it with the content."""
+
+TAKEN = frozenset({200, 201, 204})
+"""The statuses of an answer by which bytes were taken."""
+
+
+class Put:
+    """One attempt to send what is missing of a blob, to one URL after another; `stop` ends it early."""
+
+    def __init__(self, ref: BlobRef, *, whole: bool) -> None:
+        self.ref = ref
+        self.whole = whole
+        """Whether it goes in one request, to a store."""
+
+        self.host = ""
+        """The host that the last request went to; empty before the first."""
+
+        self.problems: list[str] = []
+        """Why URLs were of no use, for the log."""
+
+        self.sent_bytes = 0
+        """The bytes that were handed to the system; some of them may be lost."""
+
+        self.is_complete = False
+        """Whether answers said that all that was missing has arrived."""
+
+        self._is_stopped = threading.Event()
+        self._has_ended = threading.Event()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more will be sent."""
+        return self._has_ended.is_set()
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the owner wants nothing more to be sent."""
+        return self._is_stopped.is_set()
+
+    def stop(self) -> None:
+        """Send no more; the thread ends with its next slice, or when the server takes none for too long."""
+        self._is_stopped.set()
+
+    def end(self) -> None:
+        """Note that nothing will be sent any more."""
+        self._has_ended.set()
+
+
+class BlobSender:
+    """Begins uploads, each in a thread of its own."""
+
+    def __init__(
+        self,
+        wake: Callable[[], None],
+        tls_context: Callable[[], ssl.SSLContext],
+        hosts: Sequence[str] = (),
+        *,
+        needs_tls: bool = False,
+    ) -> None:
+        """Send nothing yet.
+
+        Args:
+            wake: Called from an upload's thread when it has ended.
+            tls_context: Returns the certificates to trust and to show; called for each upload, as they get renewed.
+            hosts: The hosts that updates may go to; empty: all that the coordinator names.
+            needs_tls: Whether URLs without TLS are of no use, because updates are encrypted on the other way, too.
+        """
+        self._wake = wake
+        self._tls_context = tls_context
+        self._hosts = frozenset(host.lower() for host in hosts)
+        self._needs_tls = needs_tls
+
+    def begin(self, blob: Outgoing, urls: Sequence[str], missing: Missing, *, whole: bool) -> Put:
+        """Return an upload that has just begun; the URLs are tried in their order.
+
+        Args:
+            blob: The blob.
+            urls: Where to put it.
+            missing: The half-open ranges of chunks to send; for a store that takes no ranges, everything is sent.
+            whole: Whether it goes to such a store.
+        """
+        put = Put(blob.ref, whole=whole)
+        ranges = ((0, blob.count),) if whole else tuple(missing)
+        work = (put, blob, tuple(urls), ranges)
+        thread = threading.Thread(target=self._run, args=work, name="upload", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # the system gives no more threads
+            put.problems.append(cause(error))
+            put.end()
+        return put
+
+    def _run(self, put: Put, blob: Outgoing, urls: tuple[str, ...], missing: Missing) -> None:
+        """Try the URLs one after another until nothing is missing; whatever goes wrong ends the upload alone."""
+        try:
+            for url in urls:
+                missing = self._send_to(put, blob, url, missing)
+                if not missing or put.is_stopped:
+                    break
+            put.is_complete = not missing
+        except Exception as error:  # a bug: the update still goes in chunks
+            log.exception("upload_broke digest=%s", put.ref.digest[:12])
+            put.problems.append(cause(error))
+        finally:
+            put.end()
+            self._wake()
+
+    def _send_to(self, put: Put, blob: Outgoing, url: str, missing: Missing) -> Missing:
+        """Send ranges to one URL, over one connection; return those that were not taken."""
+        from http.client import HTTPException  # brings the email package, which an idle agent does without
+
+        remaining = list(missing)
+        connection: HTTPConnection | None = None
+        try:
+            parts = self._check(url)
+            put.host = parts.netloc
+            connection = open_connection(parts, self._tls_context)
+            while remaining:
+                _send_range(put, connection, target_of(parts), blob, *remaining[0])
+                remaining.pop(0)
+        except (OSError, ValueError, HTTPException, HeadwaterError) as error:
+            # The address holds a proof that must not be in a log, so the host stands for it.
+            put.problems.append(f"{put.host or 'URL'}: {printable(cause(error))[:200]}")
+        finally:
+            if connection is not None:
+                connection.close()
+        return remaining
+
+    def _check(self, url: str) -> SplitResult:
+        """Return the parts of a URL that an update may go to.
+
+        Raises:
+            ChunkError: This device's configuration does not allow it.
+            ValueError: It is malformed.
+        """
+        parts = check_url(url, self._hosts, "[uploads] hosts")
+        if self._needs_tls and parts.scheme != "https":
+            raise ChunkError("the URL is without TLS, which the broker has; expected https://")
+        return parts
+
+
+def _send_range(put: Put, connection: HTTPConnection, target: str, blob: Outgoing, start: int, stop: int) -> None:
+    """Send the chunks ``start..stop`` in one request, and wait for the answer.
+
+    Raises:
+        ChunkError: The server refuses, or the upload was stopped.
+        OSError, HTTPException: The connection broke or is too slow, or what came is not HTTP.
+    """
+    ref = blob.ref
+    first_byte = start * ref.chunk_bytes
+    end_byte = min(stop * ref.chunk_bytes, ref.size_bytes)
+    # 1. The head. Beside these headers a presigned URL allows none.
+    connection.putrequest("PUT", target, skip_accept_encoding=True)
+    connection.putheader("Content-Length", str(end_byte - first_byte))
+    if put.whole:
+        connection.putheader(CHECKSUM, base64.b64encode(bytes.fromhex(ref.digest)).decode())
+    else:
+        connection.putheader("Content-Range", f"bytes {first_byte}-{end_byte - 1}/{ref.size_bytes}")
+    connection.endheaders()
+    # 2. The bytes.
+    connection.sock.settimeout(SLICE_S)
+    for position in range(first_byte, end_byte, SLICE_BYTES):
+        if put.is_stopped:
+            raise ChunkError("the upload was stopped")
+        piece = blob.data[position : min(position + SLICE_BYTES, end_byte)]
+        # Counted before it leaves: when the last byte has arrived, all are counted.
+        put.sent_bytes += len(piece)
+        connection.send(piece)
+    # 3. The answer, which comes when the last byte has arrived: a slow link has most of them in its buffer still.
+    connection.sock.settimeout(SLICE_S + min(end_byte - first_byte, BUFFER_BYTES) / LEAST_RATE)
+    response = connection.getresponse()
+    response.read(MOST_ANSWER_BYTES)
+    if response.status not in TAKEN:
+        raise ChunkError(f"the answer has status {response.status}, expected 200, 201 or 204")
