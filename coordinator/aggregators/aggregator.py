@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,6 +46,7 @@ from .messages import (
     Updates,
 )
 from .open_round import partial_folder, read_round
+from .reports import Reports
 from .requests import PassFiles
 
 log = logging.getLogger(__name__)
@@ -58,9 +59,6 @@ TICK_S = 0.5
 
 COLLECT_EVERY_S = 0.02
 """The least seconds between two looks at all uploads while messages come."""
-
-AGAIN_S = 2.0
-"""Seconds without an answer after which a message about stored updates is sent again."""
 
 MOST_UNREADABLE = 5
 """Descriptions of a round in a row that cannot be read, after which the folder is taken not to be the coordinator's."""
@@ -84,11 +82,11 @@ class Site:
 
 
 @dataclass
-class _Unnoted:
-    """Updates in a message to the coordinator that it has not confirmed yet."""
+class _Count:
+    """How many commands were sent in one term of a partition; agents obey none whose number they have seen."""
 
-    updates: tuple[Stored, ...]
-    sent_at: float
+    term: int
+    commands: int = 0
 
 
 @dataclass
@@ -131,12 +129,10 @@ class Aggregator:
         self._manifests: dict[str, UpdateManifest] = {}
         """Agent -> the update that it has offered last in the open round."""
 
-        self._seqs: dict[str, int] = {}
-        """Name of a partition -> how many commands were sent in its term."""
+        self._counts: dict[str, _Count] = {}
+        """Name of a partition -> the commands of its newest term, of the coordinator of now."""
 
-        self._waiting: list[Stored] = []
-        self._unnoted: dict[int, _Unnoted] = {}
-        self._number = 0
+        self._reports = Reports(clock)
         self.stored = 0
         """Updates that were stored since the start."""
 
@@ -144,6 +140,9 @@ class Aggregator:
         self._unreadable = 0
         self._passes: dict[str, str | None] = {}
         """Request -> why a pass was not made, empty where it was; None while it is being made."""
+
+        self._presence = 0
+        """The number of the newest message of presence."""
 
         self._said_at = float("-inf")
         self._ticked_at = float("-inf")
@@ -192,7 +191,7 @@ class Aggregator:
         now = self._clock()
         if event is None or now - self._ticked_at >= COLLECT_EVERY_S:
             self._ticked_at = now
-            self._collector.tick()
+            self._look_at_uploads()
         self._tell_stored()
         self._say()
         return event is not None
@@ -221,6 +220,16 @@ class Aggregator:
             # A full disk, or a file that another process has finished meanwhile: the agent offers its update again.
             self._collector.give_up(agent)
             self._ignore(event.topic, error)
+        except Exception as error:  # a bug of this program, or of a method: no single message may end the service
+            log.exception("message_broke from=%s", event.topic)
+            self._ignore(event.topic, error)
+
+    def _look_at_uploads(self) -> None:
+        """Acknowledge uploads, and begin those that have waited; one that cannot be written is offered again."""
+        try:
+            self._collector.tick()
+        except (HeadwaterError, OSError) as error:
+            self._ignore("uploads", error)
 
     def _on_upload(self, agent: str, kind: str, payload: bytes) -> None:
         """Handle what an agent sends of its update.
@@ -237,7 +246,7 @@ class Aggregator:
         collection = self._collector.open_round
         # What is not of the round that is open here is for the coordinator to answer: it may be late.
         if collection is None or not collection.takes(agent, message):
-            self._waiting.append(Stored(manifest=message, agent=agent))
+            self._reports.add(Stored(manifest=message, agent=agent))
             return
         self._manifests[agent] = message
         self._collector.manifest(agent, message)
@@ -278,15 +287,21 @@ class Aggregator:
         if message.federation == before.federation and message.epoch < before.epoch:
             log.warning("earlier_coordinator_ignored epoch=%d newest=%d", message.epoch, before.epoch)
             return
-        # 2. The partitions.
         of = self.site.partition.of
         terms = {Partition(served.number, of).name: served.term for served in message.partitions}
+        # 2. The partitions; a message that a broker has kept back is of an earlier term.
+        if message.start != before.start:
+            self._counts.clear()
+        if not self._count_commands(terms):
+            log.warning("late_message_ignored partitions=%s", ", ".join(sorted(terms)))
+            return
         self._work = _Work(message.federation, message.epoch, message.start, terms, before.collection)
         self._listen_instead(before.terms.keys(), terms.keys())
-        self._count_commands_anew(before)
         # 3. The round.
         if message.collection != before.collection or message.start != before.start:
             self._open(message.collection)
+        else:
+            self._unreadable = 0
         # 4. The coordinator waits for the answer before it asks agents to send here. A round that could not be opened
         #    is answered in the usual time, or the two would ask each other without a pause.
         if self._work.collection == message.collection:
@@ -301,12 +316,20 @@ class Aggregator:
         if before != now:
             log.info("partitions_served numbers=%s", ", ".join(sorted(now)) or "none")
 
-    def _count_commands_anew(self, before: _Work) -> None:
-        """Begin with the first command of each partition that has another term, or another coordinator, than before."""
-        has_other_coordinator = self._work.start != before.start
-        for name, term in self._work.terms.items():
-            if has_other_coordinator or before.terms.get(name) != term:
-                self._seqs[name] = 0
+    def _count_commands(self, terms: Mapping[str, int]) -> bool:
+        """Count the commands of each new term from the first one on; return False where a term has passed already.
+
+        One that is served again goes on where it was: agents have seen those numbers.
+        """
+        for name, term in terms.items():
+            count = self._counts.get(name)
+            if count is not None and term < count.term:
+                return False
+        for name, term in terms.items():
+            count = self._counts.get(name)
+            if count is None or term > count.term:
+                self._counts[name] = _Count(term)
+        return True
 
     def _open(self, digest: str) -> None:
         """Take updates of this round from now on; empty: take none.
@@ -368,16 +391,17 @@ class Aggregator:
             if message.accepted:
                 self.stored += 1
             stored = Stored(manifest=manifest, agent=agent, refused=message.reason, is_stored=message.accepted)
-            self._waiting.append(stored)
+            self._reports.add(stored)
+            del self._manifests[agent]
             return
         name = partition_of(agent, self.site.partition.of).name
-        term = self._work.terms.get(name)
-        if term is None:
+        if name not in self._work.terms:
             return
-        self._seqs[name] = self._seqs.get(name, 0) + 1
+        count = self._counts[name]
+        count.commands += 1
         stamp = {
             "boot": start_of_partition(self._work.start, name),
-            "seq": (term << 32) + self._seqs[name],
+            "seq": (count.term << 32) + count.commands,
             "federation": self._work.federation,
             "epoch": self._work.epoch,
         }
@@ -388,30 +412,31 @@ class Aggregator:
         """Tell the coordinator what was stored, and again what it has not noted for a while."""
         if not self._work.start or not self._is_connected:
             return
-        now = self._clock()
-        while self._waiting:
-            updates = tuple(self._waiting[:MOST_UPDATES])
-            del self._waiting[:MOST_UPDATES]
-            self._number += 1
-            self._unnoted[self._number] = _Unnoted(updates, float("-inf"))
-        for number, unnoted in self._unnoted.items():
-            if now - unnoted.sent_at >= AGAIN_S:
-                unnoted.sent_at = now
-                self._publish(Updates(name=self.site.name, boot=self.site.boot, number=number, updates=unnoted.updates))
+        for message in self._reports.due(self.site.name, self.site.boot):
+            self._publish(message)
 
     def _on_noted(self, message: Noted) -> None:
         """Forget updates that the coordinator has.
 
         Raises:
-            StateError: It does not find them.
+            StateError: It does not find some that are here: it has another folder.
         """
-        if message.missing:
+        present = [digest for digest in message.missing if digest in self.site.blobs]
+        if present:
             raise StateError(
-                f"{self.site.blobs.folder}: the coordinator does not find {len(message.missing)} updates that were "
-                f"stored here, such as {message.missing[0][:12]}; an aggregator needs the state folder of its "
+                f"{self.site.blobs.folder}: the coordinator does not find {len(present)} updates that were "
+                f"stored here, such as {present[0][:12]}; an aggregator needs the state folder of its "
                 "coordinator, on the same machine or as a shared folder"
             )
-        self._unnoted.pop(message.number, None)
+        updates = self._reports.noted(message.number)
+        collection = self._collector.open_round
+        if collection is None or not message.missing:
+            return
+        # What was removed here as well, by a person or with an earlier run, is taken from its agent once more.
+        log.warning("updates_removed count=%d folder=%s", len(message.missing), self.site.blobs.folder)
+        for stored in updates:
+            if stored.manifest.blob.digest in message.missing:
+                collection.accepted.pop(stored.agent, None)
 
     # --- passes ----------------------------------------------------------------------------------------------------
 
@@ -450,11 +475,13 @@ class Aggregator:
         if not self._is_connected or now - self._said_at < SERVING_EVERY_S:
             return
         self._said_at = now
+        self._presence += 1
         numbers = sorted((int(name.partition("-")[0]), term) for name, term in self._work.terms.items())
         self._publish(
             Serving(
                 name=self.site.name,
                 boot=self.site.boot,
+                number=self._presence,
                 software=__version__,
                 host=socket.gethostname()[:255],
                 process=os.getpid(),

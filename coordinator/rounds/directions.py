@@ -163,8 +163,12 @@ class SumOfChanges(Pass[dict[str, ExactSum]]):
                 sums.setdefault(name, ExactSum((array.size,))).add(array, share, before)
         return sums
 
-    def join(self, answers: Sequence[dict[str, ExactSum]]) -> dict[str, ExactSum]:
-        """Return the sums of all parts."""
+    def join(self, answers: Iterable[dict[str, ExactSum]]) -> dict[str, ExactSum]:
+        """Return the sums of all parts.
+
+        Raises:
+            TensorsError: Arrays of one name have different shapes.
+        """
         joined: dict[str, ExactSum] = {}
         for sums in answers:
             for name, one in sums.items():
@@ -236,12 +240,16 @@ class MultiplyChanges(Pass[dict[str, Products]]):
             products[update.client] = Products(with_sum, with_way)
         return products
 
-    def join(self, answers: Sequence[dict[str, Products]]) -> dict[str, Products]:
+    def join(self, answers: Iterable[dict[str, Products]]) -> dict[str, Products]:
         """Return the products of all parts, in the order of agents."""
         joined: dict[str, Products] = {}
         for products in answers:
             joined |= products
         return dict(sorted(joined.items()))
+
+    def covers(self, answer: dict[str, Products], clients: Collection[str]) -> bool:
+        """Return whether each of these clients has products, and nobody else has."""
+        return answer.keys() == set(clients)
 
     def is_exact(self, answer: dict[str, Products]) -> bool:  # noqa: ARG002 - each product is of one update alone
         """Return True: each product is of one update alone."""
@@ -269,9 +277,18 @@ class MultiplyChanges(Pass[dict[str, Products]]):
             TensorsError: The packet holds no products.
         """
         try:
-            return {agent: Products(sums, way) for agent, (sums, way) in packet.values["products"].items()}
-        except (KeyError, TypeError, ValueError) as error:
+            return {str(agent): _products_of(*of_agent) for agent, of_agent in packet.values["products"].items()}
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise TensorsError(f"no products of changes: {error!r}") from error
+
+
+def _products_of(with_sum: Mapping[str, float], with_way: float) -> Products:
+    """Return the products of one update from their values as JSON.
+
+    Raises:
+        TypeError, ValueError, AttributeError: They are no such values.
+    """
+    return Products({str(group): float(product) for group, product in with_sum.items()}, float(with_way))
 
 
 def find_directions(
