@@ -182,6 +182,7 @@ class Aggregator:
         elif isinstance(event, Connected):
             self._is_connected = True
             self._said_at = float("-inf")
+            self._reports.say_again()
             log.info("aggregator_connected partition=%s broker=%s", self.site.partition, event.broker)
         elif isinstance(event, Disconnected):
             self._is_connected = False
@@ -292,6 +293,7 @@ class Aggregator:
         # 2. The partitions; a message that a broker has kept back is of an earlier term.
         if message.start != before.start:
             self._counts.clear()
+            self._reports.say_again()
         if not self._count_commands(terms):
             log.warning("late_message_ignored partitions=%s", ", ".join(sorted(terms)))
             return

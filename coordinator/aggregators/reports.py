@@ -12,7 +12,10 @@ from dataclasses import dataclass
 from .messages import MAX_BYTES, MOST_UPDATES, Stored, Updates
 
 AGAIN_S = 2.0
-"""Seconds without an answer after which a message about stored updates is sent again."""
+"""Seconds without an answer after which a message about stored updates is sent again; twice as many each time."""
+
+LONGEST_AGAIN_S = 30.0
+"""The most seconds until a message is sent again: nobody hears it while the coordinator is away."""
 
 MOST_KEPT = 1 << 16
 """The most updates that wait for the coordinator, of all agents together."""
@@ -29,7 +32,8 @@ class _Message:
     """Updates that were sent to the coordinator, which has not confirmed them yet."""
 
     updates: tuple[Stored, ...]
-    sent_at: float
+    due_at: float
+    again_s: float = AGAIN_S
 
 
 class Reports:
@@ -72,11 +76,18 @@ class Reports:
         now = self._clock()
         for updates in self._packed():
             self._number += 1
-            self._messages[self._number] = _Message(updates, float("-inf"))
+            self._messages[self._number] = _Message(updates, now)
         for number, message in self._messages.items():
-            if now - message.sent_at >= AGAIN_S:
-                message.sent_at = now
+            if now >= message.due_at:
+                message.due_at = now + message.again_s
+                message.again_s = min(2 * message.again_s, LONGEST_AGAIN_S)
                 yield Updates(name=name, boot=boot, number=number, updates=message.updates)
+
+    def say_again(self) -> None:
+        """Send everything again at once, because another coordinator listens now, or another connection is there."""
+        for message in self._messages.values():
+            message.due_at = self._clock()
+            message.again_s = AGAIN_S
 
     def noted(self, number: int) -> tuple[Stored, ...]:
         """Forget the updates of a message that the coordinator has confirmed, and return them."""

@@ -121,6 +121,23 @@ def test_what_an_agent_says_while_a_report_is_under_way_comes_after_it():
     assert len(kept) == 0
 
 
+def test_what_nobody_notes_is_said_ever_more_seldom_and_at_once_to_another_coordinator():
+    clock = Clock()
+    kept = Reports(clock)
+    kept.add(Stored(manifest=manifest_of(), agent="a"))
+    sent_at = []
+    for _ in range(600):
+        sent_at += [clock.now] * len(list(kept.due("sum1", "b1")))
+        clock.now += 0.5
+    gaps = np.diff(sent_at)
+    assert gaps[:4].tolist() == [2.0, 4.0, 8.0, 16.0]
+    assert set(gaps[4:]) == {reports.LONGEST_AGAIN_S}
+    list(kept.due("sum1", "b1"))
+    assert list(kept.due("sum1", "b1")) == []
+    kept.say_again()
+    assert len(list(kept.due("sum1", "b1"))) == 1
+
+
 def test_a_bug_that_one_message_meets_ends_no_aggregator(tmp_path, caplog):
     """As where a method of one's own refuses an update by an error that is none of ours."""
 
