@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,7 +33,6 @@ from ..state.command_keys import CommandKeys
 from ..state.store import BlobStore
 from ..text import counted, reason_of
 from .messages import (
-    MOST_UPDATES,
     Dismissed,
     MakePass,
     Noted,
@@ -46,6 +45,7 @@ from .messages import (
     Updates,
 )
 from .open_round import OpenRound, partial_folder, read_round
+from .reports import Reports
 from .requests import PassFiles
 
 log = logging.getLogger(__name__)
@@ -58,9 +58,6 @@ TICK_S = 0.5
 
 COLLECT_EVERY_S = 0.02
 """The least seconds between two looks at all uploads while messages come."""
-
-AGAIN_S = 2.0
-"""Seconds without an answer after which a message about stored updates is sent again."""
 
 MOST_PASSES = 64
 """Requests for passes beyond which those that are finished are forgotten; the coordinator has a few at a time."""
@@ -87,11 +84,11 @@ class Site:
 
 
 @dataclass
-class _Unnoted:
-    """Updates in a message to the coordinator that it has not confirmed yet."""
+class _Count:
+    """How many commands were sent in one term of a partition; agents obey none whose number they have seen."""
 
-    updates: tuple[Stored, ...]
-    sent_at: float
+    term: int
+    commands: int = 0
 
 
 @dataclass
@@ -144,18 +141,10 @@ class Aggregator:
         self._manifests: dict[str, UpdateManifest] = {}
         """Agent -> the update that it has offered last in the open round."""
 
-        self._seqs: dict[Partition, int] = {}
-        """Partition -> how many commands were sent in its term."""
+        self._counts: dict[Partition, _Count] = {}
+        """Partition -> the commands of its newest term, of the coordinator of now."""
 
-        self._waiting: list[Stored] = []
-        """Updates that the coordinator has not been told of."""
-
-        self._unnoted: dict[int, _Unnoted] = {}
-        """Number of a message -> the updates in it, which the coordinator has not confirmed yet."""
-
-        self._number = 0
-        """The number of the last message about updates."""
-
+        self._reports = Reports(clock)
         self.stored = 0
         """Updates that were stored since the start."""
 
@@ -167,6 +156,9 @@ class Aggregator:
 
         self._passes: dict[str, _Pass] = {}
         """Id of a request -> the pass."""
+
+        self._presence = 0
+        """The number of the newest message of presence."""
 
         self._said_at = float("-inf")
         """When the last message said that this aggregator is online."""
@@ -210,6 +202,7 @@ class Aggregator:
         elif isinstance(event, Connected):
             self._is_connected = True
             self._said_at = float("-inf")
+            self._reports.say_again()
             log.info("aggregator_connected partition=%s broker=%s", self.site.partition, event.broker)
         elif isinstance(event, Disconnected):
             self._is_connected = False
@@ -219,7 +212,7 @@ class Aggregator:
         now = self._clock()
         if event is None or now - self._ticked_at >= COLLECT_EVERY_S:
             self._ticked_at = now
-            self._collector.tick()
+            self._look_at_uploads()
         self._tell_stored()
         self._report_presence()
         return event is not None
@@ -248,6 +241,16 @@ class Aggregator:
             # A full disk, or a file that another process has finished meanwhile: the agent offers its update again.
             self._collector.give_up(agent)
             self._ignore(event.topic, error)
+        except Exception as error:  # a bug of this program, or of a method: no single message may end the service
+            log.exception("message_broke from=%s", event.topic)
+            self._ignore(event.topic, error)
+
+    def _look_at_uploads(self) -> None:
+        """Acknowledge uploads, and begin those that have waited; one that cannot be written is offered again."""
+        try:
+            self._collector.tick()
+        except (HeadwaterError, OSError) as error:
+            self._ignore("uploads", error)
 
     def _on_upload(self, agent: str, kind: str, payload: bytes) -> None:
         """Handle what an agent sends of its update.
@@ -264,7 +267,7 @@ class Aggregator:
         collection = self._collector.open_round
         # What is not of the round that is open here is for the coordinator to answer: it may be late.
         if collection is None or not collection.takes(agent, message):
-            self._waiting.append(Stored(manifest=message, agent=agent))
+            self._reports.add(Stored(manifest=message, agent=agent))
             return
         self._manifests[agent] = message
         self._collector.manifest(agent, message)
@@ -314,15 +317,23 @@ class Aggregator:
             StateError: The description of a round cannot be read, again and again.
         """
         before = self._assignment
-        # 1. The partitions.
         of = self.site.partition.of
         terms = {Partition(served.number, of): served.term for served in message.partitions}
+        # 1. The partitions; a message that a broker has kept back is of an earlier term.
+        if message.start != before.start:
+            self._counts.clear()
+            self._reports.say_again()
+        if not self._count_commands(terms):
+            names = ", ".join(partition.name for partition in sorted(terms))
+            log.warning("late_message_ignored partitions=%s", names)
+            return
         self._assignment = _Assignment(message.federation, message.epoch, message.start, terms, before.collection)
         self._change_partitions(before.terms.keys(), terms.keys())
-        self._restart_sequences(before)
         # 2. The round.
         if message.collection != before.collection or message.start != before.start:
             self._open(message.collection)
+        else:
+            self._unreadable = 0
         # 3. The coordinator waits for the answer before it asks agents to send here. A round that could not be opened
         #    is answered in the usual time, or the two would ask each other without a pause.
         if self._assignment.collection == message.collection:
@@ -338,12 +349,20 @@ class Aggregator:
             names = ", ".join(partition.name for partition in sorted(now))
             log.info("partitions_served numbers=%s", names or "none")
 
-    def _restart_sequences(self, before: _Assignment) -> None:
-        """Begin with the first command of each partition that has another term, or another coordinator, than before."""
-        has_other_coordinator = self._assignment.start != before.start
-        for partition, term in self._assignment.terms.items():
-            if has_other_coordinator or before.terms.get(partition) != term:
-                self._seqs[partition] = 0
+    def _count_commands(self, terms: Mapping[Partition, int]) -> bool:
+        """Count the commands of each new term from the first one on; return False where a term has passed already.
+
+        One that is served again goes on where it was: agents have seen those numbers.
+        """
+        for partition, term in terms.items():
+            count = self._counts.get(partition)
+            if count is not None and term < count.term:
+                return False
+        for partition, term in terms.items():
+            count = self._counts.get(partition)
+            if count is None or term > count.term:
+                self._counts[partition] = _Count(term)
+        return True
 
     def _open(self, digest: str) -> None:
         """Take updates of this round from now on; empty: take none.
@@ -408,16 +427,17 @@ class Aggregator:
             if message.accepted:
                 self.stored += 1
             stored = Stored(manifest=manifest, agent=agent, refused=message.reason, is_stored=message.accepted)
-            self._waiting.append(stored)
+            self._reports.add(stored)
+            del self._manifests[agent]
             return
         partition = partition_of(agent, self.site.partition.of)
-        term = self._assignment.terms.get(partition)
-        if term is None:
+        if partition not in self._assignment.terms:
             return
-        self._seqs[partition] = self._seqs.get(partition, 0) + 1
+        count = self._counts[partition]
+        count.commands += 1
         stamp = {
             "boot": start_of_partition(self._assignment.start, partition.name),
-            "seq": (term << 32) + self._seqs[partition],
+            "seq": (count.term << 32) + count.commands,
             "federation": self._assignment.federation,
             "epoch": self._assignment.epoch,
         }
@@ -428,33 +448,31 @@ class Aggregator:
         """Tell the coordinator what was stored, and again what it has not noted for a while."""
         if not self._assignment.start or not self._is_connected:
             return
-        now = self._clock()
-        while self._waiting:
-            updates = tuple(self._waiting[:MOST_UPDATES])
-            del self._waiting[:MOST_UPDATES]
-            self._number += 1
-            self._unnoted[self._number] = _Unnoted(updates, float("-inf"))
-        for number, unnoted in self._unnoted.items():
-            if now - unnoted.sent_at >= AGAIN_S:
-                unnoted.sent_at = now
-                self._publish(Updates(name=self.site.name, boot=self.site.boot, number=number, updates=unnoted.updates))
+        for message in self._reports.due(self.site.name, self.site.boot):
+            self._publish(message)
 
     def _on_noted(self, message: Noted) -> None:
         """Forget updates that the coordinator has.
 
         Raises:
-            StateError: It does not find them.
+            StateError: It does not find some that are here: it has another folder.
         """
-        # Updates that are gone here, too, were of a round that was closed since they were stored. Their agents offer
-        # them again where they are still wanted.
-        missing = [digest for digest in message.missing if digest in self.site.blobs]
-        if missing:
+        present = [digest for digest in message.missing if digest in self.site.blobs]
+        if present:
             raise StateError(
-                f"{self.site.blobs.folder}: the coordinator does not find {counted(len(missing), 'update')} stored "
-                f"here, such as {missing[0][:12]}; an aggregator needs the state folder of its coordinator, on the "
+                f"{self.site.blobs.folder}: the coordinator does not find {counted(len(present), 'update')} stored "
+                f"here, such as {present[0][:12]}; an aggregator needs the state folder of its coordinator, on the "
                 "same machine or as a shared folder"
             )
-        self._unnoted.pop(message.number, None)
+        updates = self._reports.noted(message.number)
+        collection = self._collector.open_round
+        if collection is None or not message.missing:
+            return
+        # What was removed here as well, by a person or with an earlier run, is taken from its agent once more.
+        log.warning("updates_removed count=%d folder=%s", len(message.missing), self.site.blobs.folder)
+        for stored in updates:
+            if stored.manifest.blob.digest in message.missing:
+                collection.accepted.pop(stored.agent, None)
 
     # --- passes ----------------------------------------------------------------------------------------------------
 
@@ -496,11 +514,13 @@ class Aggregator:
         if not self._is_connected or now - self._said_at < SERVING_EVERY_S:
             return
         self._said_at = now
+        self._presence += 1
         partitions = sorted(self._assignment.terms.items())
         self._publish(
             Serving(
                 name=self.site.name,
                 boot=self.site.boot,
+                number=self._presence,
                 software=__version__,
                 host=socket.gethostname()[:255],
                 process=os.getpid(),

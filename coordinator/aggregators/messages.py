@@ -1,7 +1,8 @@
 """Messages between a coordinator and its aggregators, with a proof that both have the secret of the state folder.
 
 A message is repeated until the other side answers what it asks for; nothing depends on the broker's memory. A recorded
-message does no harm: what it says is checked against the round that is open, and against the files that it names.
+message does no harm, nor one that the broker delivers twice or late: what it says is checked against the round that is
+open, and against the files that it names, and messages of presence and of partitions have numbers that only grow.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ class Serving(Frozen):
     type: Literal["serving"] = "serving"
     name: Name
     boot: Start
+    number: int = Field(ge=0, description="counts the messages of this kind")
     software: Text = Field(max_length=40)
     host: Text = Field("", max_length=255)
     process: int = Field(0, ge=0)
@@ -63,7 +65,6 @@ class Serving(Frozen):
     partitions: tuple[ServedPartition, ...] = Field((), max_length=MOST_PARTITIONS)
     collection: str = Field("", pattern=r"^([0-9a-f]{64})?$", description="of the open round; empty: none")
     updates: int = Field(0, ge=0, description="that it has stored since its start")
-    uploading: tuple[Name, ...] = Field((), max_length=512, description="agents whose update is on its way to it")
 
 
 class Stored(Frozen):

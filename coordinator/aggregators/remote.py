@@ -15,6 +15,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from edge_agent import __version__
 from edge_agent.core.errors import HeadwaterError
 from edge_agent.wire.topics import Topics
 
@@ -82,6 +83,9 @@ class _PassRequest:
 
     number: int
     """The number of the partition."""
+
+    agents: tuple[str, ...]
+    """The agents whose updates are read."""
 
     holder: str = ""
     """The aggregator that was asked last."""
@@ -154,6 +158,9 @@ class RemoteAggregators(Aggregators):
         self._steps = steps
         self._clock = clock
         self._members: dict[str, _Member] = {}
+        self._newest: dict[tuple[str, str], int] = {}
+        """Name and start of an aggregator -> the number of its newest message of presence."""
+
         self._holders = {number: _Holder() for number in range(1, of + 1)}
         self._orphaned: set[int] = set()
         """Partitions that have changed hands, until the new holder listens."""
@@ -178,7 +185,9 @@ class RemoteAggregators(Aggregators):
         self._federation = federation
         self._epoch = epoch
         self._serves_own_from = self._clock() + LEASE_S
-        self._files.remove_all()
+        # The coordinator before has ended, or stops; what its aggregators write for it now is of no use.
+        self._files.remove_others()
+        self._files.sweep()
         for folder in (self._link.folder / "partial").glob("*"):
             self._remove_partial(folder.name)
         self._link.subscribe(self._link.topics.aggregators_up)
@@ -210,11 +219,13 @@ class RemoteAggregators(Aggregators):
             return None
         # A request for each partition of which there are updates.
         agents_of = self._divide(updates.accepted)
-        requests = [_PassRequest(secrets.token_hex(16), number) for number in agents_of]
+        requests = [_PassRequest(secrets.token_hex(16), number, tuple(agents)) for number, agents in agents_of.items()]
         try:
+            # An answer that came after its pass was over goes now.
+            self._files.remove_others(self._passes.keys())
             for request in requests:
                 self._passes[request.id] = request
-                self._files.write_request(request.id, one_pass, updates, agents_of[request.number])
+                self._files.write_request(request.id, one_pass, updates, request.agents)
             self._ask_for_passes()
             yield from self._wait_for(requests, one_pass.name)
             return self._join(requests, one_pass)
@@ -247,7 +258,8 @@ class RemoteAggregators(Aggregators):
         if errors:
             log.warning("pass_failed name=%s: the coordinator reads all updates: %s", one_pass.name, errors[0])
             return None
-        answer = one_pass.join([self._files.read_answer(request.id, one_pass) for request in requests])
+        answers = (self._files.read_answer(request.id, one_pass, request.agents) for request in requests)
+        answer = one_pass.join(answers)
         return answer if one_pass.is_exact(answer) else None
 
     def _divide(self, agents: Iterable[str]) -> dict[int, list[str]]:
@@ -313,8 +325,14 @@ class RemoteAggregators(Aggregators):
 
     def _on_serving(self, message: Serving) -> None:
         """Note that an aggregator is online, and tell it what to do where it does something else."""
-        if message.of != self.of:
-            self._dismiss(message)
+        # Brokers deliver some messages twice, and late: one that has ended would seem to be online.
+        sender = (message.name, message.boot)
+        if message.number <= self._newest.get(sender, -1):
+            return
+        self._newest[sender] = message.number
+        reason = self._objection(message)
+        if reason:
+            self._dismiss(message, reason)
             return
         if message.name not in self._members:
             log.info(
@@ -331,12 +349,23 @@ class RemoteAggregators(Aggregators):
         else:
             self._ask_agents_of({served.number for served in partitions})
 
-    def _dismiss(self, message: Serving) -> None:
-        """Tell an aggregator for another number of partitions that it cannot serve."""
-        reason = (
-            f"this federation has {self.of} partitions ([aggregators] partitions), and it was started for "
-            f"{message.wants}/{message.of}; start it with --partition K/{self.of}"
-        )
+    def _objection(self, message: Serving) -> str:
+        """Return why an aggregator cannot serve; empty where it can."""
+        if message.of != self.of:
+            return (
+                f"this federation has {self.of} partitions ([aggregators] partitions), and it was started for "
+                f"{message.wants}/{message.of}; start it with --partition K/{self.of}"
+            )
+        # Another version may compute other bits.
+        if message.software != __version__:
+            return (
+                f"it is of version {message.software}, and the coordinator of {__version__}; install that one, and "
+                "start it again"
+            )
+        return ""
+
+    def _dismiss(self, message: Serving, reason: str) -> None:
+        """Tell an aggregator that it cannot serve, and why."""
         self._members.pop(message.name, None)
         self._steps.refuse(f"aggregator {message.wants}/{message.of} at {message.host}", reason)
         about = {"whom": message.name, "boot": message.boot}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from edge_agent.core.errors import StateError, TensorsError, cause
-from edge_agent.core.storage import mapped, private_folder, read_regular, write_atomic
+from edge_agent.core.storage import mapped, private_folder, read_regular, sweep, write_atomic
 from edge_agent.core.task import Frozen, State
 from edge_agent.methods import Update
 from edge_agent.wire.tensors import decode, pieces
@@ -26,7 +26,7 @@ from .open_round import method_of
 PASSES: dict[str, type[Pass[Any]]] = {kind.name: kind for kind in (Measure, SumOfChanges, MultiplyChanges, SumBounded)}
 """The passes that aggregators make, by their names in requests."""
 
-_FILE = re.compile(r"pass-[0-9a-f]{32}\.(request|answer)")
+_FILE = re.compile(r"pass-([0-9a-f]{32})\.(request|answer)")
 
 
 class PassRequest(Frozen):
@@ -67,25 +67,35 @@ class PassFiles:
         private_folder(self.folder)
         write_atomic(self._path(request, "request"), *pieces(packet.to_tensors()))
 
-    def read_answer(self, request: str, one_pass: Pass[Answer]) -> Answer:
-        """Return the answer to a request.
+    def read_answer(self, request: str, one_pass: Pass[Answer], agents: Sequence[str]) -> Answer:
+        """Return the answer to a request for a pass over the updates of these agents.
 
         Raises:
             StateError: It cannot be read.
-            TensorsError: It is damaged.
+            TensorsError: It is damaged, or about other updates.
         """
-        return one_pass.unpack(self._read(request, "answer"))
+        # Mapped: answers are several times as large as a model, and nobody else removes them.
+        answer = one_pass.unpack(self._read(request, "answer", mapped))
+        if not one_pass.covers(answer, agents):
+            path = self._path(request, "answer")
+            raise TensorsError(f"{path}: the answer is not about the {len(agents)} updates that were asked for")
+        return answer
 
     def remove(self, request: str) -> None:
         """Remove a request and its answer."""
         for kind in ("request", "answer"):
             self._path(request, kind).unlink(missing_ok=True)
 
-    def remove_all(self) -> None:
-        """Remove what an earlier process has left."""
+    def remove_others(self, requests: Collection[str] = ()) -> None:
+        """Remove all but these requests and their answers: what an earlier process has left, and what came too late."""
         for path in self.folder.glob("pass-*"):
-            if _FILE.fullmatch(path.name):
+            match = _FILE.fullmatch(path.name)
+            if match is not None and match[1] not in requests:
                 path.unlink(missing_ok=True)
+
+    def sweep(self) -> None:
+        """Remove what was left of files whose writers have ended; nobody may be writing here now."""
+        sweep(self.folder)
 
     def make(self, request: str, blobs: BlobStore) -> None:
         """Make the pass that a request asks for, and write the answer.
@@ -95,7 +105,7 @@ class PassFiles:
             TensorsError: One of them is damaged.
             TrainingFailed: The method objects.
         """
-        packet = self._read(request, "request")
+        packet = self._read(request, "request", read_regular)
         try:
             content = packet.values_as(_Requested).request
             one_pass = PASSES[content.name].from_packet(packet)
@@ -108,10 +118,10 @@ class PassFiles:
         answer = one_pass.over(origin, _updates_of(content, blobs))
         write_atomic(self._path(request, "answer"), *pieces(one_pass.pack(answer).to_tensors()))
 
-    def _read(self, request: str, kind: str) -> Packet:
+    def _read(self, request: str, kind: str, read: Callable[[Path], bytes | memoryview]) -> Packet:
         path = self._path(request, kind)
         try:
-            return Packet.from_tensors(decode(read_regular(path)))
+            return Packet.from_tensors(decode(read(path)))
         except OSError as error:
             raise StateError(
                 f"{path}: cannot be read: {cause(error)}; coordinator and aggregators need one state folder"

@@ -70,8 +70,8 @@ class Check(Frozen):
     point: Point
     phase: str = Field(max_length=50, description="phase that was predicted")
     resource: str = Field(max_length=50, description="what was predicted")
-    predicted: float
-    measured: float
+    predicted: float = Field(ge=0)
+    measured: float = Field(gt=0)
 
     @property
     def error(self) -> float:

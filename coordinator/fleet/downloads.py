@@ -7,7 +7,7 @@ that fetches by HTTP gets them as the answer to its request, and chunks only whe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import median_high, median_low
 
@@ -41,6 +41,13 @@ SLOW_SAMPLES = 4
 FEW_LISTENERS = 8
 """Up to this number of silent agents, bad links may be chance: each of them gets the blob for itself."""
 
+LONGEST_SILENCE_S = 10.0
+"""How long more agents than that may be silent at once: the answers of thousands of agents take seconds to arrive.
+
+Each that gets the blob for itself makes those of the others take longer still. Of 4,000 agents with 0.5 MB on two cores
+1,106 were silent for two seconds at the first frames of a broadcast, and in the end nine in ten had got it alone.
+"""
+
 
 def _is_general(silent: int, listeners: int) -> bool:
     """Return whether so many of the listeners to a broadcast are silent that it is not for their links.
@@ -48,6 +55,23 @@ def _is_general(silent: int, listeners: int) -> bool:
     Broker or machine are slow then. Sent to each of them alone, the blob would be published once for every agent.
     """
     return silent > FEW_LISTENERS and 2 * silent > listeners
+
+
+def _silent_listeners(listeners: Mapping[str, Sending], heard_until: float) -> list[str]:
+    """Return the listeners to a broadcast that have been silent for so long that it is for their links.
+
+    Those that are silent hold back nobody, so it costs the others nothing to wait for them.
+
+    Args:
+        listeners: Agent -> what is sent to it.
+        heard_until: Until when what has arrived here has been handled.
+    """
+    silent = [agent for agent, sending in listeners.items() if not sending.is_moving(heard_until)]
+    if len(silent) <= FEW_LISTENERS:
+        return silent
+    if _is_general(len(silent), len(listeners)):
+        return []
+    return [agent for agent in silent if heard_until - listeners[agent].moved_at >= LONGEST_SILENCE_S]
 
 
 LONGEST_JOIN_S = 10.0
@@ -558,10 +582,8 @@ class Distributor:
         if offer.joining:
             return
         listeners = offer.carousel.listeners
-        silent = [agent for agent, sending in listeners.items() if not sending.is_moving(heard_until)]
-        if not _is_general(len(silent), len(listeners)):
-            for agent in silent:
-                self._separate(offer, agent)
+        for agent in _silent_listeners(listeners, heard_until):
+            self._separate(offer, agent)
         digest = offer.blob.ref.digest
         topic = self._topics.down_chunks(*listeners) if len(listeners) == 1 else self._topics.broadcast(digest)
         for frame in offer.carousel.due(now):

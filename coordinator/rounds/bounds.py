@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median, median_high
 from types import MappingProxyType
@@ -434,9 +434,13 @@ class Measure(Pass[list[Measured]]):
         """Return the sizes of these updates."""
         return [_measure(update, origin.received, origin.extras) for update in updates]
 
-    def join(self, answers: Sequence[list[Measured]]) -> list[Measured]:
+    def join(self, answers: Iterable[list[Measured]]) -> list[Measured]:
         """Return the sizes of all parts, in the order of agents."""
         return sorted(itertools.chain.from_iterable(answers), key=lambda change: change.client)
+
+    def covers(self, answer: list[Measured], clients: Collection[str]) -> bool:
+        """Return whether each of these clients has one size, and nobody else has."""
+        return sorted(change.client for change in answer) == sorted(clients)
 
     def is_exact(self, answer: list[Measured]) -> bool:  # noqa: ARG002 - each size is of one update alone
         """Return True: each size is of one update alone."""
@@ -486,16 +490,27 @@ class SumBounded(Pass[WeightedSum]):
             origin.method.fold(total, update)
         return total
 
-    def join(self, answers: Sequence[WeightedSum]) -> WeightedSum:
-        """Return the sum of all parts."""
+    def join(self, answers: Iterable[WeightedSum]) -> WeightedSum:
+        """Return the sum of all parts.
+
+        Raises:
+            TensorsError: Arrays of one name have different shapes.
+        """
         total = WeightedSum()
         for one in answers:
             total.merge(one)
         return total
 
     def is_exact(self, answer: WeightedSum) -> bool:
-        """Return whether any division into parts gives this sum."""
-        return answer.is_exact
+        """Return whether any division into parts gives this sum.
+
+        Of a single update methods take the arrays themselves (`WeightedSum.only`), which no partial sum has.
+        """
+        return answer.is_exact and answer.count != 1
+
+    def covers(self, answer: WeightedSum, clients: Collection[str]) -> bool:
+        """Return whether the sum has as many addends as there are clients whose updates are not left out."""
+        return answer.count == sum(client not in self.bounds.opposed for client in clients)
 
     def to_packet(self, clients: Sequence[str]) -> Packet:
         """Return the bounds of these clients; none has bounds on statistics of classes."""

@@ -168,8 +168,12 @@ class SumOfChanges(Pass[dict[str, ExactSum]]):
                 sums.setdefault(name, ExactSum((array.size,))).add(array, share, before)
         return sums
 
-    def join(self, answers: Sequence[dict[str, ExactSum]]) -> dict[str, ExactSum]:
-        """Return the sums of all parts."""
+    def join(self, answers: Iterable[dict[str, ExactSum]]) -> dict[str, ExactSum]:
+        """Return the sums of all parts.
+
+        Raises:
+            TensorsError: Arrays of one name have different shapes.
+        """
         joined: dict[str, ExactSum] = {}
         for sums in answers:
             for name, one in sums.items():
@@ -256,12 +260,16 @@ class MultiplyChanges(Pass[dict[str, Products]]):
             products[update.client] = Products(with_sum, with_way)
         return products
 
-    def join(self, answers: Sequence[dict[str, Products]]) -> dict[str, Products]:
+    def join(self, answers: Iterable[dict[str, Products]]) -> dict[str, Products]:
         """Return the products of all parts, in the order of agents."""
         joined: dict[str, Products] = {}
         for products in answers:
             joined |= products
         return dict(sorted(joined.items()))
+
+    def covers(self, answer: dict[str, Products], clients: Collection[str]) -> bool:
+        """Return whether each of these clients has products, and nobody else has."""
+        return answer.keys() == set(clients)
 
     def is_exact(self, answer: dict[str, Products]) -> bool:  # noqa: ARG002 - each product is of one update alone
         """Return True: each product is of one update alone."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -128,12 +128,22 @@ class Pass(ABC, Generic[Answer]):
         """Return what these updates give; they are read one at a time."""
 
     @abstractmethod
-    def join(self, answers: Sequence[Answer]) -> Answer:
-        """Return the answer for all updates from those for parts of them, in whatever order; there is at least one."""
+    def join(self, answers: Iterable[Answer]) -> Answer:
+        """Return the answer for all updates from those for parts of them, in whatever order; there is at least one.
+
+        They are taken one at a time: each may be as large as a model, several times over.
+
+        Raises:
+            TensorsError: They do not fit together.
+        """
 
     @abstractmethod
     def is_exact(self, answer: Answer) -> bool:
         """Return whether another division into parts would have given the same bits."""
+
+    def covers(self, answer: Answer, clients: Collection[str]) -> bool:  # noqa: ARG002 - for overriding methods
+        """Return whether an answer is about the updates of these clients, as far as it tells; default: it does not."""
+        return True
 
     # --- between processes -----------------------------------------------------------------------------------------
 

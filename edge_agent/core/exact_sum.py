@@ -30,6 +30,11 @@ _TO_FINE = 1.5 * 2.0**52 * FINE
 """(x + c) - c rounds x to a multiple: at 1.5 * 2^52 units the neighbours of a float64 are one unit apart."""
 
 
+_MOST_COARSE = 2 * LARGEST
+_MOST_FINE = _CARRY_EVERY * COARSE
+"""The largest numbers of both sums: that of all addends, and 128 halves of `COARSE` with those of one merged sum."""
+
+
 class ExactSum:
     """The sum of arrays of one shape, each times a weight.
 
@@ -84,7 +89,13 @@ class ExactSum:
         self._note(largest, 1)
 
     def merge(self, other: ExactSum) -> None:
-        """Add what another sum has, as if its addends had been added here."""
+        """Add what another sum has, as if its addends had been added here.
+
+        Raises:
+            TensorsError: It is a sum of arrays of another shape.
+        """
+        if other.coarse.shape != self.coarse.shape:
+            raise TensorsError(f"a sum of shape {other.coarse.shape}, expected one of shape {self.coarse.shape}")
         self.coarse += other.coarse
         self.fine += other.fine
         self.is_exact = self.is_exact and other.is_exact
@@ -122,6 +133,11 @@ class ExactSum:
             raise TensorsError("arrays of another form than those of an exact sum, expected float64 of one shape")
         if not np.isfinite(state).all() or state.min() < 0:
             raise TensorsError(f"state {state.tolist()} of an exact sum, expected three numbers of 0 or more")
+        # A sum that says to be exact is within what sums hold exactly; NaN is within nothing.
+        if state[0] and not (_is_within(coarse, _MOST_COARSE) and _is_within(fine, _MOST_FINE)):
+            raise TensorsError("a sum that calls itself exact holds NaN, infinity or numbers that no exact sum has")
+        if state[1] > _CARRY_EVERY:
+            raise TensorsError(f"a sum after {state[1]:g} additions, expected {_CARRY_EVERY} at most")
         total = cls(coarse.shape)
         total.coarse[...] = coarse
         total.fine[...] = fine
@@ -133,3 +149,8 @@ class ExactSum:
     def total(self) -> np.ndarray:
         """Return the sum, float64, rounded once."""
         return np.asarray(self.coarse + self.fine)
+
+
+def _is_within(array: np.ndarray, limit: float) -> bool:
+    """Return whether all numbers are from -limit to limit."""
+    return bool(-limit <= array.min(initial=0.0) and array.max(initial=0.0) <= limit)

@@ -89,7 +89,11 @@ class WeightedSum:
             self._sum_of(name, array.shape).add(array)
 
     def merge(self, other: WeightedSum) -> None:
-        """Add what another sum has, as if its addends had been added here."""
+        """Add what another sum has, as if its addends had been added here.
+
+        Raises:
+            TensorsError: Arrays of one name have different shapes.
+        """
         self.count += other.count
         self.only = None
         self._weight.merge(other._weight)
@@ -160,6 +164,8 @@ class WeightedSum:
         if _WEIGHT not in sums or count is None or count.shape != (1,) or count.dtype != np.int64:
             raise TensorsError(f"no weighted sum: '{_COUNT}' or '{_WEIGHT}' is missing, or of another form")
         total.count = int(count[0])
+        if total.count < 0:
+            raise TensorsError(f"a weighted sum of {total.count} addends, expected 0 or more")
         total._weight = sums.pop(_WEIGHT)
         # 2. The sums of the arrays, the counters, and the dtypes of both.
         total._sums = {name.removeprefix(f"{_WEIGHT}."): array_sum for name, array_sum in sums.items()}
@@ -184,8 +190,14 @@ class WeightedSum:
         self._weight.add(np.float64(weight))
 
     def _note_counter(self, name: str, array: np.ndarray) -> None:
-        """Keep the larger value of each counter."""
+        """Keep the larger value of each counter.
+
+        Raises:
+            TensorsError: It has another shape than before.
+        """
         before = self._counters.get(name)
+        if before is not None and before.shape != array.shape:
+            raise TensorsError(f"counter '{name}' of shape {array.shape}, expected one of shape {before.shape}")
         self._counters[name] = array.copy() if before is None else np.maximum(before, array)
 
     def _sum_of(self, name: str, shape: tuple[int, ...]) -> ExactSum:

@@ -101,7 +101,9 @@ class Cluster:
             pause.wait(0.1)
 
     def stop(self) -> None:
-        """End all processes, agents first, and wait for them."""
+        """End all processes, agents first, and wait for them; another signal would leave some behind."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
         for process in reversed(self.processes.values()):
             process.terminate()
         for process in self.processes.values():

@@ -49,7 +49,7 @@ REMOVALS = {
     ("coordinator.aggregators.open_round", "write_round", ".unlink"): "files of earlier rounds, by their names",
     ("coordinator.aggregators.remote", "RemoteAggregators._remove_partial", ".rmdir"): "empty folders of uploads",
     ("coordinator.aggregators.requests", "PassFiles.remove", ".unlink"): "a request and its answer, by their number",
-    ("coordinator.aggregators.requests", "PassFiles.remove_all", ".unlink"): "requests and answers, by their names",
+    ("coordinator.aggregators.requests", "PassFiles.remove_others", ".unlink"): "requests and answers, by their names",
     ("edge_agent.run_folder.layout", "remove_ended_runs", "remove_folder"): "folders of runs, by their mark",
     ("edge_agent.run_folder.layout", "remove_all_runs", "remove_folder"): "folders of runs, by their mark",
     ("edge_agent.agent.release_record", "clean", "remove_folder"): "the folder of a candidate, by its mark",

@@ -97,3 +97,13 @@ def test_negative_costs_are_refused(capsys, tmp_path):
     code, _, err = called(capsys, "--agents", 10, "--costs", path)
     assert code == 2
     assert "broker_cpu_s.updates" in err
+
+
+def test_a_measurement_of_nothing_is_refused_and_no_prediction_is_divided_by_it(capsys, tmp_path):
+    costs = json.loads(OWN.read_text())
+    costs["checks"][0]["measured"] = 0.0
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(costs))
+    code, _, err = called(capsys, "--agents", 10, "--costs", path)
+    assert code == 2
+    assert "checks.0.measured: Input should be greater than 0" in err

@@ -303,6 +303,31 @@ def test_a_fleet_that_falls_silent_together_goes_on_with_one_broadcast(bench):
     assert bench.heard() == [], "nobody is asked to request it alone"
 
 
+def test_a_part_of_a_fleet_whose_answers_take_seconds_is_waited_for_before_it_gets_the_blob_alone(bench):
+    """As where thousands of answers arrive one after another: some are there, and the others no worse links."""
+    offered = large(50)
+    bench.chunk_bytes = 4000
+    agents = [f"a{number:02}" for number in range(30)]
+    bench.distributor.offer(offered, agents)
+    for agent in agents:
+        bench.want(agent, offered)
+    assert [index for _, index in bench.taken()] == [0, 1]
+    bench.heard()
+    bench.now += 2 * STALL_S
+    for agent in agents[10:]:
+        bench.report(agent, offered, (2, 50))
+    assert {topic for topic, _ in bench.taken()} == {TOPICS.broadcast(offered.ref.digest)}
+    assert bench.heard() == [], "ten of thirty are silent, and nobody is asked to request it alone"
+    # What they answer at last counts, and those that stay silent are served alone.
+    bench.report(agents[0], offered, (2, 50))
+    for _ in range(8):
+        bench.now += 1.0
+        for agent in agents[10:]:
+            bench.report(agent, offered, (2, 50))
+        bench.taken()
+    assert {agent for agent, _ in bench.heard()} == set(agents[1:10])
+
+
 def test_most_of_a_fleet_that_take_long_to_listen_get_more_time(bench):
     offered = large(50)
     bench.chunk_bytes = 4000
