@@ -14,7 +14,6 @@ from federation_duties import TinyDuties, quick_params
 from federation_harness import Killed
 
 from coordinator.aggregators import app
-from coordinator.aggregators.aggregator import _Unnoted
 from coordinator.aggregators.messages import Dismissed, Noted, Sealed, ServePartitions
 from coordinator.config import AggregatorsConfig, CoordinatorConfig
 from coordinator.fleet.partitions import Partition, partition_of
@@ -249,9 +248,7 @@ def test_an_update_that_was_removed_with_its_round_ends_no_aggregator(tmp_path):
         aggregator = fed.aggregators["sum1"]
         work = aggregator._assignment
         about = {"whom": "sum1", "boot": aggregator.site.boot, "federation": work.federation, "epoch": work.epoch}
-        aggregator._unnoted[1] = _Unnoted((), 0.0)
         aggregator._on_noted(Noted(number=1, missing=("a" * 64,), **about))
-        assert not aggregator._unnoted
         digest = aggregator.site.blobs.put(b"an update")
         with pytest.raises(StateError, match=r"does not find 1 update stored here, such as .*needs the state folder"):
             aggregator._on_noted(Noted(number=2, missing=(digest, "a" * 64), **about))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -191,14 +192,14 @@ def test_a_message_about_partitions_that_comes_again_does_not_count_commands_ane
         fed.finish()
         aggregator = fed.aggregators["sum1"]
         counts = {name: (count.term, count.commands) for name, count in aggregator._counts.items()}
-        terms = dict(aggregator._work.terms)
+        terms = dict(aggregator._assignment.terms)
         assert len(counts) == 2
         assert all(commands for _, commands in counts.values())
         for payload in recorded(fed, fed.topics.aggregators_down, ServePartitions):
             publish(fed, fed.topics.aggregators_down, payload)
         fed.wait(2)
         assert {name: (count.term, count.commands) for name, count in aggregator._counts.items()} == counts
-        assert aggregator._work.terms == terms
+        assert aggregator._assignment.terms == terms
         assert aggregator._unreadable == 0
 
 
@@ -211,9 +212,9 @@ def test_a_partition_of_an_earlier_term_is_not_taken_again(tmp_path, caplog):
         partitions = tuple(served.model_copy(update={"term": 7}) for served in newest.partitions)
         later = newest.model_copy(update={"partitions": partitions})
         publish(fed, fed.topics.aggregators_down, sealed_of(fed).encode(later))
-        assert set(aggregator._work.terms.values()) == {7}
+        assert set(aggregator._assignment.terms.values()) == {7}
         aggregator._obey(newest)
-        assert set(aggregator._work.terms.values()) == {7}
+        assert set(aggregator._assignment.terms.values()) == {7}
         assert "late_message_ignored" in caplog.text
 
 
@@ -310,9 +311,8 @@ def test_an_answer_about_other_updates_than_were_asked_for_is_refused(tmp_path, 
 )
 def test_values_that_are_no_answer_are_an_error_of_ours(one_pass, values):
     packet = one_pass.pack(one_pass.join([[]] if isinstance(one_pass, Measure) else [{}]))
-    packet.values.update(values)
     with pytest.raises(TensorsError):
-        one_pass.unpack(packet)
+        one_pass.unpack(replace(packet, fields={**packet.fields, **values}))
 
 
 @pytest.mark.parametrize(
