@@ -674,8 +674,8 @@ class BlobsConfig(Frozen):
     above_bytes: int = Field(1_000_000, ge=0, le=1 << 40, description="only blobs of more bytes go by HTTP")
     uploads: bool = Field(
         default=True,
-        description="whether large updates of agents go the same way, beside what agents download; not to a folder, "
-        "and not where aggregators take them",
+        description="whether large updates of agents go the same way, to serve or to s3://, beside what agents "
+        "download; not where aggregators take them",
     )
     valid_s: float = Field(
         600.0, ge=10, le=86_400, description="how long a URL holds; a download that has begun goes on after that"

@@ -101,8 +101,9 @@ class EndpointUploads:
         self._inflow.expect(upload)
         return UploadAddress((url + self._signer.upload_path(_grant_of(upload)),), whole=False)
 
-    def collect(self, upload: ExpectedUpload) -> None:
-        """Do nothing: what is sent here has arrived."""
+    def collect(self, upload: ExpectedUpload) -> bool:  # noqa: ARG002 - part of the contract
+        """Return that there is nothing to get: what is sent here has arrived."""
+        return False
 
     def release(self, agent: str) -> None:
         """Take nothing of an agent any more, also not the rest of what it is sending."""
@@ -116,6 +117,10 @@ class EndpointUploads:
     def take_arrived(self) -> Iterator[ArrivedPart]:
         """Yield what has arrived."""
         return self._inflow.take_arrived()
+
+    def close(self) -> None:
+        """Take nothing more."""
+        self.keep_only(())
 
 
 def _grant_of(upload: ExpectedUpload) -> UploadGrant:
@@ -240,7 +245,7 @@ class BlobEndpoint:
             self._blobs.clear()
         self._is_listening = False
         if self.uploads is not None:
-            self.uploads.keep_only(())
+            self.uploads.close()
         self._acceptor.close()
 
     # --- connections --------------------------------------------------------------------------------------------------

@@ -3,10 +3,15 @@
 A thread puts each blob there under its SHA-256 while agents that have asked wait for its URL, and removes it when it
 is withdrawn. A store that refuses costs that blob its URL: it goes in chunks over MQTT, the log and ``status`` say why,
 and the next blob is tried again.
+
+What a killed coordinator, or a store that did not answer, has left there is removed by this rule: the `ledger` says
+that it is ours, it is not on offer, and all URLs for it have ended, which takes ``valid_s`` after the start.
 """
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import logging
 import queue
 import secrets
@@ -27,6 +32,7 @@ from edge_agent.wire.messages.fields import BlobRef
 
 from ..fleet.blob_urls import BlobSite
 from ..fleet.upload_urls import UploadUrls
+from .ledger import StoreLedger
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +52,10 @@ LEAST_RATE = 1e6
 """The bytes per second that a store takes at least: agents wait no longer, and get chunks."""
 
 END_S = 5.0
-"""The seconds that removing what is in the store may take at the end; what stays has the names of its content."""
+"""The seconds that removing what is in the store may take at the end; what stays is removed after the next start."""
+
+LOOK_S = 10.0
+"""The seconds between two looks of the thread at whether there is something to remove."""
 
 PROBE = b"headwater"
 """The content of the file by which a store is tried."""
@@ -66,6 +75,19 @@ class RemoteStore(Protocol):
 
     def url(self, name: str) -> str:
         """Return the URL by which an agent can fetch the file now; it must not wait for anything."""
+
+
+class UploadStore(RemoteStore, Protocol):
+    """A store to which agents can put files, too."""
+
+    def put_url(self, name: str, ref: BlobRef) -> str:
+        """Return the URL by which an agent can put a blob there now: no other content, and no other size."""
+
+    def size_of(self, name: str) -> int | None:
+        """Return the bytes of a file; None where there is none."""
+
+    def read(self, name: str, first: int, end: int) -> bytes:
+        """Return the bytes ``first..end`` of a file."""
 
 
 class ServedFolder:
@@ -144,6 +166,30 @@ class Bucket:
         url: str = self._files.sign(self._path(name), expiration=int(self._valid_s))
         return url
 
+    def put_url(self, name: str, ref: BlobRef) -> str:
+        """Return a presigned URL for a PUT, whose signature is over the size and the SHA-256, too."""
+        checksum = base64.b64encode(bytes.fromhex(ref.digest)).decode()
+        url: str = self._files.sign(
+            self._path(name),
+            expiration=int(self._valid_s),
+            client_method="put_object",
+            ContentLength=ref.size_bytes,
+            ChecksumSHA256=checksum,
+        )
+        return url
+
+    def size_of(self, name: str) -> int | None:
+        """Return the bytes of a file; None where there is none."""
+        try:
+            return int(self._files.info(self._path(name), refresh=True)["size"])
+        except FileNotFoundError:
+            return None
+
+    def read(self, name: str, first: int, end: int) -> bytes:
+        """Return the bytes ``first..end`` of a file."""
+        data: bytes = self._files.cat_file(self._path(name), start=first, end=end)
+        return data
+
     def _path(self, name: str) -> str:
         return f"{self._root.rstrip('/')}/{name}"
 
@@ -161,14 +207,14 @@ def try_store(store: RemoteStore) -> str:
         store.remove(name)
     except Exception as error:
         raise UsageError(
-            f"[blobs] store = '{store.where}' cannot be written ({_reason(error)}); give this program the rights to "
-            "put, get and delete files there, of a bucket by the keys in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY. "
-            "Until then blobs go over MQTT"
+            f"[blobs] store = '{store.where}' cannot be written ({reason_of_store(error)}); give this program the "
+            "rights to put, get and delete files there, of a bucket by the keys in AWS_ACCESS_KEY_ID and "
+            "AWS_SECRET_ACCESS_KEY. Until then blobs go over MQTT"
         ) from error
     return f"{store.where} can be written"
 
 
-def _reason(error: BaseException) -> str:
+def reason_of_store(error: BaseException) -> str:
     """Return why a store failed, in one line: libraries of stores put pages into their errors."""
     return printable(cause(error))[:300]
 
@@ -190,6 +236,10 @@ class StoredBlobs:
         above_bytes: int,
         wake: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
+        *,
+        ledger: StoreLedger,
+        valid_s: float,
+        uploads: UploadUrls | None = None,
     ) -> None:
         """Put nothing yet.
 
@@ -198,14 +248,19 @@ class StoredBlobs:
             above_bytes: Blobs of more bytes are put there.
             wake: Called in another thread when a blob is there, or could not be put.
             clock: The time in seconds, which only goes forward.
+            ledger: Notes what is in the store.
+            valid_s: How long a URL holds.
+            uploads: Where agents put updates; None: they go over MQTT.
         """
         self.above_bytes = above_bytes
-        self.uploads: UploadUrls | None = None
-        """Where agents put updates; None: over MQTT."""
+        self.uploads = uploads
 
         self._store = store
         self._wake = wake
         self._clock = clock
+        self._ledger = ledger
+        self._sweep_s = valid_s
+        self._sweep_at = clock() + valid_s
         self._steps: dict[str, _Step] = {}
         self._awaited_until: dict[str, float] = {}
         """Blob on its way -> when agents stop waiting for it."""
@@ -248,7 +303,7 @@ class StoredBlobs:
         try:
             return (self._store.url(digest),)
         except Exception as error:  # noqa: BLE001 - whatever a library raises, the blob goes in chunks
-            self._fail(f"no URL can be made ({_reason(error)})")
+            self._fail(f"no URL can be made ({reason_of_store(error)})")
             return ()
 
     def arrived(self, agent: str, ref: BlobRef) -> None:
@@ -269,6 +324,8 @@ class StoredBlobs:
         """Put nothing more, and remove what is there, for at most `END_S`."""
         if self._is_closed:
             return
+        if self.uploads is not None:
+            self.uploads.close()
         for digest in list(self._steps):
             self.withdrawn(digest)
         self._is_closed = True
@@ -278,12 +335,21 @@ class StoredBlobs:
     # --- in the thread ------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        """Do what was asked for, in that order, until `close`."""
+        """Do what was asked for, in that order, until `close`, and from time to time remove what is not needed."""
         while True:
-            work = self._work.get()
-            if work is None:
-                return
-            work()
+            with contextlib.suppress(queue.Empty):
+                work = self._work.get(timeout=LOOK_S)
+                if work is None:
+                    return
+                work()
+            if self._clock() >= self._sweep_at:
+                self._sweep_at = self._clock() + self._sweep_s
+                self._sweep()
+
+    def _sweep(self) -> None:
+        """Remove what is in the store, is ours and is not on offer: a killed process or a failure has left it there."""
+        for digest in sorted(self._ledger.names()):
+            self._remove(digest)
 
     def _try(self) -> None:
         try:
@@ -297,9 +363,10 @@ class StoredBlobs:
         if digest not in self._steps:
             return
         try:
+            self._ledger.add([digest])
             self._store.put(digest, blob.data)
         except Exception as error:  # noqa: BLE001 - whatever a library raises, the blob goes in chunks
-            self._fail(f"blob {digest[:12]} cannot be put there ({_reason(error)})")
+            self._fail(f"blob {digest[:12]} cannot be put there ({reason_of_store(error)})")
             step = _Step.FAILED
         else:
             self._problem = ""
@@ -315,8 +382,10 @@ class StoredBlobs:
             return
         try:
             self._store.remove(digest)
-        except Exception as error:  # noqa: BLE001 - a file that stays harms nobody
-            log.warning("blob_not_removed digest=%s store=%s reason=%s", digest[:12], self._store.where, _reason(error))
+            self._ledger.discard(digest)
+        except Exception as error:  # noqa: BLE001 - it is tried again by the next sweep
+            reason = reason_of_store(error)
+            log.warning("blob_not_removed digest=%s store=%s reason=%s", digest[:12], self._store.where, reason)
 
     def _fail(self, problem: str) -> None:
         """Note why the store could not be used; blobs go over MQTT."""

@@ -15,8 +15,16 @@ from ..config import BlobsConfig, CoordinatorConfig
 from ..fleet.blob_urls import BlobUrls
 from .endpoint import Address, BlobEndpoint
 from .inflow import Inflow
+from .ledger import StoreLedger
 from .object_store import Bucket, RemoteStore, ServedFolder, StoredBlobs, try_store
 from .signing import KEY_BYTES, PathSigner
+from .stored_uploads import StoredUploads
+
+BLOBS_IN_STORE = "blobs-in-store.txt"
+"""The file of the state folder that names the blobs in a store."""
+
+UPDATES_IN_STORE = "updates-in-store.txt"
+"""The file of the state folder that names the updates that agents may have put into a store."""
 
 
 def open_blob_urls(config: CoordinatorConfig, wake: Callable[[], None]) -> BlobUrls | None:
@@ -29,14 +37,13 @@ def open_blob_urls(config: CoordinatorConfig, wake: Callable[[], None]) -> BlobU
     Raises:
         UsageError: The address is taken, or the certificate cannot be used.
         MissingCapability: A package that the store needs is not installed.
+        StateError: The list of what is in the store cannot be kept.
     """
     blobs = config.blobs
     if blobs is None:
         return None
     if blobs.serve is None:
-        stored = StoredBlobs(store_of(blobs), blobs.above_bytes, wake)
-        stored.start()
-        return stored
+        return _open_store(config, blobs, wake)
     signer = PathSigner(secrets.token_bytes(KEY_BYTES), time.monotonic, blobs.valid_s)
     endpoint = BlobEndpoint(
         _address_of(config, blobs),
@@ -48,6 +55,32 @@ def open_blob_urls(config: CoordinatorConfig, wake: Callable[[], None]) -> BlobU
     )
     endpoint.start()
     return endpoint
+
+
+def _open_store(config: CoordinatorConfig, blobs: BlobsConfig, wake: Callable[[], None]) -> StoredBlobs:
+    """Return what puts blobs into a store, started, and with it what gets updates from there.
+
+    Raises:
+        UsageError: The store's protocol is not known.
+        MissingCapability: A package that the store needs is not installed.
+        StateError: The list of what is in the store cannot be kept.
+    """
+    store = store_of(blobs)
+    uploads = None
+    if blobs.uploads and isinstance(store, Bucket):
+        ledger = StoreLedger(config.state / UPDATES_IN_STORE, store.where)
+        uploads = StoredUploads(store, blobs.above_bytes, Inflow(wake), ledger, blobs.valid_s)
+        uploads.start()
+    stored = StoredBlobs(
+        store,
+        blobs.above_bytes,
+        wake,
+        ledger=StoreLedger(config.state / BLOBS_IN_STORE, store.where),
+        valid_s=blobs.valid_s,
+        uploads=uploads,
+    )
+    stored.start()
+    return stored
 
 
 def store_of(blobs: BlobsConfig) -> RemoteStore:

@@ -69,8 +69,12 @@ class UploadUrls(Protocol):
     def expect(self, upload: ExpectedUpload) -> UploadAddress | None:
         """Let an agent put this update, and none before it, from now on; None: it is to send chunks."""
 
-    def collect(self, upload: ExpectedUpload) -> None:
-        """Get an update that its agent has put behind its URL; parts follow."""
+    def collect(self, upload: ExpectedUpload) -> bool:
+        """Get an update that its agent has put behind its URL; parts follow.
+
+        Returns:
+            False where updates are not put anywhere from where they would be got.
+        """
 
     def release(self, agent: str) -> None:
         """Expect nothing of an agent any more: its update is here, or no longer needed."""
@@ -80,3 +84,6 @@ class UploadUrls(Protocol):
 
     def take_arrived(self) -> Iterator[ArrivedPart]:
         """Yield what has arrived, and a bounded number of bytes of it."""
+
+    def close(self) -> None:
+        """Take nothing more; updates go in chunks from now on."""

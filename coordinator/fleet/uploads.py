@@ -591,9 +591,8 @@ class Collector:
         if site is None or not may_go or message.blob.size_bytes <= site.above_bytes:
             return False
         expected = self._expected(agent, message)
-        if message.way == "stored":
+        if message.way == "stored" and site.collect(expected):
             upload.is_by_http = True
-            site.collect(expected)
             return True
         address = site.expect(expected)
         if address is None:

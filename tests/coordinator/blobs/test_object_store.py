@@ -10,7 +10,9 @@ from urllib.parse import urlsplit
 
 import pytest
 from blob_site import NO_PROGRESS_S, Site
+from s3_site import use_keys
 
+from coordinator.blobs.ledger import StoreLedger
 from coordinator.blobs.object_store import LEAST_RATE, PATIENCE_S, Bucket, ServedFolder, StoredBlobs, try_store
 from edge_agent.core.errors import UsageError
 from edge_agent.wire.blobs.chunks import Outgoing
@@ -19,37 +21,19 @@ BLOB = Outgoing.of(bytes(range(256)) * 4000)
 DIGEST = BLOB.ref.digest
 
 
-@pytest.fixture(scope="module")
-def s3_server():
-    """The address of a server that speaks S3, with a bucket 'models'."""
-    pytest.importorskip("s3fs")
-    server_module = pytest.importorskip("moto.server")
-    boto3 = pytest.importorskip("boto3")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AWS_ACCESS_KEY_ID", "testing")
-        patch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
-        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        server = server_module.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-        server.start()
-        host, port = server.get_host_and_port()
-        address = f"http://{host}:{port}"
-        boto3.client("s3", endpoint_url=address).create_bucket(Bucket="models")
-        yield address
-        server.stop()
+@pytest.fixture
+def bucket(s3):
+    return Bucket(f"s3://models/{secrets.token_hex(4)}", s3.address, 60.0)
 
 
 @pytest.fixture
-def bucket(s3_server):
-    return Bucket(f"s3://models/{secrets.token_hex(4)}", s3_server, 60.0)
-
-
-@pytest.fixture
-def opened():
+def opened(tmp_path):
     """Returns a function that opens a store for blobs; what was opened is closed at the end."""
     stores = []
 
-    def start(store):
-        stored = StoredBlobs(store, 1000, lambda: None)
+    def start(store, **options):
+        options = {"ledger": StoreLedger(tmp_path / "in-store.txt", store.where), "valid_s": 60.0, **options}
+        stored = StoredBlobs(store, 1000, lambda: None, **options)
         stored.start()
         stores.append(stored)
         return stored
@@ -86,8 +70,7 @@ def test_a_blob_is_fetched_from_the_store_by_a_presigned_url_and_removed_at_the_
     assert status == 404
 
 
-def test_a_presigned_url_is_of_one_blob_and_has_an_end(bucket):
-    """The server of this test checks no signatures, so what the URL states is looked at."""
+def test_a_presigned_url_is_of_one_blob_and_has_an_end(bucket, s3):
     bucket.put(DIGEST, BLOB.data)
     status, content = get(bucket.url(DIGEST), Range="bytes=10-19")
     assert (status, content) == (206, bytes(BLOB.data[10:20]))
@@ -96,7 +79,12 @@ def test_a_presigned_url_is_of_one_blob_and_has_an_end(bucket):
     assert "X-Amz-Expires=60&" in f"{parts.query}&"
     assert "X-Amz-Signature=" in parts.query
     assert "SignedHeaders=host" in parts.query
-    assert "testing" not in parts.query.replace("Credential=testing", ""), "the key's name, and never the key"
+    assert s3.keys["owner"][1] not in parts.query, "the key's name, and never the key"
+    for changed in (
+        bucket.url(DIGEST).replace(DIGEST, "b" * 64),
+        bucket.url(DIGEST).replace("Expires=60", "Expires=99"),
+    ):
+        assert get(changed)[0] == 403
 
 
 def test_a_large_blob_goes_in_parts(bucket):
@@ -106,10 +94,23 @@ def test_a_large_blob_goes_in_parts(bucket):
     assert (status, content) == (200, bytes(large.data))
 
 
-def test_doctor_tries_the_store(bucket, s3_server):
+def test_doctor_tries_the_store(bucket, s3):
     assert try_store(bucket).endswith("can be written")
     with pytest.raises(UsageError, match=r"s3://nobody/x' cannot be written .* over MQTT"):
-        try_store(Bucket("s3://nobody/x", s3_server, 60.0))
+        try_store(Bucket("s3://nobody/x", s3.address, 60.0))
+
+
+def test_a_wrong_secret_and_a_user_without_rights_are_refused_and_told(s3, monkeypatch):
+    """The server really checks: the same request passes with the owner's keys."""
+    address = f"s3://models/{secrets.token_hex(4)}"
+    assert try_store(Bucket(address, s3.address, 60.0)).endswith("can be written")
+    key, secret = s3.keys["owner"]
+    before = s3.names()
+    for keys in ((key, secret[::-1]), ("AKIAUNKNOWN", secret), s3.keys["stranger"]):
+        use_keys(monkeypatch, *keys)
+        with pytest.raises(UsageError, match=r"cannot be written .*; give this program the rights to put, get and"):
+            try_store(Bucket(address, s3.address, 60.0))
+    assert s3.names() == before
 
 
 class _NoRights(BaseHTTPRequestHandler):
@@ -146,7 +147,7 @@ def serve():
         server.server_close()
 
 
-def test_without_rights_the_blob_goes_over_mqtt_and_the_status_says_why(s3_server, serve, opened, tmp_path, caplog):
+def test_without_rights_the_blob_goes_over_mqtt_and_the_status_says_why(s3, serve, opened, tmp_path, caplog):
     stored = opened(Bucket("s3://models/x", serve(_NoRights), 60.0))
     site = Site(tmp_path, stored)
     site.offer(BLOB)
@@ -198,7 +199,8 @@ def test_agents_wait_for_a_blob_that_is_on_its_way_into_the_store(opened, tmp_pa
 def test_agents_do_not_wait_for_ever_for_a_store_that_does_not_answer(tmp_path):
     slow = _Slow()
     now = [0.0]
-    stored = StoredBlobs(slow, 1000, lambda: None, lambda: now[0])
+    ledger = StoreLedger(tmp_path / "in-store.txt", slow.where)
+    stored = StoredBlobs(slow, 1000, lambda: None, lambda: now[0], ledger=ledger, valid_s=600.0)
     stored.start()
     site = Site(tmp_path, stored)
     site.offer(BLOB)
