@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..core.checks import Step, try_step
-from ..core.errors import BrokerAway, UsageError
+from ..core.errors import BrokerAway, UsageError, cause
 
 if TYPE_CHECKING:
     from ..core.config import AgentConfig, BrokerConfig
@@ -59,18 +59,27 @@ def _walk_to_single(
 
     def check_certificate() -> str:
         """Check the broker's certificate, with this client's own: without it the broker reports a refused device."""
+        import ssl
+
         from .mqtt import tls_context
 
         context = tls_context(broker, ca)
-        with (
-            socket.create_connection(address, timeout_s) as plain,
-            context.wrap_socket(plain, server_hostname=broker.host) as secure,
-        ):
-            return f"{secure.version()}, certificate is trusted"
+        try:
+            with (
+                socket.create_connection(address, timeout_s) as plain,
+                context.wrap_socket(plain, server_hostname=broker.host) as secure,
+            ):
+                return f"{secure.version()}, certificate is trusted"
+        except ssl.SSLCertVerificationError as error:
+            authorities = "those of the system" if ca is None else f"those in {ca}"
+            raise BrokerAway(
+                f"{cause(error)}; trusted are {authorities}: give the file of the broker's authority, or correct "
+                f"the broker's certificate, which has to be for '{broker.host}'"
+            ) from error
 
     attempts = [_Attempt("name", look_up_name), _Attempt("tcp", connect)]
     if broker.uses_tls:
-        attempts.append(_Attempt("tls", check_certificate))
+        attempts.append(_Attempt("tls", check_certificate, "and this device do not trust each other"))
     visit = None
     if config is not None:
         visit = _Visit(config, timeout_s)

@@ -113,6 +113,10 @@ class Failover:
         """The other brokers that were lost or not reached at the last try, in the order of this client."""
         return tuple(LeftBroker(url, self._reasons[url]) for url in self._order if url in self._reasons)
 
+    def describe_left(self) -> str:
+        """Return those brokers with their reasons as text: what is wrong with one says nothing of the others."""
+        return "; ".join(f"{left.url}: {left.reason}" for left in self.left)
+
     def connected(self) -> None:
         """Note that the broker of now has let this client in."""
         self._reasons.pop(self.url, None)

@@ -327,14 +327,14 @@ class MqttTransport:
             # 1. Which broker is next, and when.
             if self._is_returning:
                 pause_s = self._failover.return_to_first()
+                reasons = f"{url}: {reason}"
             else:
                 pause_s = self._failover.failed(reason, was_up=end.was_up)
+                reasons = self._failover.describe_left() if self._failover.is_list else reason
             # 2. The program has to know that nobody hears it meanwhile.
             self._was_away = True
             log.warning("broker_away url=%s reason=%s retry_in_s=%.1f", url, reason, pause_s)
-            if self._failover.is_list:
-                reason = f"{url}: {reason}"
-            self._inbox.put(Disconnected(reason, pause_s, self._attempt.remedy, self._attempt.clocks_differ))
+            self._inbox.put(Disconnected(reasons, pause_s, self._attempt.remedy, self._attempt.clocks_differ))
             self._stopping.wait(pause_s)
 
     def _note_first_attempt(self, url: str, reason: str) -> None:

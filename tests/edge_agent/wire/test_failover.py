@@ -137,6 +137,7 @@ def test_brokers_that_were_left_are_named_with_their_reasons_until_they_let_the_
     brokers.connected()
     assert brokers.url == URLS[0]
     assert brokers.left == (LeftBroker(URLS[1], "reset"), LeftBroker(URLS[2], "refused"))
+    assert brokers.describe_left() == f"{URLS[1]}: reset; {URLS[2]}: refused"
 
 
 # --- the way back ----------------------------------------------------------------------------------------------------

@@ -118,6 +118,18 @@ def test_a_reset_connection_is_followed_by_one_to_the_next_broker_with_all_filte
     assert transport.broker.url == brokers[1].url
 
 
+def test_while_the_whole_list_is_away_each_broker_is_named_with_its_reason(open_transport, brokers):
+    """What is wrong with one says nothing of the others, and one that alternates would be logged at each attempt."""
+    for broker in brokers:
+        broker.stop()
+    transport = open_transport(config_of(brokers))
+    transport.start()
+    reasons = [wait_for(transport, Disconnected).reason for _ in range(2 * len(brokers))]
+    each = [f"{broker.url}: no program listens on that port (connection refused)" for broker in brokers]
+    assert reasons[0] == each[0]
+    assert set(reasons[2:]) == {"; ".join(each)}
+
+
 def test_brokers_that_refuse_connections_are_passed_over(open_transport, brokers):
     for broker in brokers[:2]:
         broker.stop()
