@@ -500,7 +500,9 @@ def _compare_receipts(
     accepted = {}
     for entry in entries:
         if entry.kind == "update_accepted":
-            accepted[entry.agent, entry.round, entry.digest] = entry
+            # The receipt of an update that came as a part of a sum names the update.
+            summed = entry.fact.summed if isinstance(entry.fact, UpdateAccepted) else ""
+            accepted[entry.agent, entry.round, summed or entry.digest] = entry
     # 1. The last receipt of an update counts: a coordinator on a restored backup rejects those of later rounds first.
     last_receipts = {(receipt.agent, receipt.round, receipt.digest): receipt for receipt in receipts}
     confirmed = set[tuple[str | None, int | None]]()

@@ -240,8 +240,9 @@ def test_a_run_with_sums_can_be_audited(tmp_path):
         fed.run = ""
         fed.request(rounds=2, keep_updates=True)
         fed.finish(3600)
-        result = audit(fed.state, fed.run)
+        result = audit(fed.state, fed.run, [tmp_path / name for name in FIVE])
         assert result.breaks == []
+        assert (result.receipts, [one.confirmed for one in result.rounds]) == (10, [5, 5])
         assert [one.is_aggregation for one in result.rounds] == [True, True]
 
 
