@@ -8,8 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from edge_agent.wire.blobs.chunks import Outgoing
+from edge_agent.wire.blobs.chunks import Outgoing, chunks_per_frame
 from edge_agent.wire.blobs.flow import STALL_S, Sending
+
+BYTES_OF_A_REPORT = 16
+"""Bytes of a broadcast that may be under way for each of its listeners, however slow these seem.
+
+Each of them reports once for every half of a window. From thousands the reports alone take seconds to arrive, which
+looks like slow links: the windows shrank to two chunks, and each chunk of 5 kB was followed by 4,000 reports.
+"""
 
 
 class Carousel:
@@ -68,14 +75,19 @@ class Carousel:
     def due(self, now: float) -> Iterator[bytes]:
         """Yield the frames that may be published now; reports are asked for after each half of a window."""
         chunk_bytes = self.blob.ref.chunk_bytes
-        # Step 1: how much may be under way.
-        moving = self._pacemakers(now)
-        is_ready = all(sending.pace.is_ready(chunk_bytes) for sending in moving)
-        if not moving or not is_ready:
+        # Step 1: how much may be under way. The slowest link decides, but for what thousands of reports would cost.
+        paces = [sending.pace for sending in self._pacemakers(now)]
+        if not paces:
             return
-        room = min(sending.pace.room(chunk_bytes) for sending in moving)
-        window = min(sending.pace.window(chunk_bytes) for sending in moving)
-        most_chunks = min(sending.frame_chunks for sending in moving)
+        least_window = BYTES_OF_A_REPORT * len(self.listeners)
+        windows = [max(least_window, pace.window(chunk_bytes)) for pace in paces]
+        rooms = [size - pace.under_way for size, pace in zip(windows, paces, strict=True)]
+        is_ready = all(4 * room >= size for room, size in zip(rooms, windows, strict=True))
+        if not is_ready:
+            return
+        room = min(rooms)
+        window = min(windows)
+        most_chunks = max(1, min(window // 4 // chunk_bytes, chunks_per_frame(self.blob.ref)))
         # Step 2: frames of chunks in a row, until there is no room for another one.
         while True:
             start = self._next(now)

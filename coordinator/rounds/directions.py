@@ -253,7 +253,7 @@ class MultiplyChanges(Pass[dict[str, Products]]):
             for group, name, array in self.shares.compared(origin, update):
                 for begin, change in _blocks_of_change(origin, name, array):
                     part = slice(begin, begin + BLOCK)
-                    product = float(change @ self.sums[name][part].astype(np.float64))
+                    product = _inner_product(change, self.sums[name][part])
                     with_sum[group] = with_sum.get(group, 0.0) + product
                     if group == WEIGHTS and self.has_way:
                         with_way += _product_with_way(origin, name, change, part)
@@ -348,7 +348,7 @@ def _product_with_way(origin: Origin, name: str, change: np.ndarray, part: slice
         return 0.0
     now = origin.received[name].reshape(-1)[part].astype(np.float64)
     then = origin.start[name].reshape(-1)[part]
-    return float(change @ (now - then))
+    return _inner_product(change, now - then)
 
 
 def _length_of_way(origin: Origin) -> float:
@@ -358,7 +358,7 @@ def _length_of_way(origin: Origin) -> float:
     total = 0.0
     for name, array in origin.received.items():
         if name in origin.start and is_learned(name, array):
-            total += sum(float(part @ part) for _, part in _differences(array, origin.start[name]))
+            total += sum(_inner_product(part, part) for _, part in _differences(array, origin.start[name]))
     return math.sqrt(total)
 
 
@@ -368,8 +368,17 @@ def _squared_sums(sums: Tensors, extras: Mapping[str, str]) -> dict[str, float]:
     for name, array in sums.items():
         group = extra_group(name, extras) or WEIGHTS
         flat = array.astype(np.float64)
-        totals[group] = totals.get(group, 0.0) + float(flat @ flat)
+        totals[group] = totals.get(group, 0.0) + _inner_product(flat, flat)
     return totals
+
+
+def _inner_product(change: np.ndarray, other: np.ndarray) -> float:
+    """Return the inner product of two arrays (n,), computed in float64, with the same bits on every processor.
+
+    The last bits of ``change @ other`` are those of a BLAS that is made for the processor at hand, so aggregators on
+    unlike machines would disagree. numpy adds in one order everywhere.
+    """
+    return float(np.multiply(change, other, dtype=np.float64).sum())
 
 
 def _differences(array: np.ndarray, origin: np.ndarray | None) -> Iterator[tuple[int, np.ndarray]]:

@@ -8,6 +8,7 @@ from federation_disturbances import Stranger
 from federation_duties import WIDE_TASK
 from federation_harness import Federation
 
+from coordinator.fleet.carousel import BYTES_OF_A_REPORT
 from coordinator.fleet.downloads import GATHER_S, LONGEST_GATHER_S, SWEEP_S, Distributor
 from edge_agent.core.errors import ChunkError
 from edge_agent.wire.blobs.chunks import Outgoing, decode_frame
@@ -326,6 +327,33 @@ def test_a_part_of_a_fleet_whose_answers_take_seconds_is_waited_for_before_it_ge
             bench.report(agent, offered, (2, 50))
         bench.taken()
     assert {agent for agent, _ in bench.heard()} == set(agents[1:10])
+
+
+def test_the_reports_of_a_large_fleet_do_not_shrink_the_windows_that_they_are_asked_for(bench):
+    """Two thousand reports take seconds to arrive, which looks like slow links: each chunk had its own reports."""
+    offered = large(100)
+    bench.chunk_bytes = 4000
+    agents = [f"a{number:04}" for number in range(2000)]
+    bench.distributor.offer(offered, agents)
+    for agent in agents:
+        bench.want(agent, offered)
+    asked = 0
+    following = 0
+    while True:
+        bench.distributor.pump()
+        frames = [decode_frame(payload) for _, payload in bench.published]
+        bench.published.clear()
+        asked += sum(frame.report for frame in frames)
+        chunks = sum(-(-len(frame.data) // 4000) for frame in frames)
+        assert chunks
+        following += chunks
+        if following == 100:
+            break
+        # Only the first ones were asked while nobody else was.
+        bench.now += 0.2 if asked == 1 else 1.5
+        for agent in agents:
+            bench.report(agent, offered, (following, 100))
+    assert asked <= 100 * 4000 / (2000 * BYTES_OF_A_REPORT / 2) + 1
 
 
 def test_most_of_a_fleet_that_take_long_to_listen_get_more_time(bench):

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from paper_methods import fedpac_update
@@ -209,3 +214,32 @@ def test_a_colluding_minority_does_not_turn_centered_clipping_round():
     result, decisions = result_of([*honest, *hostile], rule="centered_clipping")
     assert result[0] > 0.7
     assert set(decisions.unused) == {f"b{number}" for number in range(6)}
+
+
+PRODUCTS = """
+import numpy as np
+from coordinator.rounds.directions import MultiplyChanges, Shares
+from coordinator.rounds.passes import Origin
+from edge_agent import methods
+from edge_agent.methods import Update
+rng = np.random.default_rng(0)
+arrays = [{"w.weight": rng.standard_normal((300, 700)).astype(np.float32)} for _ in range(3)]
+origin = Origin(methods.create("fedavg", {}), arrays[0], arrays[1])
+shares = Shares({"weights": {"a": 1.0}})
+one_pass = MultiplyChanges(shares, {"w.weight": arrays[1]["w.weight"].reshape(-1)}, has_way=True)
+products = one_pass.over(origin, [Update("a", 1.0, arrays[2])])["a"]
+print(products.with_sum["weights"].hex(), products.with_way.hex())
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names of processors of x86")
+def test_aggregators_on_unlike_processors_say_the_same_of_an_update():
+    """BLAS, made for each kind of processor, adds in another order on each."""
+    answers = {}
+    for kind in ("Prescott", "Haswell", "SkylakeX"):
+        environment = {**os.environ, "OPENBLAS_CORETYPE": kind}
+        done = subprocess.run(
+            [sys.executable, "-c", PRODUCTS], env=environment, capture_output=True, text=True, check=True, timeout=120
+        )
+        answers[kind] = done.stdout
+    assert len(set(answers.values())) == 1, answers
