@@ -37,7 +37,7 @@ from .http_requests import (
     parse_head,
     read_head,
 )
-from .inflow import Inflow, frame_of, part_bytes
+from .inflow import Inflow, fits, frame_of, part_bytes
 from .signing import Grant, PathSigner, UploadGrant
 
 log = logging.getLogger(__name__)
@@ -94,9 +94,9 @@ class EndpointUploads:
         self._url = url
 
     def expect(self, upload: ExpectedUpload) -> UploadAddress | None:
-        """Let an agent send this update from now on."""
+        """Let an agent send this update from now on; None where the endpoint does not take it."""
         url = self._url()
-        if not url:
+        if not url or not fits(upload.ref):
             return None
         self._inflow.expect(upload)
         return UploadAddress((url + self._signer.upload_path(_grant_of(upload)),), whole=False)

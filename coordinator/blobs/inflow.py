@@ -18,18 +18,23 @@ from edge_agent.wire.messages.fields import BlobRef
 from ..fleet.upload_urls import ArrivedPart, ExpectedUpload
 
 PART_BYTES = 64 * 1024
-"""The bytes of a part, or one chunk where that is larger."""
+"""The most bytes of a part."""
 
 MOST_PARTS = 64
-"""The parts that wait for the loop: of usual chunks 4 MiB."""
+"""The parts that wait for the loop: 4 MiB."""
 
 LOOK_S = 0.5
 """The seconds between two looks of a thread that waits at whether its update is still expected."""
 
 
+def fits(ref: BlobRef) -> bool:
+    """Return whether an update can come by HTTP: its agent chooses the size of its chunks, and whole ones are held."""
+    return ref.chunk_bytes <= PART_BYTES
+
+
 def part_bytes(ref: BlobRef) -> int:
-    """Return the bytes of a part of an update: whole chunks."""
-    return max(1, PART_BYTES // ref.chunk_bytes) * ref.chunk_bytes
+    """Return the bytes of a part of an update that `fits`: whole chunks."""
+    return PART_BYTES // ref.chunk_bytes * ref.chunk_bytes
 
 
 def frame_of(ref: BlobRef, position: int, data: bytes) -> Frame:

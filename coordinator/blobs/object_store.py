@@ -204,6 +204,8 @@ def try_store(store: RemoteStore) -> str:
     try:
         store.put(name, memoryview(PROBE))
         store.url(name)
+        if isinstance(store, Bucket):  # updates are collected from there
+            store.size_of(name)
         store.remove(name)
     except Exception as error:
         raise UsageError(

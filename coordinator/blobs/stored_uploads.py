@@ -19,7 +19,7 @@ from functools import partial
 from edge_agent.core.errors import ChunkError
 
 from ..fleet.upload_urls import ArrivedPart, ExpectedUpload, UploadAddress
-from .inflow import Inflow, frame_of, part_bytes
+from .inflow import Inflow, fits, frame_of, part_bytes
 from .ledger import StoreLedger
 from .object_store import END_S, LOOK_S, UploadStore, reason_of_store
 
@@ -77,6 +77,8 @@ class StoredUploads:
 
     def expect(self, upload: ExpectedUpload) -> UploadAddress | None:
         """Return the URL for an update; None where it cannot be made or noted."""
+        if not fits(upload.ref):
+            return None
         name = name_of(upload)
         try:
             self._ledger.add([name])
@@ -88,7 +90,9 @@ class StoredUploads:
         return UploadAddress((url,), whole=True)
 
     def collect(self, upload: ExpectedUpload) -> bool:
-        """Begin to collect an update, unless that goes on already."""
+        """Begin to collect an update, unless that goes on already; return whether it is one that may be there."""
+        if not fits(upload.ref):
+            return False
         name = name_of(upload)
         self._inflow.expect(upload)
         if name not in self._collecting:
@@ -163,7 +167,7 @@ class StoredUploads:
         if size_bytes != ref.size_bytes:
             return f"the update there has {size_bytes} bytes, expected {ref.size_bytes}"
         part = part_bytes(ref)
-        step = max(1, READ_BYTES // part) * part
+        step = READ_BYTES // part * part
         for first in range(0, size_bytes, step):
             end = min(first + step, size_bytes)
             data = self._store.read(name, first, end)

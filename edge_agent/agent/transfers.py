@@ -385,6 +385,9 @@ class Uploads:
         if not self._is_ours(message):
             return
         self._end_put()
+        # The coordinator did not get it from the store.
+        if self._attempts.way == "stored":
+            self._attempts = _Attempts(way="chunks")
         if self._sending is None:
             blob = self._open(message.digest)
             if blob is None:

@@ -59,8 +59,7 @@ class CutProxy:
                 threading.Thread(target=self._pump, args=(server, client, 1 << 60), daemon=True).start()
                 threading.Thread(target=self._pump, args=(client, server, left), daemon=True).start()
 
-    @staticmethod
-    def _pump(source: socket.socket, sink: socket.socket, left: int) -> None:
+    def _pump(self, source: socket.socket, sink: socket.socket, left: int) -> None:
         with contextlib.suppress(OSError), source, sink:
             while left > 0:
                 data = source.recv(min(1 << 16, left))
@@ -68,6 +67,32 @@ class CutProxy:
                     break
                 sink.sendall(data)
                 left -= len(data)
+            for end in (source, sink):
+                end.shutdown(socket.SHUT_RDWR)
+
+
+class HoldingProxy(CutProxy):
+    """A TCP proxy that holds each connection after so many bytes of its client, and then cuts all of them at once."""
+
+    def __init__(self, to: tuple[str, int], hold_after: int) -> None:
+        self._hold_after = hold_after
+        self._goes = threading.Event()
+        super().__init__(to, [])
+
+    def cut(self) -> None:
+        """Cut what is held; from now on all connections pass."""
+        self._goes.set()
+
+    def _pump(self, source: socket.socket, sink: socket.socket, left: int) -> None:
+        passed = 0
+        with contextlib.suppress(OSError), source, sink:
+            while data := source.recv(1 << 16):
+                is_held = sink.getpeername() == self._to and passed + len(data) > self._hold_after
+                if is_held and not self._goes.is_set():
+                    self._goes.wait()
+                    break
+                sink.sendall(data)
+                passed += len(data)
             for end in (source, sink):
                 end.shutdown(socket.SHUT_RDWR)
 

@@ -12,6 +12,7 @@ from upload_site import TENSORS, CutProxy, UploadSite, endpoint_for, through
 
 from coordinator.blobs import endpoint as endpoint_module
 from coordinator.blobs import inflow as inflow_module
+from coordinator.fleet.upload_urls import ExpectedUpload
 from edge_agent.wire.blobs.chunks import CHUNK_BYTES
 from edge_agent.wire.messages import up
 from edge_agent.wire.messages.fields import BlobRef
@@ -346,10 +347,17 @@ def test_what_waits_for_the_loop_is_bounded(url, monkeypatch):
 
 
 def test_parts_are_whole_chunks():
-    for chunk_bytes in (64, 1000, CHUNK_BYTES, 1 << 20):
-        size = inflow_module.part_bytes(BlobRef(digest="a" * 64, size_bytes=1 << 22, chunk_bytes=chunk_bytes))
-        assert size % chunk_bytes == 0
-        assert size <= max(inflow_module.PART_BYTES, chunk_bytes)
+    for chunk_bytes in (64, 1000, CHUNK_BYTES, inflow_module.PART_BYTES):
+        ref = BlobRef(digest="a" * 64, size_bytes=1 << 22, chunk_bytes=chunk_bytes)
+        assert inflow_module.fits(ref)
+        assert inflow_module.part_bytes(ref) % chunk_bytes == 0
+        assert 0 < inflow_module.part_bytes(ref) <= inflow_module.PART_BYTES
+
+
+def test_an_update_in_large_chunks_gets_no_url(url):
+    """Its agent would choose how much memory each of its requests takes."""
+    ref = url.manifest.blob.model_copy(update={"chunk_bytes": 1 << 20})
+    assert url.site.site.expect(ExpectedUpload("a", url.site.run, 1, ref)) is None
 
 
 def test_to_an_aggregator_which_gives_no_urls_an_update_is_announced_without_a_way(opened):

@@ -8,6 +8,8 @@ import re
 import pytest
 from identity_harness import free_ports
 from process_site import EVERYBODY, LARGE, Site
+from s3_site import S3Site, use_keys
+from upload_site import HoldingProxy
 
 pytestmark = pytest.mark.broker
 
@@ -64,20 +66,28 @@ def test_uploads_can_be_switched_off_while_downloads_go_by_http(tmp_path, over_m
 
 @pytest.mark.parametrize("killed", ["a1", "serve"])
 def test_who_is_killed_within_an_upload_goes_on_and_nothing_counts_twice(tmp_path, over_mqtt, killed):
+    """A proxy holds all uploads in their middle, and cuts them when somebody is dead."""
     (port,) = free_ports(1)
-    with http_site(tmp_path, port) as site:
+    proxy = HoldingProxy(("127.0.0.1", port), 6_000_000)
+    rules = f'{EVERYBODY}\n[blobs]\nserve = "127.0.0.1:{port}"\nurl = "http://127.0.0.1:{proxy.port}"'
+    with Site(tmp_path, MODEL, rules=rules) as site:
         run = site.request(1)
-        partial = tmp_path / "state" / "blobs" / "partial" / "a1"
-        site.until(
-            lambda: any(partial.glob("*.part")) or "update_sent" in said(site, "a1"), "a1 uploads", every_s=0.0005
-        )
+        partial = tmp_path / "state" / "blobs" / "partial"
+        site.until(lambda: len(list(partial.glob("*/*.chunks"))) == 3, "more than half of all updates is on disk")
+        assert all("update_sent" not in said(site, name) for name in site.agents)
+        assert site.entries(run, "update_accepted") == []
         site.kill(killed)
+        proxy.cut()
         if killed == "serve":
             site.serve()
         else:
             site.agent(killed)
         assert site.finish(run) == over_mqtt
         assert accepted(site, run) == ONCE
+        assert all("update_sent" in said(site, name) for name in site.agents)
+        again = re.findall(r"update_sent digest=\w+ bytes=(\d+)", said(site, "a1"))
+        assert 0 < int(again[-1]) < 5_000_000, "the rest alone"
+        proxy.close()
 
 
 def test_a_port_that_agents_do_not_reach_costs_no_round(tmp_path, over_mqtt):
@@ -89,3 +99,23 @@ def test_a_port_that_agents_do_not_reach_costs_no_round(tmp_path, over_mqtt):
         for name in site.agents:
             assert "update_sent" not in said(site, name)
             assert re.search(r"upload_ended .* sent_bytes=0 reason=127\.0\.0\.1:1: ", said(site, name))
+
+
+def test_by_way_of_a_store_that_checks_signatures_the_bits_are_the_same(tmp_path, over_mqtt, monkeypatch):
+    pytest.importorskip("s3fs")
+    store = S3Site()
+    try:
+        use_keys(monkeypatch, *store.keys["owner"])
+        rules = f'{EVERYBODY}\n[blobs]\nstore = "s3://models/fl"\nendpoint = "{store.address}"'
+        with Site(tmp_path, MODEL, rules=rules) as site:
+            run = site.request(1)
+            assert site.finish(run) == over_mqtt
+            assert accepted(site, run) == ONCE
+            for name in site.agents:
+                assert "blob_fetched" in said(site, name)
+                assert "update_sent" in said(site, name)
+                assert "upload_ended" not in said(site, name)
+            site.until(lambda: store.names() == [], "what is not needed any more is removed")
+        assert store.refused == []
+    finally:
+        store.close()
