@@ -20,6 +20,7 @@ from ..fleet.message_ranks import rank_by
 from ..fleet.partitions import Partition
 from ..fleet.rate_limits import RateLimits
 from ..state.command_keys import MASTER, CommandKeys
+from ..state.status_file import read_status
 from ..state.store import AGGREGATORS, BlobStore
 from .aggregator import Aggregator, Site
 
@@ -39,6 +40,12 @@ def check(config: CoordinatorConfig, partition: Partition) -> None:
     elif of != partition.of:
         mistakes.append(
             f"[aggregators] partitions = {of}, and --partition names one of {partition.of}; give --partition K/{of}"
+        )
+    serving = read_status(config.state).federation
+    if serving not in {"", config.federation}:
+        mistakes.append(
+            f"{config.state} is of federation '{serving}', and the configuration names '{config.federation}'; give the "
+            "configuration of its coordinator"
         )
     if config.identity is not None:
         mistakes.append(

@@ -245,5 +245,5 @@ def _receive_own_message(transport: MqttTransport, topics: Topics, federation: s
     raise UsageError(
         f"the broker does not let this user listen and speak on the topics of federation '{federation}'; its rules "
         f"lack that federation or user: 'headwater password coordinator --acl FILE --federation {federation}' adds "
-        "them; then reload the broker"
+        "those of Mosquitto, and configs/brokers has those of NATS and RabbitMQ; then reload the broker"
     )

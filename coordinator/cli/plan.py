@@ -54,8 +54,9 @@ def plan(given: Given, costs: CostFile = None, explain: Explain = False, as_json
 def _needs(result: Plan) -> Iterator[Table | str]:
     """Yield what the processes need, and how many of them and of machines there have to be."""
     settings = result.settings
+    noun = "agent" if settings.agents == 1 else "agents"
     title = (
-        f"{settings.agents:,} agents, {result.demand.cohort:,} in a round, {settings.model}, a round in "
+        f"{settings.agents:,} {noun}, {result.demand.cohort:,} in a round, {settings.model}, a round in "
         f"{settings.interval_s:,.0f} s"
     )
     rows = []
@@ -81,7 +82,8 @@ def _needs(result: Plan) -> Iterator[Table | str]:
     yield f"needed, broker nodes: {_count(result.brokers_needed)}"
     yield f"needed, aggregators (0: the coordinator sums): {_count(result.partitions_needed)}"
     yield (
-        f"a round takes {_figure(result.demand.round_cpu_s)} s of one thread: [round] deadline_s has to be longer; "
+        f"a round, open for {settings.open_s:g} s (--open-s), keeps one thread busy for "
+        f"{_figure(result.demand.round_cpu_s)} s: [round] deadline_s has to be longer than either; "
         f"one aggregator takes {_figure(result.sums_per_s())} updates a second; the journal gets "
         f"{result.demand.journal_rows_per_day:,.0f} rows a day"
     )

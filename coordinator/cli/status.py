@@ -27,6 +27,7 @@ from ..state.privacy_spent import PrivacySpent
 from ..state.release_rows import OpenRelease, open_releases
 from ..state.retention import DiskUsage, usage
 from ..state.status_file import (
+    CLOCKS_APART_S,
     Awaited,
     FleetCounts,
     ListedAgent,
@@ -38,7 +39,7 @@ from ..state.status_file import (
     read_status,
 )
 from ..state.store import RunFolder, StateFolder
-from ..text import counted, listed
+from ..text import about_time, counted, listed
 from ..views.releases import book_of
 from ..views.runs import replay
 from .fleet import NO_AGENTS, notes_of, status_age_s
@@ -445,6 +446,13 @@ def _coordinator_lines(status: GatheredStatus) -> Iterator[str]:
     age = "" if age_s is None else f" (heard {max(0.0, age_s):.0f} s ago)"
     yield f"coordinator: {'serving' if serving else 'not running'}{age}, state in {status.state}"
     yield from _version_note(status)
+    if serving and abs(written.clock_ahead_s) >= CLOCKS_APART_S:
+        apart = about_time(abs(written.clock_ahead_s))
+        direction = "ahead of" if written.clock_ahead_s > 0 else "behind"
+        yield (
+            f"clock: the coordinator's is {apart} {direction} that of the state folder; set both ('timedatectl set-ntp "
+            "true')"
+        )
     if serving and written.awaited is not None:
         yield _waiting_line(written.awaited)
     if status.order is not None:

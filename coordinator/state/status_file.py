@@ -26,6 +26,9 @@ STATUS = "status.json"
 EVERYONE = "agents.json"
 """The file with all agents of a fleet that has more than `MOST_LISTED`."""
 
+CLOCKS_APART_S = 60.0
+"""Seconds between two clocks from which people are told: logs and times of entries mislead, and URLs end too early."""
+
 MOST_LISTED = 200
 """The most agents that ``status.json`` lists."""
 
@@ -248,9 +251,12 @@ class PartitionStatus:
 class Status:
     """What the coordinator last wrote; each property is read from the content when it is first asked for."""
 
-    def __init__(self, content: Mapping[str, Any]) -> None:
+    def __init__(self, content: Mapping[str, Any], written_ns: int | None = None) -> None:
         self.content = content
         """The JSON of the file, for ``--json``; empty where the coordinator has written nothing yet."""
+
+        self._written_ns = written_ns
+        """When it was written, by the clock of the file system, in nanoseconds since 1970; None: not known."""
 
     @cached_property
     def at(self) -> datetime | None:
@@ -266,6 +272,16 @@ class Status:
             return None if self.at is None else (now - self.at).total_seconds()
         except TypeError:  # a time without a zone
             return None
+
+    @cached_property
+    def clock_ahead_s(self) -> float:
+        """By how many seconds the coordinator's clock is ahead of that of its folder's file system; 0: not known.
+
+        It writes the file right after it has looked at its clock.
+        """
+        if self.at is None or self.at.tzinfo is None or self._written_ns is None:
+            return 0.0
+        return self.at.timestamp() - self._written_ns / 1e9
 
     @property
     def version(self) -> str | None:
@@ -472,7 +488,8 @@ class StatusFiles:
         """Return the coordinator's status; an empty one where it has written nothing yet."""
         self._status.look()
         content = self._status.content
-        return Status(content if isinstance(content, dict) else {})
+        stamp = self._status.stamp
+        return Status(content if isinstance(content, dict) else {}, None if stamp is None else stamp[0])
 
     def agents(self) -> Sequence[ListedAgent]:
         """Return all agents that the coordinator has written about."""

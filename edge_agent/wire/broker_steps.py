@@ -237,7 +237,8 @@ class _Visit:
         else:
             remedy = (
                 f"its topic rules lack federation '{federation}' or this agent: 'headwater password {agent} --acl FILE "
-                f"--federation {federation}' adds them, then reload the broker"
+                f"--federation {federation}' adds those of Mosquitto, and configs/brokers has those of NATS and "
+                "RabbitMQ; then reload the broker"
             )
         who = "a login without user" if self._user is None else f"user '{self._user}'"
         return UsageError(f"the broker does not let {who} {action}; {remedy}")

@@ -20,6 +20,7 @@ class LoginAdvice:
 
 FEDERATION_ADVICE = LoginAdvice(
     "set broker.user and broker.password_file",
-    "'headwater password {user}' makes a new one, which a running Mosquitto has to reload",
+    "'headwater password {user}' makes a new one for Mosquitto, which has to reload it; the users of NATS and RabbitMQ "
+    "are in the files of configs/brokers",
 )
 """For the broker of a federation, whose users the coordinator makes."""

@@ -384,6 +384,17 @@ def test_all_mistakes_are_named_at_once(tmp_path):
         app.check(config, Partition(1, 2))
 
 
+def test_the_state_folder_of_another_federation_is_refused(tmp_path):
+    """Otherwise it would wait for ever for a coordinator that nobody has started."""
+    with PartitionedFederation(tmp_path, 2, agents=1) as fed:
+        fed.coordinator.catch_up()
+        fed.wait(2)
+        state = fed.config.state
+    app.check(settings(tmp_path, state=state, federation=fed.config.federation), Partition(1, 2))
+    with pytest.raises(UsageError, match=rf"is of federation '{fed.config.federation}', and .* names 'attic'"):
+        app.check(settings(tmp_path, state=state, federation="attic"), Partition(1, 2))
+
+
 def test_an_aggregator_without_the_coordinators_secret_says_what_to_start_first(tmp_path):
     config = settings(tmp_path, broker={"url": "mqtt://127.0.0.1:9"})
     with pytest.raises(StateError, match=r"start the coordinator first"), app.aggregator(config, Partition(1, 2)):

@@ -371,7 +371,11 @@ class TestDoctor:
     @pytest.mark.parametrize(
         "changes, step, words",
         [
-            ({"password": "coordinator.password"}, "login", ("user 'porch'", "another password", "headwater password")),
+            (
+                {"password": "coordinator.password"},
+                "login",
+                ("another password", "headwater password", "configs/brokers"),
+            ),
             ({"id": "kitchen"}, "topics", ("user 'porch'", "this one's is 'kitchen'", "change id or broker.user")),
             ({"federation": "two"}, "topics", ("federation 'two'", "--acl")),
         ],
@@ -412,7 +416,7 @@ class TestDoctor:
                 stop.set()
                 thread.join()
         assert [(step["step"], step["ok"]) for step in found["broker"]] == [
-            (name, True) for name in ("name", "tcp", "login", "topics", "coordinator")
+            (name, True) for name in ("name", "tcp", "login", "topics", "coordinator", "kind")
         ]
         assert code == 0
         assert service.roster.members() == [], "nobody has joined by it"

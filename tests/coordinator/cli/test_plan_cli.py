@@ -25,6 +25,7 @@ def test_a_plan_says_what_is_needed_and_what_is_exhausted_first(capsys):
     code, out, _ = called(capsys, "--agents", 200_000, "--model", "5MB", "--rounds-per-day", 10)
     assert code == 0
     assert "200,000 agents, 200,000 in a round, 5MB, a round in 8,640 s" in out
+    assert "a round, open for 300 s (--open-s), keeps one thread busy for " in out
     assert "first limit: " in out
     assert own_costs().origin.date in out
     assert "headwater bench costs" in out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from datetime import datetime, timedelta, timezone
 
 import pytest
@@ -19,6 +20,7 @@ from coordinator.state.status_file import (
     read_agents,
     read_status,
 )
+from coordinator.state.store import StateFolder
 from edge_agent.wire.messages import codec, up
 
 NOW = datetime(2030, 1, 1, 12, tzinfo=timezone.utc)
@@ -123,3 +125,22 @@ def test_the_status_says_where_blobs_are_fetched_and_what_is_wrong_there():
     assert Status({"blobs": blobs, "traffic": traffic}).blobs_by_http == "s3://models/x, 5 MiB fetched"
     refused = {**blobs, "problem": "no rights"}
     assert Status({"blobs": refused}).blobs_by_http == "s3://models/x, – fetched; blobs go over MQTT: no rights"
+
+
+@pytest.mark.parametrize("ahead_s", [7200.0, -3600.0, 0.0])
+def test_a_clock_that_is_apart_from_that_of_the_folder_is_named(tmp_path, call, ahead_s):
+    """As of a coordinator on another machine, whose clock is wrong; the folder has the time of its file server."""
+    path = tmp_path / "status.json"
+    path.write_text(json.dumps({"at": NOW.isoformat()}))
+    os.utime(path, (NOW.timestamp() - ahead_s,) * 2)
+    assert read_status(tmp_path).clock_ahead_s == pytest.approx(ahead_s)
+    with StateFolder(tmp_path).open("headwater serve"):
+        _, out, _ = call("status", "--state", tmp_path)
+    lines = [line for line in out.splitlines() if line.startswith("clock: ")]
+    if ahead_s == 0:
+        assert lines == []
+    else:
+        (line,) = lines
+        words = "2 h ahead of" if ahead_s > 0 else "1 h behind"
+        assert line.startswith(f"clock: the coordinator's is {words} that of the state folder; set both")
+    assert "clock: " not in call("status", "--state", tmp_path)[1], "nobody serves: it may be a copy of long ago"
