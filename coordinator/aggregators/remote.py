@@ -51,6 +51,12 @@ LEASE_S = 3.0
 AGAIN_S = 2.0
 """After so long a request for a pass is sent again."""
 
+PARTIAL_S = 60.0
+"""After so long the incomplete updates of an aggregator that was lost are removed.
+
+One that is suspended, or whose machine is busy, may be back within seconds, and goes on with them.
+"""
+
 LEAST_UPDATES = 3
 """Rounds with fewer updates are read by the coordinator."""
 
@@ -158,6 +164,9 @@ class RemoteAggregators(Aggregators):
         self._steps = steps
         self._clock = clock
         self._members: dict[str, _Member] = {}
+        self._lost: dict[str, float] = {}
+        """Aggregator that is not online -> since when, while its incomplete updates are there."""
+
         self._newest: dict[tuple[str, str], int] = {}
         """Name and start of an aggregator -> the number of its newest message of presence."""
 
@@ -188,8 +197,8 @@ class RemoteAggregators(Aggregators):
         # The coordinator before has ended, or stops; what its aggregators write for it now is of no use.
         self._files.remove_others()
         self._files.sweep()
-        for folder in (self._link.folder / "partial").glob("*"):
-            self._remove_partial(folder.name)
+        now = self._clock()
+        self._lost = {folder.name: now for folder in (self._link.folder / "partial").glob("*")}
         self._link.subscribe(self._link.topics.aggregators_up)
 
     # --- as rounds see it ------------------------------------------------------------------------------------------
@@ -293,6 +302,9 @@ class RemoteAggregators(Aggregators):
         silent = [name for name, member in self._members.items() if now - member.heard_at > lease_s]
         for name in silent:
             log.warning("aggregator_lost name=%s silent_s=%.1f", name, now - self._members.pop(name).heard_at)
+            self._lost[name] = now
+        for name in [name for name, lost_at in self._lost.items() if now - lost_at >= PARTIAL_S]:
+            del self._lost[name]
             self._remove_partial(name)
         if silent:
             self._assign()
@@ -340,6 +352,7 @@ class RemoteAggregators(Aggregators):
                 *(message.name, Partition(message.wants, message.of), message.host, message.process),
             )
         self._members[message.name] = _Member(message, self._clock())
+        self._lost.pop(message.name, None)
         self._assign()
         partitions = self._served_by(message.name)
         does = (message.start, message.partitions, message.collection)

@@ -334,6 +334,12 @@ class Collector:
             if agent in self._judged:  # the update is complete, and this chunk came twice
                 return
             raise ChunkError("no upload was granted")
+        # A file that was closed meanwhile is opened again. Where it was removed, that would make another one, without
+        # the chunks before, which have been hashed.
+        path = upload.receiving.incoming.path
+        if agent not in self._open_files and not path.exists():
+            self.give_up(agent)
+            raise ChunkError(f"{path} was removed while the update was arriving; it begins again with the next offer")
         self.bytes_from[agent] = self.bytes_from.get(agent, 0) + len(frame.data)
         upload.heard_at = self._clock()
         upload.received_bytes += len(frame.data)

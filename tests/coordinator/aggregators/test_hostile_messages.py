@@ -8,13 +8,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from aggregator_harness import PartitionedFederation, run_of
-from federation_duties import TinyDuties, quick_params
+from federation_duties import WIDE_TASK, TinyDuties, quick_params
 from federation_harness import Clock
 
 from coordinator.aggregators import reports
 from coordinator.aggregators.messages import MAX_BYTES, Sealed, ServePartitions, Serving, Stored
+from coordinator.aggregators.remote import PARTIAL_S
 from coordinator.aggregators.reports import Reports
 from coordinator.aggregators.requests import PassFiles
+from coordinator.fleet import uploads
 from coordinator.fleet.partitions import partition_of
 from coordinator.rounds.bounds import Bounds, Measure, Measured, SumBounded
 from coordinator.rounds.directions import MultiplyChanges, Products, Shares
@@ -265,6 +267,61 @@ def test_a_stored_update_that_was_removed_is_taken_from_its_agent_once_more(tmp_
         assert fed.record.status == "finished"
         assert {entry.agent for entry in fed.entries("update_accepted")} == {"a0", "a1", "a2"}
         assert aggregator.stored == 4
+
+
+@pytest.mark.parametrize("at_chunk", [1, 5, 20])
+@pytest.mark.parametrize("most_open", [1, 64])
+def test_files_that_are_removed_under_an_aggregator_cost_an_upload_and_no_update(
+    tmp_path, monkeypatch, most_open, at_chunk
+):
+    """A file that was opened again after that lacked its first chunks, and was refused as damaged or written for ever.
+
+    Of many uploads few files are open at once. A coordinator that did not hear an aggregator for three seconds removed
+    its files, also where it was only slow.
+    """
+    monkeypatch.setattr(uploads, "MOST_OPEN_UPLOADS", most_open)
+    chunks = []
+
+    def removing(fed):
+        aggregator = fed.aggregators["sum1"]
+        real = aggregator._on_upload
+
+        def on_upload(agent, kind, payload):
+            chunks.extend([agent] * (kind == "ub"))
+            if kind == "ub" and len(chunks) == at_chunk:
+                fed.coordinator.aggregators._remove_partial("sum1")
+            real(agent, kind, payload)
+
+        aggregator._on_upload = on_upload
+
+    with PartitionedFederation(tmp_path, 1, agents=6, task=WIDE_TASK) as fed:
+        removing(fed)
+        fed.request(rounds=1)
+        fed.finish()
+        assert len(chunks) > at_chunk
+        assert {entry.agent for entry in fed.entries("update_accepted")} == {f"a{number}" for number in range(6)}
+        assert not fed.entries("update_refused")
+
+
+def test_an_aggregator_that_was_silent_for_some_seconds_finds_its_files_again(tmp_path):
+    with PartitionedFederation(tmp_path, 1, agents=1) as fed:
+        fed.wait(2)
+        part = fed.config.state / "aggregators" / "partial" / "sum1" / "a0" / f"{'a' * 64}.part"
+        part.parent.mkdir(parents=True)
+        part.write_bytes(b"half of it")
+        aggregator = fed.aggregators.pop("sum1")
+        fed.wait(10)
+        assert fed.coordinator.status()["aggregators"][0]["aggregator"] == ""
+        assert part.exists()
+        fed.aggregators["sum1"] = aggregator
+        fed.wait(5)
+        fed.kill_coordinator()
+        fed.start_coordinator()
+        fed.wait(2 * PARTIAL_S)
+        assert part.exists()
+        fed.kill_aggregator("sum1")
+        fed.wait(PARTIAL_S + 10)
+        assert not part.parent.parent.exists()
 
 
 # --- answers ---------------------------------------------------------------------------------------------------------
