@@ -93,7 +93,7 @@ class Relay:
         self._upstream = upstream
         self._site = site
         self._now = now
-        self.members = Members(config.state / "agents", config.most_agents)
+        self.members = Members(config.state / "agents", config.most_agents, clock())
         self._seq = 0
         cache = BlobCache(config.state / "cache", config.cache_bytes)
         self.blobs = SiteBlobs(cache, self, self._send_frame, clock)
@@ -199,6 +199,7 @@ class Relay:
             "served_bytes": self.blobs.served_bytes,
             "sent_bytes": self._upstream.traffic.bytes_up,
             "received_bytes": self._upstream.traffic.bytes_down,
+            "can_sum": self.sums is not None,
             "sums": 0 if self.sums is None else self.sums.sums,
             "summed": 0 if self.sums is None else self.sums.summed,
             "refused": self.refused,
@@ -229,7 +230,7 @@ class Relay:
         now = self._clock()
         if now - self._says_at >= SAYS_EVERY_S:
             self._says_at = now
-            followed = self._followed
+            followed = self._followed if self.sums.is_told else _Followed()
             says = SiteSays(
                 boot=self._boot,
                 software=__version__,
@@ -290,9 +291,11 @@ class Relay:
         """Return an agent of the site, which is new where it has said nothing before; None: there is no room for it."""
         member = self.members.get(agent)
         if member is not None:
+            member.heard_at = self._clock()
             return member
-        member, left = self.members.add(agent)
+        member, left = self.members.add(agent, self._clock())
         if left:
+            self.blobs.left(left)
             self._upstream.unsubscribe(*self._topics_to(left))
         if member is None:
             self._turned_away += 1
@@ -489,11 +492,12 @@ class Relay:
         if self._seal is None or self.sums is None:
             return
         message = self._seal.to_site(payload)
+        self.sums.heard()
         if isinstance(message, SendSum):
             self.sums.send(message)
         elif isinstance(message, SumReceipt):
             self.sums.receipt(message)
-        elif self._followed.is_newer(message):
+        elif isinstance(message, OpenSite) and self._followed.is_newer(message):
             self._followed = _Followed(message.epoch, message.start, message.number)
             self.sums.opened(message)
 
