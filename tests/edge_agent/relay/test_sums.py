@@ -604,3 +604,84 @@ def test_two_agents_with_the_same_update_do_not_lose_it_by_each_other(tmp_path):
         assert (tmp_path / "relay-north" / "updates" / manifest.blob.digest).is_file()
         sums._pass_on(sums._round, agent)
         assert not (tmp_path / "relay-north" / "updates" / manifest.blob.digest).is_file()
+
+
+def test_an_agent_that_moves_in_the_midst_of_its_upload_and_back_counts_once(tmp_path, undisturbed):
+    with at_north(tmp_path) as fed:
+        here = dict(fed.sites)
+        moves = []
+
+        def move(site, relay):
+            open_round = relay.sums._round
+            if open_round is None or len(moves) >= 6:
+                return
+            if "a2" in open_round.uploads and len(moves) % 2 == 0:
+                fed.sites = {"north": ("a0", "a1", "a3", "a4")}
+            elif len(moves) % 2 == 1 and fed.coordinator.collector.is_uploading("a2"):
+                fed.sites = here
+            else:
+                return
+            moves.append(open_round.asked.round)
+            fed.kill("a2")
+            fed.add("a2")
+
+        fed.hook = move
+        assert finished(fed) == undisturbed
+        assert len(moves) >= 2
+
+
+def test_an_agent_that_restarts_between_its_manifest_and_the_sum_counts_once(tmp_path, undisturbed):
+    with at_north(tmp_path) as fed:
+        restarted = set()
+
+        def restart(site, relay):
+            open_round = relay.sums._round
+            if open_round is None or open_round.asked.round in restarted or "a1" not in open_round.stored:
+                return
+            restarted.add(open_round.asked.round)
+            fed.kill("a1")
+            fed.add("a1")
+
+        fed.hook = restart
+        assert finished(fed) == undisturbed
+        assert restarted
+
+
+def test_a_round_that_asks_another_agent_while_a_sum_is_made_takes_its_update_too(tmp_path):
+    names = (*FIVE, "a5", "a6", "a7")
+    cohort = {"min_agents": 3, "max_agents": 5}
+    with wide(SiteFederation, tmp_path, {"north": names}, sums=("north",), cohort=cohort) as fed:
+        lost = []
+
+        def lose(site, relay):
+            """An agent of the cohort dies when all others have delivered to the relay."""
+            open_round = relay.sums._round
+            if open_round is None or lost or len(open_round.stored) != 4:
+                return
+            lost.append(next(iter(set(open_round.asked.agents) - open_round.stored.keys())))
+            fed.kill(lost[0])
+
+        fed.hook = lose
+        fed.settle()
+        fed.request(rounds=2)
+        fed.finish(7200)
+        assert each_once(fed)
+        assert fed.record.status == "finished"
+        delivered = {entry.agent for entry in fed.entries("update_accepted") if entry.round == 1}
+        assert len(delivered) == 5
+        assert lost[0] not in delivered
+        assert fed.relays["north"].sums.summed == 4 + 5
+
+
+def test_the_sum_of_a_round_stays_with_its_updates_and_goes_with_its_run(tmp_path):
+    """`keep_updates` keeps sums as well, and without it they go when their round is over."""
+    for keeps in (True, False):
+        with at_north(tmp_path / str(keeps)) as fed:
+            fed.run = ""
+            fed.request(rounds=2, keep_updates=keeps)
+            fed.finish(3600)
+            sums = {entry.digest for entry in fed.entries("update_accepted")}
+            assert len(sums) == 2
+            assert [digest in fed.state.blobs for digest in sorted(sums)] == [keeps, keeps]
+            result = audit(fed.state, fed.run, [fed.folder / name for name in FIVE])
+            assert result.breaks == []
