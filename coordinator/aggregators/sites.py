@@ -9,11 +9,14 @@ say. It is trusted with its agents' updates, so the configuration names the rela
 from __future__ import annotations
 
 import logging
+import re
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from edge_agent.core.errors import ChunkError, MessageError, TensorsError
+from edge_agent.core.exact_sum import LARGEST
 from edge_agent.core.storage import mapped, sync_folder
 from edge_agent.core.weighted_sum import WeightedSum, forms_of_sum
 from edge_agent.wire.blobs import flow
@@ -22,6 +25,7 @@ from edge_agent.wire.messages.fields import BlobRef, Command
 from edge_agent.wire.messages.site_sums import (
     MEMBERS,
     MOST_MEMBERS,
+    Heard,
     OpenSite,
     SendSum,
     SiteRound,
@@ -61,6 +65,15 @@ LEAST_AGENTS = 3
 LEAST_CHUNK_BYTES = 1024
 """Chunks below this size are not taken: a peer could cause lists of millions."""
 
+MOST_STARTS = 8
+"""The most starts of a relay that are remembered."""
+
+DOUBLE_RETURNS = 2
+"""How often starts that were replaced speak again before two relays have one id: a message may come late once."""
+
+_CHECKED = re.compile(r"[0-9a-f]{64}\.whole")
+"""Names of the files of sums that are being checked."""
+
 _LENGTH_BYTES = 8
 """The bytes before the header of a container of tensors."""
 
@@ -80,6 +93,9 @@ class SiteLink:
 
     relay_of: Callable[[str], str]
     """Returns the relay through which an agent speaks; empty: through none."""
+
+    is_double: Callable[[str, str], None]
+    """Notes that two relays have one id: the id, and where they run."""
 
     start: str
     """The start of the coordinator."""
@@ -110,6 +126,17 @@ class _Site:
     sums: int = 0
     summed: int = 0
     holds: frozenset[str] = field(default_factory=frozenset)
+    hosts: OrderedDict[str, str] = field(default_factory=OrderedDict)
+    """The starts of the relay, the newest last, and where each of them runs."""
+
+    returns: int = 0
+    """How often a start has spoken after it was replaced by another one."""
+
+    def drop(self) -> None:
+        """Take no more of a sum that is on its way, and remove what has arrived of it."""
+        if self.arriving is not None:
+            self.arriving.receiving.incoming.discard()
+            self.arriving = None
 
 
 class RemoteSites(Sites):
@@ -149,11 +176,16 @@ class RemoteSites(Sites):
         self._epoch = 0
         self._collection: Collection | None = None
         self._values: MethodValues | None = None
+        self._counted: list[tuple[_Site, Collection, str]] = []
+        """Sums that count, and whose relays have not been told so."""
 
     def start(self, epoch: int) -> None:
         """Begin to serve: relays that are online say so within seconds."""
         self._epoch = epoch
         remove_partial(self._folder)
+        for path in self._folder.glob("*/*.whole"):
+            if _CHECKED.fullmatch(path.name):
+                path.unlink(missing_ok=True)
         for name in self._sites:
             self._link.subscribe(self._link.topics.site_up(name), self._link.topics.site_chunks(name))
 
@@ -167,7 +199,7 @@ class RemoteSites(Sites):
         self._collection = collection if can_sum else None
         self._values = values
         for site in self._sites.values():
-            site.arriving = None
+            site.drop()
             self._tell(site)
 
     def holds(self, agent: str) -> bool:
@@ -227,9 +259,13 @@ class RemoteSites(Sites):
             self._ask_for(site, arriving)
 
     def tick(self) -> None:
-        """Acknowledge chunks, and forget what relays held that are not online any more."""
+        """Confirm sums that are journaled, acknowledge chunks, and forget what relays held that are offline now."""
+        self._confirm()
         now = self._clock()
+        is_awaited = self._awaited() is not None
         for site in self._sites.values():
+            if not is_awaited:
+                site.drop()
             if site.arriving is not None and site.arriving.receiving.report_due(now):
                 self._ask_for(site, site.arriving)
             if site.holds and now - site.heard_at > LEASE_S:
@@ -241,13 +277,28 @@ class RemoteSites(Sites):
     def _on_says(self, site: _Site, message: SiteSays) -> None:
         """Note that a relay is online, and tell it again what is collected where it does not know."""
         if site.says is None or site.says.boot != message.boot:
-            log.info("relay_joined relay=%s host=%s", site.name, message.host)
+            self._on_start(site, message)
         site.says = message
         site.holds = frozenset(message.holds)
         is_behind = (message.start, message.number) != (self._link.start, site.number)
         # Agents of the site may have said hello after the round was opened.
         if is_behind or self._round_of(site) != site.round:
             self._tell(site)
+        elif message.holds or site.round is not None:
+            self._say(site, Heard())
+
+    def _on_start(self, site: _Site, message: SiteSays) -> None:
+        """Note another start of a relay; those that were replaced and speak again show that two relays have one id."""
+        if message.boot not in site.hosts:
+            log.info("relay_joined relay=%s host=%s", site.name, message.host)
+            site.hosts[message.boot] = message.host
+            while len(site.hosts) > MOST_STARTS:
+                site.hosts.popitem(last=False)
+            return
+        site.returns += 1
+        if site.returns >= DOUBLE_RETURNS:
+            hosts = " and ".join(dict.fromkeys(host or "a host without a name" for host in site.hosts.values()))
+            self._link.is_double(site.name, f"two relays with this id speak in turn, at {hosts}")
 
     def _on_speak(self, site: _Site, message: Speak) -> None:
         """Say to an agent what its relay asks for, where it is about the agent's update in the open round.
@@ -267,9 +318,13 @@ class RemoteSites(Sites):
         """Have a relay send a sum, unless it is here already, or comes too late."""
         digest = message.blob.digest
         run = self._run_ids.name(message.run)
+        if any(digest == counted for _, _, counted in self._counted):
+            return  # it is told so after the next look
         if run is not None and self._collector.has_sum(run, message.round, digest):
             self._say(site, SumReceipt(digest=digest, is_accepted=True))
             return
+        if run is not None and self._collector.may_open(run, message.round):
+            return  # the relay keeps its sum, and announces it again
         collection = self._awaited()
         if collection is None or (run, message.round) != (collection.run, collection.round):
             self._refuse(site, digest, "late: the round of the sum is not open")
@@ -279,6 +334,7 @@ class RemoteSites(Sites):
             return
         arriving = site.arriving
         if arriving is None or arriving.ref != message.blob:
+            site.drop()
             incoming = Incoming(message.blob, self._folder / site.name)
             receiving = flow.Receiving(incoming, self._clock(), flow.UPLOAD_REPORT_BYTES)
             arriving = site.arriving = _Arriving(message.blob, receiving)
@@ -333,7 +389,15 @@ class RemoteSites(Sites):
             "sum_taken relay=%s run=%s round=%d updates=%d bytes=%d",
             *(site.name, collection.run, collection.round, len(members), arriving.ref.size_bytes),
         )
-        self._say(site, SumReceipt(digest=digest, is_accepted=True))
+        self._counted.append((site, collection, digest))
+
+    def _confirm(self) -> None:
+        """Tell relays that their sums count, where the journal has their updates now; others offer theirs again."""
+        counted = self._counted
+        self._counted = []
+        for site, collection, digest in counted:
+            if self._collector.has_sum(collection.run, collection.round, digest):
+                self._say(site, SumReceipt(digest=digest, is_accepted=True))
 
     def _check(self, path: Path, collection: Collection) -> tuple[SummedUpdate, ...]:
         """Return the members of a sum that has the tensors of the round's updates, and the weight of its members.
@@ -360,6 +424,7 @@ class RemoteSites(Sites):
                 f"the sum has {total.count} updates of weight {total.weight:g}, and its members have {len(members)} of "
                 f"{weight:g}"
             )
+        _check_values(total)
         return members
 
     def _wrong_members(self, site: _Site, collection: Collection, members: Sequence[SummedUpdate]) -> Mapping[str, str]:
@@ -418,6 +483,19 @@ class RemoteSites(Sites):
     def _say(self, site: _Site, message: ToSite) -> None:
         payload = self._link.seal_of(site.name).encode(message)
         self._link.publish(self._link.topics.site_down(site.name), payload)
+
+
+def _check_values(total: WeightedSum) -> None:
+    """Return quietly where no value of a sum shows that one of its updates would have been refused.
+
+    Raises:
+        MessageError: A value is larger than that of any exact sum, or a variance is below 0.
+    """
+    for name, array in total.sums():
+        if array.size and max(array.max(), -array.min()) > LARGEST:
+            raise MessageError(f"'{name}' of the sum has a value beyond {LARGEST:g}, which no exact sum has")
+        if name.endswith(".running_var") and (array < 0).any():
+            raise MessageError(f"'{name}' of the sum holds a variance below 0")
 
 
 def _most_bytes(collection: Collection) -> int:

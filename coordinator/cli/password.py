@@ -134,8 +134,8 @@ def password(
         if lacked_secret:
             lines.append(f"{state} had no secret of commands, and has one now; is it the coordinator's folder?")
     lines.append(f"{users} belongs to '{owner}' (mode {mode})")
-    if key_file is None and agent != COORDINATOR_USER and agent not in relays:
-        lines.append("no key for the agent's commands was made: name the coordinator's state folder with --state")
+    if key_file is None and agent != COORDINATOR_USER:
+        lines.append(f"{_without_key(agent, relays)}: name the coordinator's state folder with --state")
     if owner != BROKER_ACCOUNT:
         lines.append(f"a broker that runs as another user cannot read it: sudo chown <its user> {users}")
     if acl is not None:
@@ -153,6 +153,13 @@ def _note_relay(users: Path, agent: str, relay_for: list[str] | None, account: s
     if relay_for is None:
         return read_relays(users)
     return set_relay(users, agent, tuple(relay_for), account=account)
+
+
+def _without_key(agent: str, relays: Relays) -> str:
+    """Return what it means that no key was made."""
+    if agent in relays:
+        return "no key was made, so this relay sums no updates"
+    return "no key for the agent's commands was made"
 
 
 def _relay_lines(agent: str, relays: Relays) -> list[str]:

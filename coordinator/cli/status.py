@@ -417,14 +417,25 @@ def _lines(status: GatheredStatus) -> Iterator[Table | str]:
         yield ""
     if status.is_serving and status.written.sites:
         yield _site_table(status.written.sites)
+        yield from _site_problems(status.written.sites)
         yield ""
     yield from _fleet_lines(status)
 
 
 def _site_table(sites: Sequence[SiteStatus]) -> Table:
     """Return the table of the relays whose sums are taken."""
-    rows = [(site.relay, site.host or "not online", site.holds, site.sums, site.summed) for site in sites]
+    rows = [
+        (site.relay, site.host or ("–" if site.problem else "not online"), site.holds, site.sums, site.summed)
+        for site in sites
+    ]
     return table("relays that sum", ("relay", "host", "updates there", "sums", "updates in them"), rows, left=2)
+
+
+def _site_problems(sites: Sequence[SiteStatus]) -> Iterator[str]:
+    """Yield a line for each reason why sums are not taken."""
+    for problem in dict.fromkeys(site.problem for site in sites if site.problem):
+        relays = ", ".join(site.relay for site in sites if site.problem == problem)
+        yield f"no sums are taken of {relays}: {problem}"
 
 
 def _aggregator_table(partitions: Sequence[PartitionStatus]) -> Table:

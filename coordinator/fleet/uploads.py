@@ -308,6 +308,15 @@ class Collector:
         entries = self._journal.entries(run, ("update_accepted",), round=number)
         return any(entry.digest == digest for entry in entries)
 
+    def may_open(self, run: str, number: int) -> bool:
+        """Return whether no round is open, but this one may be soon: its run is stalled, or resumes in it."""
+        if self.open_round is not None:
+            return False
+        if self._is_stalled():
+            return True
+        opened = replay(self._journal, run).open_round
+        return opened is not None and opened.round == number
+
     def refused(self, agent: str, message: UpdateManifest, reason: str) -> None:
         """Reject an update that an aggregator has refused, with its reason."""
         self._reject(agent, message, reason)

@@ -241,6 +241,25 @@ def sums_are_enough(config: AggregationConfig) -> bool:
     return config.rule == "mean" and all(getattr(config, name) is None for name in NO_BOUNDS)
 
 
+def objection_to_sums(config: CoordinatorConfig) -> str:
+    """Return why sums of updates are not enough for the rounds of this configuration; empty: they are."""
+    if config.round.mode != "synchronous":
+        return f"round.mode = '{config.round.mode}' combines single updates; expected 'synchronous'"
+    if config.privacy.secure_sum:
+        return "privacy.secure_sum masks single updates, and has sums of its own; relays pass them on"
+    # The rule under differential privacy has no bounds.
+    if config.privacy.clip is not None:
+        return ""
+    aggregation = config.aggregation
+    bounds = [name for name in (*NO_BOUNDS, "max_loss") if getattr(aggregation, name) is not None]
+    wanted = [f"{name} = 'none'" for name in bounds]
+    if aggregation.rule != "mean":
+        wanted.insert(0, "rule = 'mean'")
+    if not wanted:
+        return ""
+    return f"[aggregation] looks at single updates; expected {', '.join(wanted)} there"
+
+
 def _sum(origin: Origin, state: State, updates: Updates, bounds: Bounds, decisions: Decisions) -> Reading[Combined]:
     """Sum the updates within their bounds; where the method needs more than a sum, let it make the next state.
 

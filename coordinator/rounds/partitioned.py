@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from edge_agent.core.errors import MessageError
@@ -66,6 +66,19 @@ class Sites:
     def status(self) -> list[SiteStatus]:
         """Return the relays whose sums are taken."""
         return []
+
+
+class UnusedSites(Sites):
+    """Relays that the configuration names, and whose sums would not be enough."""
+
+    def __init__(self, names: Sequence[str], reason: str) -> None:
+        """Take the ids of the relays, and why their sums are not taken, for the status."""
+        self._names = tuple(names)
+        self._reason = reason
+
+    def status(self) -> list[SiteStatus]:
+        """Return the relays, with the reason why their sums are not taken."""
+        return [SiteStatus(name, "", 0, 0, 0, self._reason) for name in self._names]
 
 
 class Aggregators:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from edge_agent import __version__
 from edge_agent.core.errors import (
     DuplicateCoordinator,
+    DuplicateId,
     EnrolmentRefused,
     HeadwaterError,
     MessageError,
@@ -49,9 +50,9 @@ from ..fleet.run_ids import RunIds
 from ..fleet.uploads import Collector
 from ..hosted.transport import CombinedTransport
 from ..journal.store import follow, utc_now
-from ..rounds.aggregation import sums_are_enough
+from ..rounds.aggregation import objection_to_sums
 from ..rounds.context import Reports, Run, RunContext, Waiting
-from ..rounds.partitioned import Aggregators, Sites
+from ..rounds.partitioned import Aggregators, Sites, UnusedSites
 from ..rounds.request import Request
 from ..runs.run_loop import RunLoop, RunStatus
 from ..runs.run_queue import LOOK_FOR_REQUESTS_S, Runs, Storage, of_storage
@@ -236,11 +237,12 @@ class Coordinator:
         """Return the side of the relays that sum, or that of none where their sums would not be enough."""
         config = self.config
         names = config.aggregators.sites
-        has_such_rounds = config.round.mode == "synchronous" and not config.privacy.secure_sum
-        watches_losses = config.aggregation.max_loss is not None
-        is_sum_enough = config.privacy.clip is not None or (sums_are_enough(config.aggregation) and not watches_losses)
-        if not names or not has_such_rounds or not is_sum_enough or keys is None:
+        if not names or keys is None:
             return Sites()
+        reason = objection_to_sums(config)
+        if reason:
+            log.warning("sums_not_taken relays=%s reason=%s", ", ".join(names), reason)
+            return UnusedSites(names, reason)
         from edge_agent.wire.messages.site_sums import SiteSeal
 
         from ..aggregators.sites import SHARE_OF_DEADLINE, RemoteSites, SiteLink
@@ -252,6 +254,7 @@ class Coordinator:
             self.receipts.send,
             lambda relay: SiteSeal(keys.of_agent(relay)),
             self._relay_of,
+            self._note_double_relay,
             self._boot,
         )
         return RemoteSites(
@@ -871,6 +874,8 @@ class Coordinator:
         try:
             if event.retained:
                 raise MessageError(f"retained message on {event.topic}; clear it at the broker")
+            if self.identity is not None and not self.identity.admits(relay):
+                raise MessageError(f"relay '{relay}' is revoked; 'headwater enroll {relay}' lets it in again")
             if kind == "ub":
                 self.sites.chunk(relay, event.payload)
             else:
@@ -895,6 +900,10 @@ class Coordinator:
     def _refuse_aggregator(self, name: str, reason: str) -> None:
         """Note for the status that an aggregator cannot serve."""
         self.refusals.note(name, "coordinator", UsageError.__name__, reason, "start it as the message says")
+
+    def _note_double_relay(self, relay: str, reason: str) -> None:
+        """Note for the status that two relays have one id."""
+        self.refusals.note(relay, "coordinator", DuplicateId.__name__, reason, "give each relay an id of its own")
 
     def _ask_again(self, agent: str) -> None:
         """Send an agent of the open round its job again."""

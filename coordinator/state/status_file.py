@@ -205,6 +205,9 @@ class SiteStatus:
     summed: int
     """Updates in them."""
 
+    problem: str = ""
+    """Why its sums are not taken; empty: they are."""
+
     @classmethod
     def from_body(cls, body: Mapping[str, Any]) -> SiteStatus:
         """Return what an object of the status says."""
@@ -214,6 +217,7 @@ class SiteStatus:
             holds=_whole(body.get("holds")) or 0,
             sums=_whole(body.get("sums")) or 0,
             summed=_whole(body.get("summed")) or 0,
+            problem=as_text(body.get("problem") or ""),
         )
 
 

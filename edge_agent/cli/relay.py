@@ -102,6 +102,10 @@ def _status_lines(status: dict[str, Any]) -> Iterable[str]:
     rows["models"] = f"{formats.size(status['fetched_bytes'])} fetched, {formats.size(status['served_bytes'])} served"
     sent = formats.size(status["sent_bytes"])
     rows["connection"] = f"{sent} sent to the coordinator's broker, {formats.size(status['received_bytes'])} received"
+    if not status.get("can_sum", True):
+        rows["sums"] = "none: updates pass one by one, because sum_updates is false or there is no command key"
+    elif status.get("sums"):
+        rows["sums"] = f"{status['sums']} in place of {status['summed']} updates"
     if status["refused"]:
         rows["refused"] = f"{status['refused']} messages; the log names them"
     return formats.pairs(rows.items())

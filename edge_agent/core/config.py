@@ -160,7 +160,7 @@ class BrokerConfig(Frozen):
     @model_validator(mode="after")
     def _tls_is_used(self) -> BrokerConfig:
         if self.tls is not None and not self.uses_tls:
-            raise ValueError(f"tls is set, but {self.names} connects without it; write mqtts://")
+            raise ValueError(f"tls is set, but {self.names} connects without it; write mqtts://, or leave tls out")
         return self
 
     @property

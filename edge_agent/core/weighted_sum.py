@@ -5,7 +5,7 @@ That is so because every array is summed exactly, see `edge_agent.core.exact_sum
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -137,6 +137,11 @@ class WeightedSum:
             else:
                 means[name] = (self._sums.pop(name).total() / total).astype(dtype)
         return means
+
+    def sums(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Yield the name of each array that is summed, and its sum, float64."""
+        for name, total in self._sums.items():
+            yield name, total.total()
 
     # --- between processes -----------------------------------------------------------------------------------------
 

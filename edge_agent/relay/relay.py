@@ -96,7 +96,7 @@ class Relay:
         self._upstream = upstream
         self._site = site
         self._now = now
-        self.members = Members(config.state / "agents", config.most_agents)
+        self.members = Members(config.state / "agents", config.most_agents, clock())
         self._seq = 0
         cache = BlobCache(config.state / "cache", config.cache_bytes)
         self.blobs = SiteBlobs(cache, self, self._send_frame, clock)
@@ -202,6 +202,7 @@ class Relay:
             "served_bytes": self.blobs.served_bytes,
             "sent_bytes": self._upstream.traffic.bytes_up,
             "received_bytes": self._upstream.traffic.bytes_down,
+            "can_sum": self.sums is not None,
             "sums": 0 if self.sums is None else self.sums.sums,
             "summed": 0 if self.sums is None else self.sums.summed,
             "refused": self.refused,
@@ -233,7 +234,7 @@ class Relay:
         every_s = SAYS_EVERY_S if self._followed.start else SAYS_SELDOM_S
         if now - self._says_at >= every_s:
             self._says_at = now
-            followed = self._followed
+            followed = self._followed if self.sums.is_told else _Followed()
             says = SiteSays(
                 boot=self._boot,
                 software=__version__,
@@ -294,9 +295,11 @@ class Relay:
         """Return an agent of the site, which is new where it has said nothing before; None: there is no room for it."""
         member = self.members.get(agent)
         if member is not None:
+            member.heard_at = self._clock()
             return member
-        member, left = self.members.add(agent)
+        member, left = self.members.add(agent, self._clock())
         if left:
+            self.blobs.left(left)
             self._upstream.unsubscribe(*self._topics_to(left))
         if member is None:
             self._turned_away += 1
@@ -493,11 +496,12 @@ class Relay:
         if self._seal is None or self.sums is None:
             return
         message = self._seal.to_site(payload)
+        self.sums.heard()
         if isinstance(message, SendSum):
             self.sums.send(message)
         elif isinstance(message, SumReceipt):
             self.sums.receipt(message)
-        elif self._followed.is_newer(message):
+        elif isinstance(message, OpenSite) and self._followed.is_newer(message):
             self._followed = _Followed(message.epoch, message.start, message.number)
             self.sums.opened(message)
 

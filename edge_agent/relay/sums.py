@@ -63,6 +63,9 @@ GRANT_APART_S = 1.0
 LEAST_CHUNK_BYTES = 1024
 """Chunks below this size are not taken: a peer could cause lists of millions."""
 
+UNHEARD_S = 60.0
+"""Seconds without a word of the coordinator about sums after which updates pass one by one: it may take none now."""
+
 LARGEST_SUM_BYTES = 1 << 36
 """The most bytes of an own sum that is read again after a restart."""
 
@@ -141,7 +144,11 @@ class SiteSums:
         self._clock = clock
         self._round: _Round | None = None
         self._pace = flow.Pace(flow.WINDOW_BYTES)
+        self._heard_at = clock()
         self._sum = self._restored()
+        self.is_told = False
+        """Whether the coordinator has said what is to be summed, and has not fallen silent since."""
+
         self.sums = 0
         """Sums that the coordinator has taken since the start."""
 
@@ -156,14 +163,25 @@ class SiteSums:
             agents |= self._round.stored.keys() | self._round.uploads.keys()
         return tuple(sorted(agents))
 
+    @property
+    def holds_any(self) -> bool:
+        """Whether there is anything here for which the coordinator has to answer."""
+        return self._sum is not None or self._round is not None
+
     # --- of the coordinator ----------------------------------------------------------------------------------------
+
+    def heard(self) -> None:
+        """Note that the coordinator has spoken about sums: it takes them."""
+        self._heard_at = self._clock()
 
     def opened(self, message: OpenSite) -> None:
         """Take updates of another round from now on, or of none."""
+        self.is_told = True
         asked = message.round
         before = self._round
         if asked is None:
             self._end_round()
+            self._remove_unused()
             return
         is_same = before is not None and (before.asked.run, before.asked.round) == (asked.run, asked.round)
         if before is not None and is_same:
@@ -221,7 +239,8 @@ class SiteSums:
             )
         if open_round is not None and is_of_open_round:
             # What is in the sum, or may not be, is not summed here again: the others may be.
-            done = set(ready.members if message.is_accepted or not message.without else message.without)
+            wrong = set(message.without) & set(ready.members)
+            done = wrong if wrong and not message.is_accepted else set(ready.members)
             for agent in done:
                 open_round.stored.pop(agent, None)
             open_round.passed_on |= done
@@ -229,6 +248,7 @@ class SiteSums:
 
     def cut(self) -> None:
         """Note that the connection to the coordinator is another one."""
+        self.heard()
         self._pace.restart()
         if self._sum is not None:
             self._sum.sending = None
@@ -278,6 +298,8 @@ class SiteSums:
         """Acknowledge chunks, and make or announce the sum that is due."""
         self._worker.collect()
         now = self._clock()
+        if self.holds_any and now - self._heard_at >= UNHEARD_S:
+            self._give_up()
         open_round = self._round
         if open_round is not None:
             for agent, upload in open_round.uploads.items():
@@ -318,7 +340,7 @@ class SiteSums:
         open_round.passed_on.add(agent)
         stored = open_round.stored.pop(agent, None)
         if stored is not None:
-            self._update_path(stored.blob.digest).unlink(missing_ok=True)
+            self._remove_update(open_round, stored.blob.digest)
         upload = open_round.uploads.pop(agent, None)
         if upload is not None:
             upload.receiving.incoming.discard()
@@ -375,6 +397,7 @@ class SiteSums:
         except (ChunkError, TensorsError, MessageError, OSError) as error:
             log.warning("update_passed_on agent=%s reason=%s", agent, error)
             self._pass_on(open_round, agent)
+            self._remove_update(open_round, upload.manifest.blob.digest)
             return
         self._note_stored(open_round, agent, upload.manifest)
 
@@ -413,6 +436,7 @@ class SiteSums:
                 self._pass_on(open_round, agent)
             return
         open_round.is_summing = True
+        log.info("sum_begun run=%s round=%d updates=%d", open_round.asked.run, open_round.asked.round, len(members))
         asked = open_round.asked
 
         def done(ref: BlobRef | None, error: BaseException | None) -> None:
@@ -479,6 +503,27 @@ class SiteSums:
         self._round = None
         self._remove_unused()
 
+    def _give_up(self) -> None:
+        """Leave all updates to the coordinator, which has fallen silent about sums: perhaps it takes none any more.
+
+        What is stored stays on disk, in case it asks for the same round again.
+        """
+        log.warning(
+            "sums_given_up updates=%d: the coordinator has not spoken about sums for %.0f s", len(self.holds), UNHEARD_S
+        )
+        if self._round is not None:
+            for upload in self._round.uploads.values():
+                upload.receiving.incoming.close()
+        self._round = None
+        self._sum = None
+        self.is_told = False
+
+    def _remove_update(self, open_round: _Round, digest: str) -> None:
+        """Remove a stored update that is no agent's any more, and that is not being added up."""
+        is_other = any(manifest.blob.digest == digest for manifest in open_round.stored.values())
+        if not is_other and not open_round.is_summing:
+            self._update_path(digest).unlink(missing_ok=True)
+
     def _remove_unused(self) -> None:
         """Remove the files of updates and sums that are not needed any more."""
         kept = set[str]()
@@ -489,6 +534,13 @@ class SiteSums:
         for path in self._folder.glob("*"):
             if path.is_file() and _FILE.fullmatch(path.name) and path.name not in kept:
                 path.unlink(missing_ok=True)
+        # Updates of which only a part has arrived, of agents that have not come back.
+        under_way = set[str]() if self._round is None else self._round.uploads.keys()
+        for path in self._folder.glob("*/*"):
+            agent = path.parent.name
+            if agent not in under_way and _FILE.fullmatch(path.name):
+                path.unlink(missing_ok=True)
+                self._leave(agent)
 
     def _leave(self, agent: str) -> None:
         """Remove the folder of an agent's upload, where it is empty."""

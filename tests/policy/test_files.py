@@ -75,9 +75,10 @@ REMOVALS = {
         "ServedFolder.remove",
         ".unlink",
     ): "a file that this program has put there, named by a SHA-256",
+    ("coordinator.aggregators.sites", "RemoteSites.start", ".unlink"): "a sum that was being checked, by its name",
     ("coordinator.aggregators.sites", "RemoteSites._finish", ".replace"): "a sum that has arrived becomes a blob",
     ("coordinator.aggregators.sites", "RemoteSites._finish", ".unlink"): "a sum that has arrived, by its SHA-256",
-    ("edge_agent.relay.sums", "SiteSums._pass_on", ".unlink"): "an update of the open round, by its SHA-256",
+    ("edge_agent.relay.sums", "SiteSums._remove_update", ".unlink"): "an update of the open round, by its SHA-256",
     ("edge_agent.relay.sums", "SiteSums._leave", ".rmdir"): "an empty folder of an upload",
     (
         "edge_agent.relay.sums",

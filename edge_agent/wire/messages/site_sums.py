@@ -16,7 +16,19 @@ from ...core.formats import printable
 from ...core.task import Frozen
 from ..seal import AgentKey, derive
 from .down import Ack, Grant
-from .fields import BlobRef, Digest, Epoch, Name, Ranges, RoundNumber, RunId, Start, Text
+from .fields import (
+    MAX_SAMPLES,
+    METRIC_NAME,
+    BlobRef,
+    Digest,
+    Epoch,
+    Name,
+    Ranges,
+    RoundNumber,
+    RunId,
+    Start,
+    Text,
+)
 
 T = TypeVar("T")
 
@@ -29,8 +41,14 @@ MOST_MEMBERS = 512
 _PROOF_BYTES = 64
 """The bytes of a proof, in hexadecimal."""
 
-Forms = dict[str, tuple[str, tuple[int, ...]]]
-"""Name of a tensor -> its dtype as numpy writes it, such as ``<f4``, and its shape."""
+Dtype = Annotated[str, Field(pattern=r"^[<|][fiub][1248]$")]
+"""A dtype as numpy writes it, such as ``<f4``."""
+
+Shape = Annotated[tuple[Annotated[int, Field(ge=0, lt=1 << 32)], ...], Field(max_length=8)]
+"""A shape."""
+
+Forms = dict[str, tuple[Dtype, Shape]]
+"""Name of a tensor -> its dtype and its shape."""
 
 
 class SiteRound(Frozen):
@@ -72,6 +90,12 @@ class SumReceipt(Frozen):
     without: tuple[Name, ...] = Field((), max_length=MOST_MEMBERS, description="members that a sum may not have")
 
 
+class Heard(Frozen):
+    """The coordinator has heard the relay, and still takes its sums."""
+
+    type: Literal["heard"] = "heard"
+
+
 class SiteSays(Frozen):
     """A relay is online, and holds updates of these agents."""
 
@@ -102,7 +126,7 @@ class SumReady(Frozen):
 
 
 FromSite = SiteSays | Speak | SumReady
-ToSite = OpenSite | SendSum | SumReceipt
+ToSite = OpenSite | SendSum | SumReceipt | Heard
 
 _FROM_SITE: TypeAdapter[FromSite] = TypeAdapter(Annotated[FromSite, Field(discriminator="type")])
 _TO_SITE: TypeAdapter[ToSite] = TypeAdapter(Annotated[ToSite, Field(discriminator="type")])
@@ -113,8 +137,8 @@ class SummedUpdate(Frozen):
 
     agent: Name
     digest: Digest
-    samples: int = Field(ge=1)
-    metrics: dict[str, float] = Field(default_factory=dict)
+    samples: int = Field(ge=1, le=MAX_SAMPLES)
+    metrics: dict[Annotated[str, Field(pattern=METRIC_NAME)], float] = Field(default_factory=dict, max_length=64)
 
 
 MEMBERS = "members"

@@ -465,3 +465,14 @@ def test_doctor_looks_at_state_data_and_head_of_the_configuration(tmp_path, caps
     assert "did you mean 'lr'" in found["agent"][5]["detail"]
     assert code == 2
     assert found["verdict"].startswith("not ready: state:")
+
+
+@pytest.mark.parametrize("has_state", [False, True])
+def test_a_relay_without_a_key_is_told_that_it_will_sum_nothing(tmp_path, capsys, monkeypatch, has_state):
+    monkeypatch.chdir(tmp_path)
+    options = ["--state", "state"] if has_state else []
+    enroll("north", "--users", "users", "--relay-for", "porch", *options)
+    said = capsys.readouterr().out
+    assert "it is a relay, and may speak for: porch" in said
+    assert ("sums no updates: name the coordinator's state folder" in said) is not has_state
+    assert Path("north.commands.key").exists() is has_state

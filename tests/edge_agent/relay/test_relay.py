@@ -14,7 +14,7 @@ from relay_harness import SiteFederation
 
 from edge_agent.core.config import AgentBrokerConfig, BrokerConfig, parse
 from edge_agent.core.errors import ConfigError, UsageError
-from edge_agent.relay.members import Member, Members
+from edge_agent.relay.members import SILENT_S, Member, Members
 from edge_agent.relay.relay import Relay
 from edge_agent.relay.settings import RelayConfig
 from edge_agent.wire.memory import MemoryBroker
@@ -341,6 +341,34 @@ def test_a_want_with_ranges_outside_the_blob_is_refused(tmp_path):
 
 
 def test_members_are_bounded(tmp_path):
-    members = Members(tmp_path, 1)
-    assert members.add("a0")[0] is not None
-    assert members.add("a1") == (None, "")
+    members = Members(tmp_path, 1, now=0.0)
+    assert members.add("a0", 0.0)[0] is not None
+    members.said_hello("a0", hello())
+    assert members.add("a1", 1.0) == (None, "")
+
+
+def test_an_agent_without_a_hello_makes_room_for_others(tmp_path):
+    """Anybody can send a chunk under a new name; only who says hello counts as online."""
+    site = MemoryBroker()
+    relay = small_relay(tmp_path, site=site, most_agents=2)
+    agent = site.transport()
+    agent.start()
+    for number in range(50):
+        agent.publish(relay.topics.heartbeat(f"x{number}"), b"x")
+    for name in ("a0", "a1"):
+        agent.publish(relay.topics.up(name), codec.encode(hello()))
+    rest(relay)
+    assert [name for name, _ in relay.members] == ["a0", "a1"]
+    agent.publish(relay.topics.heartbeat("x7"), b"x")
+    rest(relay)
+    assert [name for name, _ in relay.members] == ["a0", "a1"]
+
+
+def test_an_agent_that_fell_silent_makes_room_for_others_and_leaves_no_file(tmp_path):
+    """A broker that was killed has told nobody who left meanwhile."""
+    members = Members(tmp_path, 1, now=0.0)
+    members.add("a0", 0.0)
+    members.said_hello("a0", hello())
+    member, left = members.add("a1", SILENT_S + 1)
+    assert (member is not None, left) == (True, "a0")
+    assert not list(tmp_path.glob("a0.*"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,11 +13,14 @@ from federation_duties import WIDE_TASK, FakeDuties, TinyDuties, quick_params
 from federation_harness import Federation, Killed
 from relay_harness import SiteFederation
 
+from coordinator.config import AggregatorsConfig
 from coordinator.runs.audit import audit
 from edge_agent.core.errors import MessageError
 from edge_agent.core.weighted_sum import WeightedSum
+from edge_agent.relay.sums import UNHEARD_S
 from edge_agent.wire.blobs.chunks import Outgoing
 from edge_agent.wire.messages.down import Grant
+from edge_agent.wire.messages.fields import BlobRef
 from edge_agent.wire.messages.site_sums import (
     MEMBERS,
     SiteSays,
@@ -435,3 +439,256 @@ def test_a_relay_waits_for_no_agent_that_has_delivered(waiting):
     assert relay.offer([member("a0"), member("a1")], sum_of(fed, 10, 10))[0].is_accepted
     fed.wait(6)
     assert fed.relays["north"].sums._round.asked.agents == FIVE[2:]
+
+
+def huge(text):
+    return text.replace('"samples":10', f'"samples":1{"0" * 400}', 1)
+
+
+def test_a_member_with_more_samples_than_a_device_can_have_costs_its_sum_alone(waiting, monkeypatch):
+    """Python's own conversion of such a number raises what nothing would catch."""
+    fed, relay = waiting
+    whole = members_text
+    monkeypatch.setitem(globals(), "members_text", lambda members: huge(whole(members)))
+    members = [member("a0"), member("a1"), member("a2")]
+    [receipt] = relay.offer(members, sum_of(fed, 10, 10, 10))
+    assert not receipt.is_accepted
+    assert "malformed" in receipt.reason
+
+
+@pytest.mark.parametrize("value", [-1.0, 1e300])
+def test_a_sum_with_values_that_no_update_could_have_is_refused(waiting, value):
+    fed, relay = waiting
+    total = sum_of(fed, 10, 10, 10)
+    name, array_sum = next(iter(total._sums.items()))
+    array_sum.coarse[:] = value
+    if value < 0:
+        collection = fed.coordinator.collector.open_round
+        variance = f"{name}.running_var"
+        collection.expected[variance] = collection.expected.pop(name)
+        total._sums[variance] = total._sums.pop(name)
+        total._dtypes[variance] = total._dtypes.pop(name)
+    [receipt] = relay.offer([member("a0"), member("a1"), member("a2")], total)
+    assert not receipt.is_accepted
+    assert ("variance below 0" if value < 0 else "no exact sum") in receipt.reason
+
+
+def test_sums_that_are_never_sent_leave_no_open_files_and_one_on_disk(waiting):
+    fed, relay = waiting
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for number in range(50):
+        blob = BlobRef(digest=f"{number:064x}", size_bytes=800_000, chunk_bytes=65_536)
+        relay.say(SumReady(run=fed.run_id, round=1, blob=blob))
+        fed.settle()
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before + 2
+    assert len(list((fed.state.path / "sites" / "north").glob("*.part"))) == 1
+    # The round ends without it.
+    fed.coordinator.collector.pause()
+    fed.wait(1)
+    assert not list((fed.state.path / "sites" / "north").glob("*.part"))
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before + 1
+
+
+def test_a_relay_is_told_that_its_sum_counts_once_the_journal_has_it(waiting, monkeypatch):
+    """A full disk may take the entries back: then the agents keep their updates, and the relay its sum."""
+    fed, relay = waiting
+    members = [member("a0"), member("a1"), member("a2")]
+    with monkeypatch.context() as lost:
+        lost.setattr(fed.coordinator.collector, "has_sum", lambda *_: False)
+        assert relay.offer(members, sum_of(fed, 10, 10, 10)) == []
+        fed.wait(1)
+        assert relay.receipts() == []
+    assert [one.is_accepted for one in relay.offer(members, sum_of(fed, 10, 10, 10))] == [True]
+
+
+def test_two_relays_with_one_id_are_named_in_the_status(waiting):
+    fed, relay = waiting
+    for _ in range(3):
+        for boot, host in (("s1", "cellar"), ("s2", "roof")):
+            relay.say(SiteSays(boot=boot, software="1", host=host))
+            fed.settle()
+    [refused] = fed.coordinator.status()["refused_agents"]
+    assert refused["id"] == "north"
+    assert "cellar and roof" in refused["message"]
+
+
+def test_a_relay_that_was_restarted_is_one_relay(waiting):
+    fed, relay = waiting
+    for boot in ("s1", "s2", "s2", "s3"):
+        relay.say(SiteSays(boot=boot, software="1", host="cellar"))
+        fed.settle()
+    assert fed.coordinator.status()["refused_agents"] == []
+
+
+@pytest.mark.parametrize(
+    "settings, reason",
+    [
+        (
+            {"aggregation": {**NO_BOUNDS, "max_norm": 3.0, "rule": "median"}},
+            "expected rule = 'mean', max_norm = 'none'",
+        ),
+        ({"round": {"mode": "buffered", "buffer": 2}}, "round.mode = 'buffered'"),
+    ],
+)
+def test_the_status_says_why_no_sums_are_taken(tmp_path, settings, reason):
+    options = {"aggregation": NO_BOUNDS, **settings}
+    with SiteFederation(tmp_path, {"north": FIVE}, sums=("north",), keyed=True, **options) as fed:
+        fed.settle()
+        [row] = fed.coordinator.status()["sites"]
+        assert reason in row["problem"]
+
+
+def kill_with_a_sum(fed, monkeypatch):
+    """Kill the coordinator when the first chunk of a sum comes."""
+
+    def kill(*_):
+        raise Killed
+
+    with monkeypatch.context() as deadly:
+        deadly.setattr(fed.coordinator.sites, "chunk", kill)
+        fed.request(rounds=3)
+        fed.until(lambda: fed.coordinator is None)
+
+
+def test_a_restarted_coordinator_takes_the_sum_that_was_announced_before_its_round_was_open_again(
+    tmp_path, undisturbed, monkeypatch
+):
+    with at_north(tmp_path) as fed:
+        kill_with_a_sum(fed, monkeypatch)
+        fed.start_coordinator()
+        # It is announced when the coordinator serves, and before the coordinator has opened the round.
+        ready = fed.relays["north"].sums._sum
+        seal = SiteSeal(fed.keys().of_agent("north"))
+        run_ids = fed.coordinator._run_ids
+        assert run_ids.name(ready.run) == fed.run
+        said = []
+        monkeypatch.setattr(fed.coordinator.sites, "_say", lambda *what: said.append(what))
+        assert fed.coordinator.collector.open_round is None
+        fed.coordinator.sites.heard("north", seal.encode(SumReady(run=ready.run, round=ready.round, blob=ready.ref)))
+        assert said == []
+        monkeypatch.undo()
+        fed.finish(3600)
+        assert each_once(fed)
+        assert fed.encoder_sha256 == undisturbed
+        assert fed.relays["north"].sums.summed == 15
+
+
+def test_updates_pass_one_by_one_once_the_coordinator_takes_no_sums_any_more(tmp_path, undisturbed, monkeypatch):
+    """Its configuration was changed while the relay had the updates of the open round."""
+    with at_north(tmp_path) as fed:
+        kill_with_a_sum(fed, monkeypatch)
+        fed.config = fed.config.model_copy(update={"aggregators": AggregatorsConfig()})
+        fed.start_coordinator()
+        fed.wait(2 * UNHEARD_S)
+        assert len(fed.entries("round_closed")) >= 1, "the round does not wait for its deadline"
+        fed.finish(3600)
+        assert each_once(fed)
+        assert fed.encoder_sha256 == undisturbed
+
+
+def test_parts_of_updates_do_not_stay_on_disk_after_their_round(tmp_path):
+    with at_north(tmp_path, round={"quorum": 0.5}) as fed:
+        folder = tmp_path / "relay-north" / "updates" / "a9"
+        folder.mkdir(parents=True)
+        (folder / f"{'0' * 64}.part").write_bytes(b"x")
+        (folder / "note.txt").write_bytes(b"of somebody else")
+        fed.request(rounds=1)
+        fed.finish(3600)
+        fed.wait(6)
+        assert [path.name for path in folder.iterdir()] == ["note.txt"]
+
+
+def test_two_agents_with_the_same_update_do_not_lose_it_by_each_other(tmp_path):
+    with at_north(tmp_path) as fed:
+        fed.kill("a3")
+        fed.add("a3", seconds=10.0)
+        fed.request(rounds=1)
+        sums = fed.relays["north"].sums
+        fed.until(lambda: sums._round is not None and len(sums._round.stored) == 4)
+        agent, manifest = next(iter(sums._round.stored.items()))
+        sums._round.stored["twin"] = manifest
+        sums._pass_on(sums._round, "twin")
+        assert (tmp_path / "relay-north" / "updates" / manifest.blob.digest).is_file()
+        sums._pass_on(sums._round, agent)
+        assert not (tmp_path / "relay-north" / "updates" / manifest.blob.digest).is_file()
+
+
+def test_an_agent_that_moves_in_the_midst_of_its_upload_and_back_counts_once(tmp_path, undisturbed):
+    with at_north(tmp_path) as fed:
+        here = dict(fed.sites)
+        moves = []
+
+        def move(site, relay):
+            open_round = relay.sums._round
+            if open_round is None or len(moves) >= 6:
+                return
+            if "a2" in open_round.uploads and len(moves) % 2 == 0:
+                fed.sites = {"north": ("a0", "a1", "a3", "a4")}
+            elif len(moves) % 2 == 1 and fed.coordinator.collector.is_uploading("a2"):
+                fed.sites = here
+            else:
+                return
+            moves.append(open_round.asked.round)
+            fed.kill("a2")
+            fed.add("a2")
+
+        fed.hook = move
+        assert finished(fed) == undisturbed
+        assert len(moves) >= 2
+
+
+def test_an_agent_that_restarts_between_its_manifest_and_the_sum_counts_once(tmp_path, undisturbed):
+    with at_north(tmp_path) as fed:
+        restarted = set()
+
+        def restart(site, relay):
+            open_round = relay.sums._round
+            if open_round is None or open_round.asked.round in restarted or "a1" not in open_round.stored:
+                return
+            restarted.add(open_round.asked.round)
+            fed.kill("a1")
+            fed.add("a1")
+
+        fed.hook = restart
+        assert finished(fed) == undisturbed
+        assert restarted
+
+
+def test_a_round_that_asks_another_agent_while_a_sum_is_made_takes_its_update_too(tmp_path):
+    names = (*FIVE, "a5", "a6", "a7")
+    cohort = {"min_agents": 3, "max_agents": 5}
+    with wide(SiteFederation, tmp_path, {"north": names}, sums=("north",), cohort=cohort) as fed:
+        lost = []
+
+        def lose(site, relay):
+            """An agent of the cohort dies when all others have delivered to the relay."""
+            open_round = relay.sums._round
+            if open_round is None or lost or len(open_round.stored) != 4:
+                return
+            lost.append(next(iter(set(open_round.asked.agents) - open_round.stored.keys())))
+            fed.kill(lost[0])
+
+        fed.hook = lose
+        fed.settle()
+        fed.request(rounds=2)
+        fed.finish(7200)
+        assert each_once(fed)
+        assert fed.record.status == "finished"
+        delivered = {entry.agent for entry in fed.entries("update_accepted") if entry.round == 1}
+        assert len(delivered) == 5
+        assert lost[0] not in delivered
+        assert fed.relays["north"].sums.summed == 4 + 5
+
+
+def test_the_sum_of_a_round_stays_with_its_updates_and_goes_with_its_run(tmp_path):
+    """`keep_updates` keeps sums as well, and without it they go when their round is over."""
+    for keeps in (True, False):
+        with at_north(tmp_path / str(keeps)) as fed:
+            fed.run = ""
+            fed.request(rounds=2, keep_updates=keeps)
+            fed.finish(3600)
+            sums = {entry.digest for entry in fed.entries("update_accepted")}
+            assert len(sums) == 2
+            assert [digest in fed.state.blobs for digest in sorted(sums)] == [keeps, keeps]
+            result = audit(fed.state, fed.run, [fed.folder / name for name in FIVE])
+            assert result.breaks == []
