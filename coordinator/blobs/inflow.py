@@ -82,11 +82,6 @@ class Inflow:
                 return
         self._wake_once()
 
-    def all_expected(self) -> list[ExpectedUpload]:
-        """Return the updates that are expected now."""
-        with self._lock:
-            return list(self._expected.values())
-
     # --- other threads ------------------------------------------------------------------------------------------------
 
     def expected_of(self, agent: str) -> ExpectedUpload | None:

@@ -21,6 +21,9 @@ log = logging.getLogger(__name__)
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,200}")
 """The pattern of the names that are noted: no path, and nothing that a damaged file may hold by chance."""
 
+MOST_LINES = 20_000
+"""The lines that are appended before the file is written anew."""
+
 _STORE = "store "
 """The beginning of the first line, which names the store."""
 
@@ -42,6 +45,9 @@ class StoreLedger:
         self._store = store
         self._lock = threading.Lock()
         self._names: set[str] = set()
+        self._lines = 0
+        """The lines that were appended since the file was written anew."""
+
         try:
             self._read()
             self._write()
@@ -60,6 +66,9 @@ class StoreLedger:
             OSError: They cannot be noted; nothing may be put under them.
         """
         with self._lock:
+            # Most lines are of names that were taken out since: the file is written anew before it is long.
+            if self._lines > MOST_LINES:
+                self._write()
             new = [name for name in names if name not in self._names]
             self._append("+", new)
             self._names.update(new)
@@ -76,10 +85,12 @@ class StoreLedger:
                 log.warning("store_not_noted path=%s reason=%s", self._path, cause(error))
 
     def _append(self, sign: str, names: Iterable[str]) -> None:
-        lines = "".join(f"{sign}{name}\n" for name in names)
-        if lines:
-            with self._path.open("a", encoding="ascii") as file:
-                file.write(lines)
+        lines = [f"{sign}{name}\n" for name in names]
+        if not lines:
+            return
+        with self._path.open("a", encoding="ascii") as file:
+            file.write("".join(lines))
+        self._lines += len(lines)
 
     def _read(self) -> None:
         """Read the lines, the last of which may be torn.
@@ -113,3 +124,4 @@ class StoreLedger:
         """
         lines = [_STORE + self._store, *(f"+{name}" for name in sorted(self._names)), ""]
         write_atomic(self._path, "\n".join(lines).encode("ascii", "replace"))
+        self._lines = 0

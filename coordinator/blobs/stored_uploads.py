@@ -4,6 +4,9 @@ An agent gets a presigned URL for one PUT: of its own name in the store, of the 
 announced, all of which the signature covers. When it says that the update is there, a thread compares the size, reads
 the update in parts and hands these to the loop, as the endpoint does, so that the same checks follow. It is removed
 from the store once it is here. Of a store that refuses, or does not have it, the loop hears so, and asks for chunks.
+
+An agent may use its URL until that ends, also when its update is not needed any more, and a request that has begun then
+goes on. So a name is kept in mind, and removed again, until twice the life of its URL has passed.
 """
 
 from __future__ import annotations
@@ -25,13 +28,19 @@ from .object_store import END_S, LOOK_S, UploadStore, reason_of_store
 
 log = logging.getLogger(__name__)
 
+PREFIX = "update-"
+"""The beginning of the names of updates in the store."""
+
+ENDING = "-" + 64 * "f"
+"""As many characters as follow the agent in such a name."""
+
 READ_BYTES = 8 << 20
 """About so many bytes of an update are read from the store at once."""
 
 
 def name_of(upload: ExpectedUpload) -> str:
     """Return the name of an agent's update in the store: nobody else gets a URL of it."""
-    return f"update-{upload.agent}-{upload.ref.digest}"
+    return f"{PREFIX}{upload.agent}-{upload.ref.digest}"
 
 
 class StoredUploads:
@@ -63,6 +72,10 @@ class StoredUploads:
         self._clock = clock
         self._sweep_s = valid_s
         self._sweep_at = clock() + valid_s
+        self._started_at = clock()
+        self._given_at: dict[str, float] = {}
+        """Name -> when its last URL was made by this process; that of an earlier one counts as made at the start."""
+
         self._collecting: set[str] = set()
         """Names of updates that are being collected."""
 
@@ -82,6 +95,7 @@ class StoredUploads:
         name = name_of(upload)
         try:
             self._ledger.add([name])
+            self._given_at[name] = self._clock()
             url = self._store.put_url(name, upload.ref)
         except Exception as error:  # noqa: BLE001 - whatever a library raises, the update goes in chunks
             log.warning("upload_url_failed store=%s reason=%s", self._store.where, reason_of_store(error))
@@ -184,11 +198,16 @@ class StoredUploads:
             self._remove(name)
 
     def _remove(self, name: str) -> None:
-        """Remove an update from the store, unless it is expected (again)."""
-        if name in {name_of(upload) for upload in self._inflow.all_expected()}:
+        """Remove an update from the store, unless it is expected (again), and forget it when it cannot come back."""
+        agent = name[len(PREFIX) : -len(ENDING)]
+        upload = self._inflow.expected_of(agent)
+        if upload is not None and name_of(upload) == name:
             return
+        may_come_until = self._given_at.get(name, self._started_at) + 2 * self._sweep_s
         try:
             self._store.remove(name)
-            self._ledger.discard(name)
+            if self._clock() >= may_come_until:
+                self._ledger.discard(name)
+                self._given_at.pop(name, None)
         except Exception as error:  # noqa: BLE001 - it is tried again by the next sweep
             log.warning("update_not_removed name=%s reason=%s", name, reason_of_store(error))
