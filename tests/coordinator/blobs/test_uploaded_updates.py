@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import socket
 from urllib.parse import urlsplit
 
 import pytest
@@ -13,6 +14,7 @@ from upload_site import TENSORS, CutProxy, UploadSite, endpoint_for, through
 from coordinator.blobs import endpoint as endpoint_module
 from coordinator.blobs import inflow as inflow_module
 from coordinator.fleet.upload_urls import ExpectedUpload
+from edge_agent.wire.blobs import put_by_http
 from edge_agent.wire.blobs.chunks import CHUNK_BYTES
 from edge_agent.wire.messages import up
 from edge_agent.wire.messages.fields import BlobRef
@@ -129,6 +131,21 @@ def test_attempts_that_bring_nothing_end_in_chunks(opened):
     assert [message.way for message in manifests(site)] == ["", "", "", "chunks"]
     assert len(site.addresses()) == 3, "the third answer names no fewer missing chunks than the first"
     assert site.mqtt_bytes > SIZE
+
+
+def test_a_server_that_stands_still_costs_two_attempts(opened, monkeypatch):
+    """It takes a connection, and reads and answers nothing."""
+    monkeypatch.setattr(put_by_http, "SLICE_S", 0.3)
+    monkeypatch.setattr(put_by_http, "LEAST_RATE", 1e9)
+    site = opened()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        site.change = lambda _, message: through(message, listener.getsockname()[1])
+        site.train("a")
+        site.until_receipts()
+    assert site.entries == ["a"]
+    assert site.collector.http_bytes == 0
+    assert manifests(site)[-1].way == "chunks"
+    assert len(site.addresses()) == 3, "the third one is not used"
 
 
 def test_after_a_restart_of_the_coordinator_the_rest_alone_is_sent(opened):
