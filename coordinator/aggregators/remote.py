@@ -54,7 +54,7 @@ AGAIN_S = 2.0
 PARTIAL_S = 60.0
 """After so long the incomplete updates of an aggregator that was lost are removed.
 
-One that is suspended, or whose machine is busy, may be back within seconds, and goes on with them.
+One that is suspended, or whose machine is busy, may be back within seconds, and continues them.
 """
 
 LEAST_UPDATES = 3
