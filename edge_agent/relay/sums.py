@@ -319,7 +319,6 @@ class SiteSums:
         if self._round is not None:
             for upload in self._round.uploads.values():
                 upload.receiving.incoming.close()
-        self._worker.close()
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
