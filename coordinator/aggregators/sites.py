@@ -59,6 +59,9 @@ LEASE_S = 20.0
 SHARE_OF_DEADLINE = 0.5
 """The share of a round's time after which a relay sends the sum of what it has."""
 
+AT_ONCE_S = 0.001
+"""The time after which a relay sends the sum of what it has, once the round has its quorum."""
+
 LEAST_AGENTS = 3
 """Sites with fewer agents in a round send single updates."""
 
@@ -176,6 +179,9 @@ class RemoteSites(Sites):
         self._epoch = 0
         self._collection: Collection | None = None
         self._values: MethodValues | None = None
+        self._is_hurried = False
+        """Whether the open round has its quorum."""
+
         self._counted: list[tuple[_Site, Collection, str]] = []
         """Sums that count, and whose relays have not been told so."""
 
@@ -198,9 +204,19 @@ class RemoteSites(Sites):
         can_sum = is_plain and values.server_step_is_sum and not own
         self._collection = collection if can_sum else None
         self._values = values
+        self._is_hurried = False
         for site in self._sites.values():
             site.drop()
             self._tell(site)
+
+    def hurry(self) -> None:
+        """Have the relays send what they have now: the round has its quorum, and will not wait for long."""
+        if self._is_hurried:
+            return
+        self._is_hurried = True
+        for site in self._sites.values():
+            if site.round is not None:
+                self._tell(site)
 
     def holds(self, agent: str) -> bool:
         """Return whether the update of an agent is at its site."""
@@ -466,7 +482,7 @@ class RemoteSites(Sites):
             agents=agents,
             update=forms_of(collection.expected),
             weighting=self._values.weighting,
-            within_s=self._within_s,
+            within_s=AT_ONCE_S if self._is_hurried else self._within_s,
         )
 
     def _tell(self, site: _Site) -> None:

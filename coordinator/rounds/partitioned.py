@@ -59,6 +59,9 @@ class Sites:
     def announce_collection(self, collection: Collection, values: MethodValues) -> None:
         """Tell the relays what is collected now."""
 
+    def hurry(self) -> None:
+        """Have the relays send what they have now: the round has its quorum, and will not wait for long."""
+
     def holds(self, agent: str) -> bool:  # noqa: ARG002 - for overriding methods
         """Return whether the update of an agent is at its site."""
         return False

@@ -670,6 +670,7 @@ class Selection:
                 quorum_at = None
             elif quorum_at is None:
                 quorum_at = now
+                self.context.sites.hurry()
             # 3. The time is up: before the deadline it was the grace period, after which nobody is late.
             limit = self._limit(collection, awaited, deadline, quorum_at, work or {})
             if now >= limit:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import signal
 import sys
@@ -64,8 +65,11 @@ def _serve(config: RelayConfig) -> int:
     from ..relay import app
     from ..relay.relay import LONGEST_WAIT_S
 
-    with stop_on_signals() as stop, app.relay(config) as service:
-        certificate = app.renewal(config)
+    with (
+        stop_on_signals() as stop,
+        app.relay(config) as service,
+        contextlib.closing(app.renewal(config)) as certificate,
+    ):
         status_file = app.StatusFile(config.state / app.STATUS, time.monotonic)
         print(f"relay '{config.id}' of federation '{config.federation}'; Ctrl-C stops", file=sys.stderr)
         shown = ""

@@ -45,6 +45,10 @@ class RelayCertificate:
         self._is_busy = True
         self._worker.submit("renew", lambda: renew_beside(self._state, "by_port"), self._after)
 
+    def close(self) -> None:
+        """Begin no more renewals; one that is under way comes to its end."""
+        self._worker.close()
+
     def _after(self, result: Any, error: BaseException | None) -> None:
         """Note what came of a renewal."""
         self._is_busy = False

@@ -90,7 +90,7 @@ class Relay:
             key: What this relay shares with its coordinator; None: it sums no updates.
             worker: Adds updates up; None: they are added up at once, in the loop.
         """
-        worker = worker or InlineWorker()
+        self._worker = worker = worker or InlineWorker()
         self.config = config
         self.topics = Topics(config.federation)
         self._upstream = upstream
@@ -165,6 +165,7 @@ class Relay:
         self.blobs.pause()
         if self.sums is not None:
             self.sums.pause()
+        self._worker.close()
         self._site.close()
         self._upstream.close()
 

@@ -80,6 +80,8 @@ class _Upload:
     manifest: UpdateManifest
     receiving: flow.Receiving
     granted_at: float
+    heard_at: float
+    """When it was offered first, or its last chunk came."""
 
 
 @dataclass
@@ -286,6 +288,7 @@ class SiteSums:
         if open_round is None or upload is None:
             return False
         now = self._clock()
+        upload.heard_at = now
         if upload.receiving.add(frame, now):
             self._finish(open_round, agent, upload)
         elif upload.receiving.report_due(now):
@@ -316,7 +319,6 @@ class SiteSums:
         if self._round is not None:
             for upload in self._round.uploads.values():
                 upload.receiving.incoming.close()
-        self._worker.close()
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
@@ -366,7 +368,7 @@ class SiteSums:
         if upload is None:
             incoming = Incoming(message.blob, self._folder / agent)
             receiving = flow.Receiving(incoming, now, flow.UPLOAD_REPORT_BYTES)
-            upload = open_round.uploads[agent] = _Upload(message, receiving, float("-inf"))
+            upload = open_round.uploads[agent] = _Upload(message, receiving, float("-inf"), now)
         if now - upload.granted_at >= GRANT_APART_S:
             upload.granted_at = now
             upload.receiving.restart(now)
@@ -426,7 +428,9 @@ class SiteSums:
         if not any(self._is_online(agent) for agent in missing):
             return True
         is_late = now - open_round.opened_at >= open_round.asked.within_s
-        return is_late or (now - open_round.moved_at >= GATHER_S and not open_round.uploads)
+        # An agent that offers its update, and then falls silent, holds up nobody.
+        is_moving = any(now - upload.heard_at < GATHER_S for upload in open_round.uploads.values())
+        return is_late or (now - open_round.moved_at >= GATHER_S and not is_moving)
 
     def _make_sum(self, open_round: _Round) -> None:
         """Have the worker add the updates up; of too few, each passes by itself."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,8 +14,10 @@ from federation_duties import WIDE_TASK, FakeDuties, TinyDuties, quick_params
 from federation_harness import Federation, Killed
 from relay_harness import SiteFederation
 
+from coordinator.state.command_keys import CommandKeys
 from edge_agent.core.config import AgentBrokerConfig, BrokerConfig, parse
 from edge_agent.core.errors import ConfigError, UsageError
+from edge_agent.relay import app
 from edge_agent.relay.members import SILENT_S, Member, Members
 from edge_agent.relay.relay import Relay
 from edge_agent.relay.settings import RelayConfig
@@ -372,3 +376,30 @@ def test_an_agent_that_fell_silent_makes_room_for_others_and_leaves_no_file(tmp_
     member, left = members.add("a1", SILENT_S + 1)
     assert (member is not None, left) == (True, "a0")
     assert not list(tmp_path.glob("a0.*"))
+
+
+@pytest.mark.parametrize("has_key", [False, True])
+def test_a_relay_that_ends_leaves_no_thread_and_no_open_file(tmp_path, has_key):
+    key = {}
+    if has_key:
+        path = tmp_path / "north.key"
+        path.write_text(CommandKeys.of(tmp_path / "center", "home").of_agent("north").text())
+        path.chmod(0o600)
+        key = {"command_key_file": path}
+    config = RelayConfig(
+        id="north",
+        state=tmp_path / "north",
+        # Nobody answers at these ports.
+        broker=AgentBrokerConfig(url="mqtt://127.0.0.1:9", **key),
+        site=BrokerConfig(url="mqtt://127.0.0.1:10"),
+    )
+    before = set(threading.enumerate())
+    with app.relay(config) as relay, contextlib.closing(app.renewal(config)) as certificate:
+        assert (relay.sums is not None) is has_key
+        relay.step(0)
+        certificate.tick()
+        begun = set(threading.enumerate()) - before
+        assert begun
+    for thread in begun:
+        thread.join(20)
+        assert not thread.is_alive(), thread.name

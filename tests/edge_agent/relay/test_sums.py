@@ -17,7 +17,7 @@ from coordinator.config import AggregatorsConfig
 from coordinator.runs.audit import audit
 from edge_agent.core.errors import MessageError
 from edge_agent.core.weighted_sum import WeightedSum
-from edge_agent.relay.sums import UNHEARD_S
+from edge_agent.relay.sums import GATHER_S, UNHEARD_S
 from edge_agent.wire.blobs.chunks import Outgoing
 from edge_agent.wire.messages.down import Grant
 from edge_agent.wire.messages.fields import BlobRef
@@ -692,3 +692,37 @@ def test_the_sum_of_a_round_stays_with_its_updates_and_goes_with_its_run(tmp_pat
             assert [digest in fed.state.blobs for digest in sorted(sums)] == [keeps, keeps]
             result = audit(fed.state, fed.run, [fed.folder / name for name in FIVE])
             assert result.breaks == []
+
+
+def test_a_round_that_has_its_quorum_gets_what_the_site_has_within_its_grace_period(tmp_path):
+    """One slow agent at the site would else cost the round the updates of all others there."""
+    others = tuple(f"b{number}" for number in range(12))
+    limits = {"quorum": 0.75, "grace_s": 8.0, "deadline_s": 600.0, "adaptive": False}
+    with wide(SiteFederation, tmp_path, {"north": FIVE[:4]}, sums=("north",), others=others, round=limits) as fed:
+        fed.kill("a3")
+        fed.add("a3", seconds=60.0)
+        fed.kill("b0")
+        fed.add("b0", seconds=5.0)  # with it, the round has its quorum before the relay has waited for a3
+        fed.request(rounds=1)
+        fed.finish(3600)
+        delivered = {entry.agent for entry in fed.entries("update_accepted")}
+        assert {"a0", "a1", "a2"} <= delivered
+        assert "a3" not in delivered
+        assert fed.relays["north"].sums.summed == 3
+
+
+def test_an_agent_that_offers_an_update_and_sends_nothing_does_not_hold_up_the_site(tmp_path, undisturbed):
+    with at_north(tmp_path) as fed:
+        fed.kill("a3")
+        fed.add("a3", seconds=250.0)
+        fed.request(rounds=1)
+        sums = fed.relays["north"].sums
+        fed.until(lambda: sums._round is not None and len(sums._round.stored) == 4)
+        manifest = next(iter(sums._round.stored.values()))
+        other = manifest.blob.model_copy(update={"digest": "0" * 64})
+        assert sums.manifest("a3", manifest.model_copy(update={"blob": other}))
+        begun_at = fed.clock.now
+        fed.until(lambda: sums.sums == 1)
+        assert GATHER_S <= fed.clock.now - begun_at < 2 * GATHER_S
+        fed.finish(3600)
+        assert each_once(fed)
