@@ -380,6 +380,9 @@ class RemoteSites(Sites):
         except ChunkError as error:
             log.warning("sum_damaged relay=%s reason=%s", site.name, error)
             return  # the relay announces it again
+        except OSError:
+            arriving.receiving.incoming.close()
+            raise
         collection = self._awaited()
         try:
             if collection is None:

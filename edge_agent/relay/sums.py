@@ -398,6 +398,7 @@ class SiteSums:
             _check(path, open_round.specs)
         except (ChunkError, TensorsError, MessageError, OSError) as error:
             log.warning("update_passed_on agent=%s reason=%s", agent, error)
+            upload.receiving.incoming.discard()
             self._pass_on(open_round, agent)
             self._remove_update(open_round, upload.manifest.blob.digest)
             return

@@ -18,7 +18,7 @@ from coordinator.runs.audit import audit
 from edge_agent.core.errors import MessageError
 from edge_agent.core.weighted_sum import WeightedSum
 from edge_agent.relay.sums import GATHER_S, UNHEARD_S
-from edge_agent.wire.blobs.chunks import Outgoing
+from edge_agent.wire.blobs.chunks import Incoming, Outgoing
 from edge_agent.wire.messages.down import Grant
 from edge_agent.wire.messages.fields import BlobRef
 from edge_agent.wire.messages.site_sums import (
@@ -726,3 +726,38 @@ def test_an_agent_that_offers_an_update_and_sends_nothing_does_not_hold_up_the_s
         assert GATHER_S <= fed.clock.now - begun_at < 2 * GATHER_S
         fed.finish(3600)
         assert each_once(fed)
+
+
+def test_a_disk_that_fails_when_a_sum_is_complete_costs_no_open_file_and_the_sum_comes_again(waiting, monkeypatch):
+    fed, relay = waiting
+    members = [member("a0"), member("a1"), member("a2")]
+    before = len(list(Path("/proc/self/fd").iterdir()))
+
+    def fail(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(Incoming, "finish", fail)
+        assert relay.offer(members, sum_of(fed, 10, 10, 10)) == []
+        assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert [one.is_accepted for one in relay.offer(members, sum_of(fed, 10, 10, 10))] == [True]
+
+
+def test_a_disk_that_fails_at_the_relay_lets_the_updates_pass_and_costs_no_open_file(
+    tmp_path, undisturbed, monkeypatch
+):
+    finish = Incoming.finish
+
+    def fail(incoming, path, **options):
+        if "relay-north" in str(path) and "updates" in str(path):
+            raise OSError(28, "No space left on device")
+        finish(incoming, path, **options)
+
+    monkeypatch.setattr(Incoming, "finish", fail)
+    with at_north(tmp_path) as fed:
+        fed.settle()
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        assert finished(fed) == undisturbed
+        assert fed.relays["north"].sums.summed == 0
+        assert not list((tmp_path / "relay-north" / "updates").rglob("*.part"))
+        assert len(list(Path("/proc/self/fd").iterdir())) <= before + 3
