@@ -505,7 +505,9 @@ class Aggregator:
     # --- presence --------------------------------------------------------------------------------------------------
 
     def _due_s(self) -> float:
-        """Return for how many seconds nothing has to be said."""
+        """Return for how many seconds nothing has to be said; without a connection nobody would hear it."""
+        if not self._is_connected:
+            return TICK_S
         return max(0.0, self._said_at + SERVING_EVERY_S - self._clock())
 
     def _report_presence(self) -> None:

@@ -14,6 +14,7 @@ from federation_duties import TinyDuties, quick_params
 from federation_harness import Killed
 
 from coordinator.aggregators import app
+from coordinator.aggregators.aggregator import TICK_S
 from coordinator.aggregators.messages import Dismissed, Noted, Sealed, ServePartitions
 from coordinator.config import AggregatorsConfig, CoordinatorConfig
 from coordinator.fleet.partitions import Partition, partition_of
@@ -252,6 +253,20 @@ def test_an_update_that_was_removed_with_its_round_ends_no_aggregator(tmp_path):
         digest = aggregator.site.blobs.put(b"an update")
         with pytest.raises(StateError, match=r"does not find 1 update stored here, such as .*needs the state folder"):
             aggregator._on_noted(Noted(number=2, missing=(digest, "a" * 64), **about))
+
+
+def test_an_aggregator_whose_broker_is_away_waits_for_it(tmp_path):
+    """It looked again and again without a pause, and took a whole core."""
+    with PartitionedFederation(tmp_path, 1, agents=1) as fed:
+        fed.wait(2)
+        aggregator = fed.aggregators["sum1"]
+        aggregator.transport.cut()
+        aggregator.step(0)
+        fed.clock.now += 60
+        waits = []
+        aggregator.transport.receive = waits.append
+        aggregator.step(10.0)
+        assert waits == [TICK_S]
 
 
 def test_an_update_of_a_run_that_nobody_knows_gets_its_answer(tmp_path):
