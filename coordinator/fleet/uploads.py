@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from edge_agent.core.errors import ChunkError, TensorsError, UpdateRejected
 from edge_agent.core.storage import mapped, sync_folder
@@ -27,7 +28,6 @@ from edge_agent.wire.messages.fields import (
     BlobRef,
     Command,
 )
-from edge_agent.wire.messages.site_sums import SummedUpdate
 from edge_agent.wire.messages.up import UpdateManifest
 from edge_agent.wire.tensors import MAX_HEADER_BYTES, check_specs, decode, first_non_finite, inspect
 
@@ -39,6 +39,9 @@ from .collection import Collection, find_negative_variance
 from .rejections import Rejections
 from .upload_urls import ArrivedPart, ExpectedUpload, UploadAddress
 from .upload_urls import UploadUrls as UploadSite
+
+if TYPE_CHECKING:
+    from edge_agent.wire.messages.site_sums import SummedUpdate  # most coordinators have no sites, and memory counts
 
 log = logging.getLogger(__name__)
 

@@ -438,7 +438,7 @@ def serve(pipe: Pipe, settings: str) -> None:
 
     def report(waits_for: str) -> None:
         if waits_for:
-            log.info("waiting %s", waits_for)
+            log.info("ray_awaited for=%s", waits_for)
         pipe.send(WAITING_TOPIC, waits_for.encode())
 
     try:
