@@ -44,7 +44,6 @@ from ..state.store import StateFolder
 from .coordinator import Coordinator
 from .first_start import Decisions, prepare_start
 from .peers import PROBE_S
-from .preflight import overlaps
 from .standby import Standby, wait_for_folder, wait_for_lease
 from .surroundings import Access, Runtime, StartOptions
 
@@ -237,8 +236,7 @@ def coordinator(
             ),
             start=StartOptions(boot=boot, probe_s=probe_s, takeover=takeover),
         )
-        for overlap in overlaps(config):
-            log.warning("samples_serve_twice %s", overlap)
+        _warn_of_overlaps(config)
         # 3. The start itself; most callers get a coordinator that serves already.
         stack.callback(service.close)
         _when_there_is_room(config.state, stop, service.start)
@@ -326,6 +324,16 @@ def _step_until_serving(service: Coordinator) -> None:
 
 
 T = TypeVar("T")
+
+
+def _warn_of_overlaps(config: CoordinatorConfig) -> None:
+    """Log which samples are used here and at a hosted client."""
+    if not config.hosted:
+        return
+    from .preflight import overlaps  # it loads what reads samples, and the memory of a coordinator without any counts
+
+    for overlap in overlaps(config):
+        log.warning("samples_serve_twice %s", overlap)
 
 
 def _when_there_is_room(folder: Path, stop: threading.Event | None, act: Callable[[], T]) -> T:

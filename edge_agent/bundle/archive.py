@@ -10,7 +10,6 @@ place to hide. Only ``release.json`` may follow, the signatures; see `trust`.
 from __future__ import annotations
 
 import hashlib
-import tarfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -242,6 +241,8 @@ def verify(path: Path, root: Envelope) -> tuple[Release, Root]:
 
 def _header(name: str, size: int) -> bytes:
     """Return the tar header of a file of this name and size, which is the same for equal ones."""
+    import tarfile  # only writing needs it, and a coordinator's memory counts
+
     info = tarfile.TarInfo(name)
     info.size = size
     info.mode = 0o644
