@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -19,11 +20,9 @@ LIMIT_S = 60.0
 
 
 def free_ports(count=2):
-    ports = []
-    for _ in range(count):
-        with held_port("127.0.0.1", 0) as port:
-            ports.append(port)
-    return ports
+    """Ports that are free, and differ: each is held while the others are chosen."""
+    with contextlib.ExitStack() as held:
+        return [held.enter_context(held_port("127.0.0.1", 0)) for _ in range(count)]
 
 
 class Fleet:
