@@ -7,13 +7,10 @@ open, and against the files that it names, and messages of presence and of parti
 
 from __future__ import annotations
 
-import hmac
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter
 
-from edge_agent.core.errors import MessageError
-from edge_agent.core.formats import printable
 from edge_agent.core.task import Frozen
 from edge_agent.wire.messages.fields import (
     Digest,
@@ -23,20 +20,13 @@ from edge_agent.wire.messages.fields import (
     Start,
     Text,
 )
+from edge_agent.wire.messages.proven import ProvenMessages
 from edge_agent.wire.messages.up import UpdateManifest
 
 from ..fleet.partitions import MOST_PARTITIONS
 
-T = TypeVar("T")
-
-MAX_BYTES = 96 * 1024
-"""The most bytes of one message; a broker's limit is larger."""
-
 MOST_UPDATES = 64
 """The most updates in one message: each has up to a thousand bytes."""
-
-_MAC_BYTES = 64
-"""The bytes of a proof, in hexadecimal."""
 
 RequestId = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 Number = Annotated[int, Field(ge=1, le=MOST_PARTITIONS)]
@@ -139,70 +129,41 @@ class Dismissed(Frozen):
     reason: Text = Field(max_length=1000)
 
 
-FromAggregator = Annotated[Serving | Updates | PassDone, Field(discriminator="type")]
-ToAggregator = Annotated[ServePartitions | Noted | MakePass | Dismissed, Field(discriminator="type")]
+FromAggregator = Serving | Updates | PassDone
+ToAggregator = ServePartitions | Noted | MakePass | Dismissed
 
-_FROM_AGGREGATOR: TypeAdapter[Serving | Updates | PassDone] = TypeAdapter(FromAggregator)
-_TO_AGGREGATOR: TypeAdapter[ServePartitions | Noted | MakePass | Dismissed] = TypeAdapter(ToAggregator)
+_FROM_AGGREGATOR: TypeAdapter[FromAggregator] = TypeAdapter(Annotated[FromAggregator, Field(discriminator="type")])
+_TO_AGGREGATOR: TypeAdapter[ToAggregator] = TypeAdapter(Annotated[ToAggregator, Field(discriminator="type")])
 
 
 class Sealed:
-    """Writes and reads messages with a proof, an HMAC by a key of the federation that agents do not have."""
+    """Writes and reads messages with a proof by a key of the federation that agents do not have."""
 
     def __init__(self, key: bytes) -> None:
-        self._key = key
+        self._messages = ProvenMessages(
+            key, "coordinator and aggregators", "both need the identity/master.key of the same state folder"
+        )
 
-    def encode(self, message: Frozen) -> bytes:
+    def encode(self, message: FromAggregator | ToAggregator) -> bytes:
         """Return a message and its proof as bytes.
 
         Raises:
             MessageError: It is too large.
         """
-        body = message.model_dump_json().encode()
-        if len(body) + _MAC_BYTES > MAX_BYTES:
-            raise MessageError(f"{type(message).__name__} of {len(body)} bytes, at most {MAX_BYTES} are read")
-        return self._proof(body) + body
+        return self._messages.encode(message)
 
-    def from_aggregator(self, payload: bytes) -> Serving | Updates | PassDone:
+    def from_aggregator(self, payload: bytes) -> FromAggregator:
         """Return a message of an aggregator.
 
         Raises:
             MessageError: The payload is not such a message, or its sender has another secret.
         """
-        return self._read(_FROM_AGGREGATOR, payload)
+        return self._messages.decode(_FROM_AGGREGATOR, payload)
 
-    def to_aggregator(self, payload: bytes) -> ServePartitions | Noted | MakePass | Dismissed:
+    def to_aggregator(self, payload: bytes) -> ToAggregator:
         """Return a message of a coordinator.
 
         Raises:
             MessageError: The payload is not such a message, or its sender has another secret.
         """
-        return self._read(_TO_AGGREGATOR, payload)
-
-    def _read(self, reader: TypeAdapter[T], payload: bytes) -> T:
-        """Return a message whose size, proof and form are right, in this order: nothing is parsed without a proof.
-
-        Raises:
-            MessageError: The payload is not such a message, or its sender has another secret.
-        """
-        if len(payload) > MAX_BYTES:
-            raise MessageError(f"message of {len(payload)} bytes, at most {MAX_BYTES} are read")
-        proof = payload[:_MAC_BYTES]
-        body = payload[_MAC_BYTES:]
-        if not hmac.compare_digest(proof, self._proof(body)):
-            raise MessageError(
-                "a message between coordinator and aggregators without the secret of this state folder; "
-                "both need the same identity/master.key"
-            )
-        try:
-            return reader.validate_json(body)
-        except ValidationError as error:
-            mistakes = "; ".join(printable(str(detail["loc"])) for detail in error.errors()[:3])
-            raise MessageError(
-                f"a message between coordinator and aggregators is not as this version knows it: {mistakes}; run both "
-                "of one version"
-            ) from error
-
-    def _proof(self, body: bytes) -> bytes:
-        """Return the proof of a message, in hexadecimal."""
-        return hmac.digest(self._key, body, "sha256").hex().encode()
+        return self._messages.decode(_TO_AGGREGATOR, payload)

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from .messages import MAX_BYTES, MOST_UPDATES, Stored, Updates
+from edge_agent.wire.messages.proven import MAX_BYTES
+
+from .messages import MOST_UPDATES, Stored, Updates
 
 AGAIN_S = 2.0
 """Seconds without an answer after which a message about stored updates is sent again; twice as many each time."""

@@ -6,13 +6,11 @@ are answered. A recorded message of the coordinator does no harm: the relay igno
 
 from __future__ import annotations
 
-import hmac
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter
 
 from ...core.errors import MessageError
-from ...core.formats import printable
 from ...core.task import Frozen
 from ..seal import AgentKey, derive
 from .down import Ack, Grant
@@ -29,17 +27,10 @@ from .fields import (
     Start,
     Text,
 )
-
-T = TypeVar("T")
-
-MAX_BYTES = 96 * 1024
-"""The most bytes of one message."""
+from .proven import ProvenMessages, parse_as
 
 MOST_MEMBERS = 512
 """The most agents of one site in a round; where a site has more, their updates pass one by one."""
-
-_PROOF_BYTES = 64
-"""The bytes of a proof, in hexadecimal."""
 
 Dtype = Annotated[str, Field(pattern=r"^[<|][fiub][1248]$")]
 """A dtype as numpy writes it, such as ``<f4``."""
@@ -158,10 +149,7 @@ def members_of(text: str) -> tuple[SummedUpdate, ...]:
     Raises:
         MessageError: The text is no such list, or names an agent twice.
     """
-    try:
-        members = _MEMBERS.validate_json(text)
-    except ValidationError as error:
-        raise MessageError(f"a sum whose list of members is malformed: {_places_of(error)}") from error
+    members = parse_as(_MEMBERS, text, what="a list of the members of a sum")
     if not 1 <= len(members) <= MOST_MEMBERS or len({member.agent for member in members}) != len(members):
         raise MessageError(f"a sum of {len(members)} updates; expected 1..{MOST_MEMBERS} of different agents")
     return members
@@ -172,7 +160,11 @@ class SiteSeal:
 
     def __init__(self, key: AgentKey) -> None:
         """Take the key of the relay's commands, which it shares with its coordinator."""
-        self._key = derive(key.key, "headwater sums of a site")
+        self._messages = ProvenMessages(
+            derive(key.key, "headwater sums of a site"),
+            "coordinator and relay",
+            "enroll the relay again, or make its key by 'headwater password'",
+        )
 
     def encode(self, message: FromSite | ToSite) -> bytes:
         """Return a message and its proof as bytes.
@@ -180,10 +172,7 @@ class SiteSeal:
         Raises:
             MessageError: It is too large.
         """
-        body = message.model_dump_json().encode()
-        if len(body) + _PROOF_BYTES > MAX_BYTES:
-            raise MessageError(f"{type(message).__name__} of {len(body)} bytes, at most {MAX_BYTES} are read")
-        return self._proof(body) + body
+        return self._messages.encode(message)
 
     def from_site(self, payload: bytes) -> FromSite:
         """Return a message of a relay.
@@ -191,7 +180,7 @@ class SiteSeal:
         Raises:
             MessageError: The payload is not such a message, or its sender has another key.
         """
-        return self._read(_FROM_SITE, payload)
+        return self._messages.decode(_FROM_SITE, payload)
 
     def to_site(self, payload: bytes) -> ToSite:
         """Return a message of a coordinator.
@@ -199,28 +188,4 @@ class SiteSeal:
         Raises:
             MessageError: The payload is not such a message, or its sender has another key.
         """
-        return self._read(_TO_SITE, payload)
-
-    def _read(self, reader: TypeAdapter[T], payload: bytes) -> T:
-        if len(payload) > MAX_BYTES:
-            raise MessageError(f"message of {len(payload)} bytes, at most {MAX_BYTES} are read")
-        body = payload[_PROOF_BYTES:]
-        if not hmac.compare_digest(payload[:_PROOF_BYTES], self._proof(body)):
-            raise MessageError(
-                "a message between coordinator and relay without their key; enroll the relay again, or make its key by "
-                "'headwater password'"
-            )
-        try:
-            return reader.validate_json(body)
-        except ValidationError as error:
-            raise MessageError(
-                f"a message between coordinator and relay is not as this version has it: {_places_of(error)}; run both "
-                "of one version"
-            ) from error
-
-    def _proof(self, body: bytes) -> bytes:
-        return hmac.digest(self._key, body, "sha256").hex().encode()
-
-
-def _places_of(error: ValidationError) -> str:
-    return "; ".join(printable(str(detail["loc"])) for detail in error.errors()[:3])
+        return self._messages.decode(_TO_SITE, payload)

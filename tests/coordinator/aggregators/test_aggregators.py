@@ -216,7 +216,7 @@ def test_messages_without_the_secret_change_nothing(tmp_path, caplog):
             stranger.publish(fed.topics.aggregators_up, payload)
         fed.wait(2)
         assert fed.coordinator.status()["aggregators"][0]["aggregator"] == "sum1"
-        assert "without the secret of this state folder" in caplog.text
+        assert "identity/master.key of the same state folder" in caplog.text
 
 
 def test_a_coordinator_that_was_replaced_is_obeyed_no_more(tmp_path, caplog):

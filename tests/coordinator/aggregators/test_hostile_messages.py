@@ -12,7 +12,7 @@ from federation_duties import WIDE_TASK, TinyDuties, quick_params
 from federation_harness import Clock
 
 from coordinator.aggregators import reports
-from coordinator.aggregators.messages import MAX_BYTES, Sealed, ServePartitions, Serving, Stored
+from coordinator.aggregators.messages import Sealed, ServePartitions, Serving, Stored
 from coordinator.aggregators.remote import PARTIAL_S
 from coordinator.aggregators.reports import Reports
 from coordinator.aggregators.requests import PassFiles
@@ -27,6 +27,7 @@ from edge_agent.core.exact_sum import COARSE, LARGEST, ExactSum
 from edge_agent.core.storage import write_atomic
 from edge_agent.core.weighted_sum import WeightedSum
 from edge_agent.wire.messages import fields, up
+from edge_agent.wire.messages.proven import MAX_BYTES
 from edge_agent.wire.tensors import pieces
 
 METRICS = {f"{'m' * 60}{number:04}": 0.1234567890123456 for number in range(64)}
