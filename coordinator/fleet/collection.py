@@ -149,14 +149,6 @@ class Collection:
         return f"{purpose} of {name}" if is_of_round else f"{purpose} after {name}"
 
 
-def find_negative_variance(tensors: Tensors) -> str:
-    """Return the name of a running variance of batch norm that is below 0 somewhere; empty where none is."""
-    for name, array in tensors.items():
-        if name.endswith(".running_var") and (array < 0).any():
-            return name
-    return ""
-
-
 def updates_of(blobs: BlobStore, collection: Collection) -> Iterator[Update]:
     """Yield the accepted updates in the order of agent ids, each mapped from disk only when its turn comes."""
     for agent in sorted(collection.accepted):

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edge_agent.core.errors import ChunkError, TensorsError, UpdateRejected
-from edge_agent.core.storage import mapped, sync_folder
+from edge_agent.core.storage import sync_folder
 from edge_agent.wire.blobs import chunks
 from edge_agent.wire.blobs.flow import UPLOAD_REPORT_BYTES, WINDOW_BYTES, Receiving
 from edge_agent.wire.messages.down import Ack, Grant, Queued, Receipt, UploadUrls
@@ -29,13 +29,14 @@ from edge_agent.wire.messages.fields import (
     Command,
 )
 from edge_agent.wire.messages.up import UpdateManifest
-from edge_agent.wire.tensors import MAX_HEADER_BYTES, check_specs, decode, first_non_finite, inspect
+from edge_agent.wire.tensors import MAX_HEADER_BYTES
+from edge_agent.wire.update_file import read_update
 
 from ..journal.entries import RoundClosed, RoundOpened, UpdateAccepted
 from ..journal.store import Journal, facts_of
 from ..state.store import BlobStore
 from ..views.runs import MAX_REASON_CHARS, Accepted, Rejection, replay
-from .collection import Collection, find_negative_variance
+from .collection import Collection
 from .rejections import Rejections
 from .upload_urls import ArrivedPart, ExpectedUpload, UploadAddress
 from .upload_urls import UploadUrls as UploadSite
@@ -791,16 +792,7 @@ def _check_tensors(path: Path, collection: Collection, agent: str) -> None:
         TensorsError: The file is no container of tensors, or has others than the method declares.
         UpdateRejected: Some are not finite, a variance is below 0, or the method objects.
     """
-    data = mapped(path)
-    specs, _ = inspect(data)
-    check_specs(specs, collection.expects(agent))
-    tensors = decode(data)
-    not_finite = first_non_finite(tensors)
-    if not_finite is not None:
-        raise UpdateRejected(f"tensor '{not_finite}' holds NaN or infinity; local training has diverged")
-    negative = find_negative_variance(tensors)
-    if negative:
-        raise UpdateRejected(f"tensor '{negative}' holds a variance below 0")
+    tensors = read_update(path, collection.expects(agent))
     objection = collection.objection(tensors)
     if objection:
         raise UpdateRejected(objection)

@@ -22,9 +22,9 @@ from edge_agent.core.storage import sha256_of
 from edge_agent.core.task import Tensors
 from edge_agent.privacy.secure_sum import tensors as layout
 from edge_agent.wire.messages.fields import Purpose, new_id
-from edge_agent.wire.tensors import pieces
+from edge_agent.wire.tensors import first_negative_variance, pieces
 
-from ..fleet.collection import Collection, find_negative_variance, updates_of
+from ..fleet.collection import Collection, updates_of
 from ..journal.entries import RoundOpened, SumRevealed
 from ..journal.store import facts_of
 from ..state.store import BlobStore
@@ -227,8 +227,8 @@ class SecureSumRounds(Rounds):
         mean = yield from self._take_masks_off(closed, collection, delivered)
         digest = self._blobs.put(*pieces(mean))
         # 3. The mean is checked as single updates are in other rounds, which cannot be seen here.
-        negative = find_negative_variance(mean)
-        if negative:
+        negative = first_negative_variance(mean)
+        if negative is not None:
             raise SumMissed(f"the sum of tensor '{negative}' holds a variance below 0")
         objection = active.run.method.objection(mean)
         if not objection and "objection" in active.own.names:

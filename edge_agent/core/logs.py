@@ -109,6 +109,15 @@ class JsonLines(logging.Formatter):
         return json.dumps(line, allow_nan=False, default=str)
 
 
+def is_power_of_two(count: int) -> bool:
+    """Return whether an event that comes again and again is to be logged: the first, the second, the fourth and so on.
+
+    Args:
+        count: How often it has come, from 1.
+    """
+    return count & (count - 1) == 0
+
+
 def _message(record: logging.LogRecord) -> str:
     """Return the whole text of a record; where its values do not fit the message, both one after the other."""
     try:

@@ -12,6 +12,7 @@ from typing import Any
 from ..core.children import InlineWorker, Worker
 from ..core.errors import HeadwaterError, MessageError, ProtocolMismatch, UsageError, cause
 from ..core.formats import printable
+from ..core.logs import is_power_of_two
 from ..core.time_and_text import utc_text
 from ..version import __version__
 from ..wire.blobs.chunks import BlobCache, decode_frame
@@ -58,11 +59,6 @@ class _Followed:
         if message.epoch != self.epoch:
             return message.epoch > self.epoch
         return message.start == self.start and message.number > self.number
-
-
-def is_power_of_two(count: int) -> bool:
-    """Return whether a count (from 1) is to be logged: the first, the second, the fourth and so on."""
-    return count & (count - 1) == 0
 
 
 class Relay:

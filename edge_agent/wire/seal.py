@@ -25,6 +25,7 @@ from pydantic import Field, ValidationError
 
 from ..core.config import AgentBrokerConfig, credential
 from ..core.errors import ConfigError, MessageError, StateError, cause
+from ..core.logs import is_power_of_two
 from ..core.storage import IDENTITY, read_json
 from ..core.task import Frozen, parse_json
 from ..identity.signed_request import ANNOUNCEMENT, COMMAND, command_bytes
@@ -178,11 +179,6 @@ class _Numbers:
         return True
 
 
-def _is_power_of_two(count: int) -> bool:
-    """Return whether a count (from 1) is to be logged: the first, the second, the fourth and so on."""
-    return count & (count - 1) == 0
-
-
 class Guard:
     """The filter of an agent's commands: it lets in authentic ones, and each once.
 
@@ -210,7 +206,7 @@ class Guard:
         if self._key is None or self._is_authentic(self._key, payload, to_all=to_all):
             return True
         self.refused += 1
-        if _is_power_of_two(self.refused):
+        if is_power_of_two(self.refused):
             log.warning(
                 "unauthentic_refused count=%d: a command without the coordinator's proof; if all are refused, the "
                 "coordinator has a new state folder: enroll this agent again",
@@ -223,7 +219,7 @@ class Guard:
         if self._key is None or isinstance(message, Announce) or self._is_new(message):
             return True
         self.replayed += 1
-        if _is_power_of_two(self.replayed):
+        if is_power_of_two(self.replayed):
             log.warning("replay_refused type=%s boot=%s seq=%d", message.type, message.boot, message.seq)
         return False
 

@@ -172,6 +172,14 @@ def first_non_finite(tensors: Mapping[str, np.ndarray]) -> str | None:
     return None
 
 
+def first_negative_variance(tensors: Mapping[str, np.ndarray]) -> str | None:
+    """Return the name of the first running variance of batch norm that is below 0 somewhere, or None."""
+    for name in sorted(tensors):
+        if name.endswith(".running_var") and (tensors[name] < 0).any():
+            return name
+    return None
+
+
 def _is_finite(numbers: np.ndarray) -> bool:
     """Return whether all floating-point numbers (n,) are finite."""
     # The sum of squares is one pass without a temporary; each number is checked only when the sum is not finite.
