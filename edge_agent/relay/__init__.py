@@ -7,6 +7,6 @@ coordinator's. Where the coordinator asks for it, it sums the updates of the sit
 takes part in a round.
 
 Read in this order: `settings` (its configuration), `members` (the agents of the site), `site_blobs` (a model comes once
-and is served to all), `sums` (one upload in place of one for each agent), `relay` (what passes in which direction),
-`certificate` (its renewal), `app` (the program).
+and is served to all), `update_files` (the updates of the site and their sum), `sums` (one upload in place of one for
+each agent), `relay` (what passes in which direction), `certificate` (its renewal), `app` (the program).
 """

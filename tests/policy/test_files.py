@@ -78,13 +78,13 @@ REMOVALS = {
     ("coordinator.aggregators.sites", "RemoteSites.start", ".unlink"): "a sum that was being checked, by its name",
     ("coordinator.aggregators.sites", "RemoteSites._finish", ".replace"): "a sum that has arrived becomes a blob",
     ("coordinator.aggregators.sites", "RemoteSites._finish", ".unlink"): "a sum that has arrived, by its SHA-256",
-    ("edge_agent.relay.sums", "SiteSums._remove_update", ".unlink"): "an update of the open round, by its SHA-256",
-    ("edge_agent.relay.sums", "SiteSums._leave", ".rmdir"): "an empty folder of an upload",
+    ("edge_agent.relay.update_files", "UpdateFiles.remove", ".unlink"): "an update of the open round, by its SHA-256",
     (
-        "edge_agent.relay.sums",
-        "SiteSums._remove_unused",
+        "edge_agent.relay.update_files",
+        "UpdateFiles.keep_only",
         ".unlink",
     ): "updates and sums of rounds that are over, by names",
+    ("edge_agent.relay.update_files", "UpdateFiles._remove_empty", ".rmdir"): "an empty folder of an upload",
     (
         "edge_agent.relay.members",
         "Members.gone",

@@ -438,7 +438,7 @@ def test_a_relay_waits_for_no_agent_that_has_delivered(waiting):
     fed, relay = waiting
     assert relay.offer([member("a0"), member("a1")], sum_of(fed, 10, 10))[0].is_accepted
     fed.wait(6)
-    assert fed.relays["north"].sums._round.asked.agents == FIVE[2:]
+    assert fed.relays["north"].sums._round.terms.agents == FIVE[2:]
 
 
 def huge(text):
@@ -557,7 +557,7 @@ def test_a_restarted_coordinator_takes_the_sum_that_was_announced_before_its_rou
         kill_with_a_sum(fed, monkeypatch)
         fed.start_coordinator()
         # It is announced when the coordinator serves, and before the coordinator has opened the round.
-        ready = fed.relays["north"].sums._sum
+        ready = fed.relays["north"].sums._announced.sum
         seal = SiteSeal(fed.keys().of_agent("north"))
         run_ids = fed.coordinator._run_ids
         assert run_ids.name(ready.run) == fed.run
@@ -628,7 +628,7 @@ def test_an_agent_that_moves_in_the_midst_of_its_upload_and_back_counts_once(tmp
                 fed.sites = here
             else:
                 return
-            moves.append(open_round.asked.round)
+            moves.append(open_round.terms.round)
             fed.kill("a2")
             fed.add("a2")
 
@@ -643,9 +643,9 @@ def test_an_agent_that_restarts_between_its_manifest_and_the_sum_counts_once(tmp
 
         def restart(site, relay):
             open_round = relay.sums._round
-            if open_round is None or open_round.asked.round in restarted or "a1" not in open_round.stored:
+            if open_round is None or open_round.terms.round in restarted or "a1" not in open_round.stored:
                 return
-            restarted.add(open_round.asked.round)
+            restarted.add(open_round.terms.round)
             fed.kill("a1")
             fed.add("a1")
 
@@ -665,7 +665,7 @@ def test_a_round_that_asks_another_agent_while_a_sum_is_made_takes_its_update_to
             open_round = relay.sums._round
             if open_round is None or lost or len(open_round.stored) != 4:
                 return
-            lost.append(next(iter(set(open_round.asked.agents) - open_round.stored.keys())))
+            lost.append(next(iter(set(open_round.terms.agents) - open_round.stored.keys())))
             fed.kill(lost[0])
 
         fed.hook = lose
