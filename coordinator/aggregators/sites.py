@@ -1,9 +1,10 @@
 """The coordinator's side of relays that sum the updates of their site.
 
-A relay is told which round is open, for which of its agents. It takes their updates and offers their exact sum, which
-names its members. Once the sum is in the store and the journal names it with each of them, they get their receipts. A
-relay has no key that its agents would trust: what it has to say to them about an upload, it asks the coordinator to
-say. It is trusted with its agents' updates, so the configuration names the relays whose sums are taken.
+The coordinator says to each relay which round is open, and which of the relay's agents are expected in it. The relay
+takes their updates and offers their exact sum, which names its members. Once the sum is in the store and the journal
+names it with each of them, they get their receipts. A relay has no key that its agents would trust: what it has to say
+to them about an upload, it asks the coordinator to say. It is trusted with its agents' updates, so the configuration
+names the relays whose sums are taken.
 """
 
 from __future__ import annotations
@@ -120,10 +121,10 @@ class _Site:
     says: SiteSays | None = None
     heard_at: float = float("-inf")
     number: int = 0
-    """Counts what it was told."""
+    """How many messages about the open round were sent to the relay; it answers with the number of the latest."""
 
     round: SiteRound | None = None
-    """What it was told last; None: nothing is summed."""
+    """What the relay sums, by the latest of these messages; None: nothing."""
 
     arriving: _Arriving | None = None
     sums: int = 0
@@ -183,7 +184,7 @@ class RemoteSites(Sites):
         """Whether the open round has its quorum."""
 
         self._counted: list[tuple[_Site, Collection, str]] = []
-        """Sums that count, and whose relays have not been told so."""
+        """Sums that count, and whose relays have no receipt yet."""
 
     def start(self, epoch: int) -> None:
         """Begin to serve: relays that are online say so within seconds."""
@@ -335,7 +336,7 @@ class RemoteSites(Sites):
         digest = message.blob.digest
         run = self._run_ids.name(message.run)
         if any(digest == counted for _, _, counted in self._counted):
-            return  # it is told so after the next look
+            return  # the next tick sends the receipt
         if run is not None and self._collector.has_sum(run, message.round, digest):
             self._say(site, SumReceipt(digest=digest, is_accepted=True))
             return
@@ -372,17 +373,20 @@ class RemoteSites(Sites):
         self._say(site, SendSum(digest=arriving.ref.digest, missing=arriving.receiving.missing))
 
     def _finish(self, site: _Site, arriving: _Arriving) -> None:
-        """Check a sum that has arrived; store it, journal it with its members, and send the receipts."""
+        """Check a sum that has arrived; take it, or remove it and say to the relay why."""
+        # 1. A damaged one is awaited again: the relay announces it again.
         digest = arriving.ref.digest
         path = self._folder / site.name / f"{digest}.whole"
+        incoming = arriving.receiving.incoming
         try:
-            arriving.receiving.incoming.finish(path, durable=True)
+            incoming.finish(path, durable=True)
         except ChunkError as error:
             log.warning("sum_damaged relay=%s reason=%s", site.name, error)
-            return  # the relay announces it again
+            return
         except OSError:
-            arriving.receiving.incoming.close()
+            incoming.close()
             raise
+        # 2. Its round is open still, and its content is a sum of updates of that round.
         collection = self._awaited()
         try:
             if collection is None:
@@ -392,21 +396,28 @@ class RemoteSites(Sites):
             path.unlink(missing_ok=True)
             self._refuse(site, digest, str(error))
             return
+        # 3. Updates of all its members are awaited; otherwise the relay makes it again without some.
         wrong = self._wrong_members(site, collection, members)
         if wrong:
             path.unlink(missing_ok=True)
             self._refuse(site, digest, next(iter(wrong.values())), tuple(sorted(wrong)))
             return
+        self._take(site, collection, path, members)
+
+    def _take(self, site: _Site, collection: Collection, path: Path, members: tuple[SummedUpdate, ...]) -> None:
+        """Put a checked sum into the store, and journal it with its members; receipts follow in the next tick."""
+        digest = path.stem
+        size_bytes = path.stat().st_size
         blob = self._collector.blobs.path(digest)
         path.replace(blob)
         sync_folder(blob.parent)
-        self._collector.summed(collection, members, digest, arriving.ref.size_bytes)
+        self._collector.summed(collection, members, digest, size_bytes)
         site.sums += 1
         site.summed += len(members)
         site.holds -= {member.agent for member in members}
         log.info(
             "sum_taken relay=%s run=%s round=%d updates=%d bytes=%d",
-            *(site.name, collection.run, collection.round, len(members), arriving.ref.size_bytes),
+            *(site.name, collection.run, collection.round, len(members), size_bytes),
         )
         self._counted.append((site, collection, digest))
 
@@ -425,26 +436,37 @@ class RemoteSites(Sites):
             TensorsError: It has others, or is no sum.
             MessageError: Its members are malformed, it is of another round, or its weight is not that of its members.
         """
+        # 1. Names, forms and round, before a value is read.
         data = unpack(mapped(path), _most_bytes(collection))
         specs, about = inspect(data)
         check_specs(specs, _specs_of_sum(collection.expected))
         members = members_of(about.get(MEMBERS, ""))
         if (about.get("run"), about.get("round")) != (self._run_ids.of(collection.run), str(collection.round)):
             raise MessageError("the sum is of another round")
+        # 2. Values.
         tensors = decode(data)
         not_finite = first_non_finite(tensors)
         if not_finite is not None:
             raise MessageError(f"'{not_finite}' of the sum holds NaN or infinity")
         total = WeightedSum.from_tensors(tensors)
-        is_by_samples = self._values is not None and self._values.weighting == "samples"
-        weight = float(sum(member.samples for member in members) if is_by_samples else len(members))
+        self._check_weight(total, members)
+        _check_values(total)
+        return members
+
+    def _check_weight(self, total: WeightedSum, members: Sequence[SummedUpdate]) -> None:
+        """Return quietly where a sum has as many updates as members, and their weight.
+
+        Raises:
+            MessageError: It has others, or is not exact.
+        """
+        weight = float(len(members))
+        if self._values is not None and self._values.weighting == "samples":
+            weight = float(sum(member.samples for member in members))
         if total.count != len(members) or total.weight != weight or not total.is_exact:
             raise MessageError(
                 f"the sum has {total.count} updates of weight {total.weight:g}, and its members have {len(members)} of "
                 f"{weight:g}"
             )
-        _check_values(total)
-        return members
 
     def _wrong_members(self, site: _Site, collection: Collection, members: Sequence[SummedUpdate]) -> Mapping[str, str]:
         """Return agent -> reason, of those whose updates cannot be a part of this sum."""
@@ -464,7 +486,7 @@ class RemoteSites(Sites):
         receipt = SumReceipt(digest=digest, is_accepted=False, reason=reason[:1000], without=without[:MOST_MEMBERS])
         self._say(site, receipt)
 
-    # --- what relays are told --------------------------------------------------------------------------------------
+    # --- messages to relays ----------------------------------------------------------------------------------------
 
     def _awaited(self) -> Collection | None:
         """Return the collection whose updates are summed by relays; None where there is none that is still open."""

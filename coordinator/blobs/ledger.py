@@ -22,7 +22,7 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,200}")
 """The pattern of the names that are noted: no path, and nothing that a damaged file may hold by chance."""
 
 MOST_LINES = 20_000
-"""The lines that are appended before the file is written anew."""
+"""The most lines that are appended before the file is rewritten with the names that are left."""
 
 _STORE = "store "
 """The beginning of the first line, which names the store."""
@@ -46,7 +46,7 @@ class StoreLedger:
         self._lock = threading.Lock()
         self._names: set[str] = set()
         self._lines = 0
-        """The lines that were appended since the file was written anew."""
+        """The lines that were appended since the file was last rewritten."""
 
         try:
             self._read()
@@ -66,7 +66,7 @@ class StoreLedger:
             OSError: They cannot be noted; nothing may be put under them.
         """
         with self._lock:
-            # Most lines are of names that were taken out since: the file is written anew before it is long.
+            # Most lines are of names that were taken out since: the file is rewritten before it is long.
             if self._lines > MOST_LINES:
                 self._write()
             new = [name for name in names if name not in self._names]
@@ -117,7 +117,7 @@ class StoreLedger:
                 self._names.discard(name)
 
     def _write(self) -> None:
-        """Write the names anew, without those that were taken out.
+        """Rewrite the file without the names that were taken out.
 
         Raises:
             OSError: The file cannot be written.

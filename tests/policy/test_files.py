@@ -76,7 +76,7 @@ REMOVALS = {
         ".unlink",
     ): "a file that this program has put there, named by a SHA-256",
     ("coordinator.aggregators.sites", "RemoteSites.start", ".unlink"): "a sum that was being checked, by its name",
-    ("coordinator.aggregators.sites", "RemoteSites._finish", ".replace"): "a sum that has arrived becomes a blob",
+    ("coordinator.aggregators.sites", "RemoteSites._take", ".replace"): "a sum that has arrived becomes a blob",
     ("coordinator.aggregators.sites", "RemoteSites._finish", ".unlink"): "a sum that has arrived, by its SHA-256",
     ("edge_agent.relay.update_files", "UpdateFiles.remove", ".unlink"): "an update of the open round, by its SHA-256",
     (
