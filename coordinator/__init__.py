@@ -1,8 +1,9 @@
 """The program in the data center, and federated learning simulated on one machine.
 
-``simulate`` runs a method on many clients; ``federate`` runs a coordinator and agents in one process; ``Coordinator``
-serves a federation of devices, as `CoordinatorConfig` says, which ``load_config`` reads from a TOML file. All names are
-imported when they are first used.
+``simulate`` runs a method on many clients. ``compare`` tunes several methods alike and runs each with the same seeds;
+``sweep`` tunes one. ``federate`` runs a coordinator and agents in one process. ``Coordinator`` serves a federation of
+devices, as `CoordinatorConfig` says, which ``load_config`` reads from a TOML file. All names are imported when they are
+first used.
 """
 
 from __future__ import annotations
@@ -15,17 +16,30 @@ from edge_agent import __version__
 if TYPE_CHECKING:
     from .api import SimulationResult, federate, simulate
     from .config import CoordinatorConfig, load_config
+    from .research.compare.interface import compare, sweep
     from .service.coordinator import Coordinator
 
-__all__ = ["Coordinator", "CoordinatorConfig", "SimulationResult", "__version__", "federate", "load_config", "simulate"]
+__all__ = [
+    "Coordinator",
+    "CoordinatorConfig",
+    "SimulationResult",
+    "__version__",
+    "compare",
+    "federate",
+    "load_config",
+    "simulate",
+    "sweep",
+]
 
 _HOMES = {
     "Coordinator": ".service.coordinator",
     "CoordinatorConfig": ".config",
     "SimulationResult": ".api",
+    "compare": ".research.compare.interface",
     "federate": ".api",
     "load_config": ".config",
     "simulate": ".api",
+    "sweep": ".research.compare.interface",
 }
 
 

@@ -132,7 +132,7 @@ def test_extra_all_is_everything_but_development_and_what_only_clusters_need(pro
     extras = project["project"]["optional-dependencies"]
     inside = set(re.search(r"\[(.*)\]", extras["all"][0])[1].split(","))
     reached = inside | {"export", "heads"}
-    assert reached == set(extras) - {"all", "camera", "dev", "otel", "postgres", "ray", "s3"}
+    assert reached == set(extras) - {"all", "camera", "dev", "optuna", "otel", "postgres", "ray", "s3"}
 
 
 IMPORTED_AS = {"opencv-python-headless": "cv2", "paho-mqtt": "paho", "pillow": "PIL", "scikit-learn": "sklearn"}
