@@ -389,6 +389,9 @@ Rows = list[np.ndarray]
 
 RULES = ("dirichlet", "domains", "fedpac", "iid", "pathological", "quantity", "subjects")
 
+ORIGINS = {"fedpac": "the generator of FedPAC's authors"}
+"""Rule -> whose generator it is, where it is that of a paper's authors."""
+
 GROUPS = ((0, 1, 2), (2, 3, 4), (4, 5, 6), (6, 7, 8), (8, 9, 0))
 """FedPAC's dominant classes; client i belongs to group i mod 5."""
 
