@@ -37,6 +37,14 @@ _SCOPES = {
 _AVERAGES = {"clients_mean": "mean over clients", "samples_mean": "over all test samples"}
 _ROUNDS = {"last": "after the last round", "best": "the best round, chosen on test samples"}
 
+LEAST_SAMPLES = {
+    "dirichlet": MIN_SIZE,
+    "pathological": MIN_SIZE,
+    "quantity": MIN_SIZE,
+    "fedrir_dirichlet": partition.FEDRIR_LEAST,
+}
+"""Rule -> the least samples of a client where the plan names no number."""
+
 Average = Literal["clients_mean", "samples_mean"]
 Scope = Literal["personal", "global", "after"]
 When = Literal["last", "best"]
@@ -239,8 +247,9 @@ def _partition(plan: Plan) -> str:
         settings.append(f"size {plan.size}")
     if plan.classes_each is not None:
         settings.append(f"{plan.classes_each} classes each")
-    if rule in {"dirichlet", "pathological", "quantity"}:
-        settings.append(f"at least {plan.min_size or MIN_SIZE} samples each")
+    least = plan.min_size or LEAST_SAMPLES.get(rule)
+    if least is not None:
+        settings.append(f"at least {least} samples each")
     origin = partition.ORIGINS.get(rule)
     if origin is not None:
         settings.append(origin)
@@ -258,7 +267,8 @@ def _test_samples(plan: Plan) -> str:
     except HeadwaterError:
         return "unknown: the source of the data cannot be read"
     if not has_test_part:
-        return f"{plan.test_fraction:.0%} of each client's samples, class by class"
+        how = "at random" if plan.rule in partition.SPLIT_AT_RANDOM else "class by class"
+        return f"{plan.test_fraction:.0%} of each client's samples, {how}"
     if plan.partition == "fedpac":
         size = plan.test_size or plan.size or SIZE
         return f"the data's own test part, {size} for each client by the same rule"

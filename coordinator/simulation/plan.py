@@ -22,13 +22,16 @@ FEDPAC_NORMALISATION = {"mean": (0.1307,), "std": (0.3081,)}
 
 _GIVEN_BY_DATA = ("domains", "subjects")
 _OPTIONS_OF = {
-    "alpha": ("dirichlet", "quantity"),
+    "alpha": ("dirichlet", "fedrir_dirichlet", "quantity"),
     "size": ("fedpac", "iid"),
     "test_size": ("fedpac",),
     "starts": ("fedpac",),
-    "classes_each": ("pathological",),
-    "min_size": ("dirichlet", "pathological", "quantity"),
-    "clients": ("dirichlet", "fedpac", "iid", "pathological", "quantity", *_GIVEN_BY_DATA),
+    "classes_each": ("pathological", "fedrir_pathological"),
+    "min_size": ("dirichlet", "pathological", "quantity", "fedrir_dirichlet", "fedrir_pathological"),
+    "clients": (
+        *("dirichlet", "fedpac", "fedrir_dirichlet", "fedrir_pathological", "iid", "pathological", "quantity"),
+        *_GIVEN_BY_DATA,
+    ),
 }
 """Option -> rules that use it; with any other rule it is an error."""
 
@@ -63,7 +66,8 @@ class Plan(Frozen):
     partition: str = Field(
         "iid",
         min_length=1,
-        description="iid, dirichlet, pathological, quantity, fedpac, domains, subjects, or a saved partition.json",
+        description="iid, dirichlet, pathological, quantity, fedpac, fedrir_dirichlet, fedrir_pathological, domains, "
+        "subjects, or a saved partition.json",
     )
     clients: int | None = Field(
         None, ge=1, le=100_000, description=f"number of clients; default: {CLIENTS}, or as many as the data name"
@@ -71,16 +75,21 @@ class Plan(Frozen):
     alpha: float | None = Field(
         None,
         gt=0,
-        description="small: few classes for each client (dirichlet), most samples at few clients (quantity)",
+        description="small: few classes for each client (dirichlet, fedrir_dirichlet), most samples at few clients "
+        "(quantity)",
     )
     size: int | None = Field(None, ge=1, description=f"samples of one client (iid, fedpac); default of fedpac: {SIZE}")
     test_size: int | None = Field(None, ge=1, description="test samples of one client (fedpac); default: size")
     starts: tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]] | None = Field(
         None, description="sample of each class where fedpac's pointers start, training and test; default: 0, 0"
     )
-    classes_each: int | None = Field(None, ge=1, description="classes of one client (pathological); default: 2")
+    classes_each: int | None = Field(
+        None, ge=1, description="classes of one client (pathological, fedrir_pathological); default: 2"
+    )
     min_size: int | None = Field(
-        None, ge=1, description=f"drawn again until every client has so many samples; default: {MIN_SIZE}"
+        None,
+        ge=1,
+        description=f"drawn again until every client has so many samples; default: {MIN_SIZE}, of fedrir_dirichlet 400",
     )
     test_fraction: float = Field(
         0.25, gt=0, lt=1, description="share of each client's samples held out where the data have no test part"

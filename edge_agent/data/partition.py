@@ -387,10 +387,27 @@ def check_own(config: DataConfig, client: str, task: Task | None = None, *, own_
 Rows = list[np.ndarray]
 """Positions (n,) int64 in a pool, one array for each client. Rules get the labels of the pool, (N,) int64."""
 
-RULES = ("dirichlet", "domains", "fedpac", "iid", "pathological", "quantity", "subjects")
+RULES = (
+    "dirichlet",
+    "domains",
+    "fedpac",
+    "fedrir_dirichlet",
+    "fedrir_pathological",
+    "iid",
+    "pathological",
+    "quantity",
+    "subjects",
+)
 
-ORIGINS = {"fedpac": "the generator of FedPAC's authors"}
+ORIGINS = {
+    "fedpac": "the generator of FedPAC's authors",
+    "fedrir_dirichlet": "the generator of FedRIR's authors",
+    "fedrir_pathological": "the generator of FedRIR's authors",
+}
 """Rule -> whose generator it is, where it is that of a paper's authors."""
+
+SPLIT_AT_RANDOM = ("fedrir_dirichlet", "fedrir_pathological")
+"""Rules that draw a client's test samples from all of its samples alike, and not class by class."""
 
 GROUPS = ((0, 1, 2), (2, 3, 4), (4, 5, 6), (6, 7, 8), (8, 9, 0))
 """FedPAC's dominant classes; client i belongs to group i mod 5."""
@@ -567,6 +584,43 @@ def pathological(
             "--min-size"
         )
     return result
+
+
+FEDRIR_LEAST = 400
+"""The least samples of a client in FedRIR's code: a batch of 100 in the quarter that is held out."""
+
+
+def fedrir_dirichlet(
+    labels: np.ndarray, clients: int, alpha: float, rng: np.random.Generator, *, min_size: int | None = None
+) -> Rows:
+    """Spread each class by Dirichlet(alpha) as in FedRIR's code (Huang et al., WWW 2025): `dirichlet` with its bound.
+
+    The draw is repeated until all clients have 400 samples, or half of an equal share where that is less. Its pool is
+    the training and the test part together; a client's samples are split by `split_at_random`.
+
+    Args:
+        labels: The labels (N,) of the pool.
+        clients: The number of clients.
+        alpha: The parameter of the Dirichlet distribution.
+        rng: Draws shares and samples.
+        min_size: The least samples of a client; None: those of the authors' code.
+
+    Raises:
+        DataError: See `dirichlet`.
+    """
+    if min_size is None:
+        min_size = min(FEDRIR_LEAST, len(labels) // clients // 2)
+    return dirichlet(labels, clients, alpha, rng, min_size=min_size)
+
+
+def split_at_random(rows: np.ndarray, share: float, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Return training and test rows of a client: a random ``share`` of all of them, whatever their classes, is tested.
+
+    Rounded so that the test samples are the more, as in the code of FedRIR; at least one sample trains.
+    """
+    shuffled = rng.permutation(rows)
+    kept = max(1, int((1.0 - share) * len(rows) + 1e-9))
+    return shuffled[:kept], shuffled[kept:]
 
 
 def iid(labels: np.ndarray, clients: int, rng: np.random.Generator, *, size: int | None = None) -> Rows:

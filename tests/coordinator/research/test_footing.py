@@ -71,6 +71,11 @@ DIRICHLET = {"partition": "dirichlet", "alpha": 0.1, "size": None, "test_size": 
          {"partition": "dirichlet, 100 clients, alpha 0.1, at least 10 samples each",
           "encoder": "the encoder that suits the inputs",
           "test samples": "the data's own test part, in the client's mixture of classes"}),
+        ({**DIRICHLET, "partition": "fedrir_dirichlet", "data": ("idx:/nowhere?split=all",)},
+         {"partition": "fedrir_dirichlet, 100 clients, alpha 0.1, at least 400 samples each, the generator of FedRIR's "
+          "authors",
+          "encoder": "the encoder that suits the inputs",
+          "test samples": "25% of each client's samples, at random"}),
         ({"params": {"optimizer": "adam", "lr": 0.02, "norm": "local_stats", "refresh_stats": True}},
          {"optimizer": "Adam, step size 0.02, weight decay 0.0005",
           "batch norm": "gamma and beta travel, statistics stay and are made anew before a client answers"}),
