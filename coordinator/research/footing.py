@@ -35,6 +35,11 @@ _SCOPES = {
     "after": "personal model right after local training",
 }
 _AVERAGES = {"clients_mean": "mean over clients", "samples_mean": "over all test samples"}
+_AUGMENTATIONS = {
+    "crop_flip": "crop from a frame of 4 pixels, flip",
+    "flip_turn": "flips and rotations",
+    "views": "a random view of each image",
+}
 _ROUNDS = {"last": "after the last round", "best": "the best round, chosen on test samples"}
 
 LEAST_SAMPLES = {
@@ -100,7 +105,7 @@ class Footing(Frozen):
             passes=_listed(method.local_work().rounds),
             end=_listed(method.local_work().end),
             batches=_batches(method),
-            augmentation=method.local_work().augmentation,
+            augmentation=_augmentation(plan, method),
             encoder=_encoder(plan),
             parts=_parts(method),
             batch_norm=_batch_norm(method),
@@ -186,6 +191,16 @@ def _batches(method: Method) -> str:
     return f"{size}; a smaller last batch is used, below {least} it joins the batch before"
 
 
+def _augmentation(plan: Plan, method: Method) -> str:
+    """Return how images are varied in training: by the plan, by the method, by both or not at all."""
+    own = method.local_work().augmentation
+    if plan.augment is None:
+        return own
+    if own == "none":
+        return _AUGMENTATIONS[plan.augment]
+    return f"{_AUGMENTATIONS[plan.augment]}, then {own}"
+
+
 def _encoder(plan: Plan) -> str:
     """Return the encoder with its settings, and what of it learns."""
     encoder = plan.encoder_name or "the encoder that suits the inputs"
@@ -245,6 +260,8 @@ def _partition(plan: Plan) -> str:
         settings.append(f"size {plan.size or SIZE}")
     elif plan.size is not None:
         settings.append(f"size {plan.size}")
+    if plan.iid_share is not None:
+        settings.append(f"{plan.iid_share:.0%} of it over all classes")
     if plan.classes_each is not None:
         settings.append(f"{plan.classes_each} classes each")
     least = plan.min_size or LEAST_SAMPLES.get(rule)
@@ -282,6 +299,8 @@ def _rounds(plan: Plan) -> str:
         share = f"{plan.fraction:.0%} to {plan.fraction_max:.0%} of the clients in each"
     elif plan.fraction < 1:
         share = f"{plan.fraction:.0%} of the clients in each"
+    if plan.full_last_round:
+        share = f"{share}, all in the last"
     if plan.dropout:
         share = f"{share}, of whom {plan.dropout:.0%} drop out"
     return f"{plan.rounds}, {share}"

@@ -206,8 +206,11 @@ def _rows_by_rule(plan: Plan, labels: np.ndarray, clients: int, rng: np.random.G
     alpha = plan.alpha or 1.0
     min_size = plan.min_size or MIN_SIZE
     train_start, _ = plan.starts or (0, 0)
+    iid_share = _iid_share(plan)
     rules: dict[str, Callable[[], partition.Rows]] = {
-        "fedpac": lambda: partition.fedpac(labels, clients, size=plan.size or SIZE, first=train_start),
+        "fedpac": lambda: partition.fedpac(
+            labels, clients, size=plan.size or SIZE, first=train_start, iid_share=iid_share
+        ),
         "dirichlet": lambda: partition.dirichlet(labels, clients, alpha, rng, min_size=min_size),
         "fedrir_dirichlet": lambda: partition.fedrir_dirichlet(labels, clients, alpha, rng, min_size=plan.min_size),
         # The authors' code asks for no least number of samples here.
@@ -223,6 +226,11 @@ def _rows_by_rule(plan: Plan, labels: np.ndarray, clients: int, rng: np.random.G
     return rules[plan.partition]()
 
 
+def _iid_share(plan: Plan) -> float:
+    """Return the share of a client's samples that FedPAC's rule spreads over all classes."""
+    return partition.IID_SHARE if plan.iid_share is None else plan.iid_share
+
+
 def _test_rows(
     plan: Plan, pools: Pools, test: Samples, train: Mapping[str, np.ndarray], rng: np.random.Generator
 ) -> partition.Rows:
@@ -235,7 +243,7 @@ def _test_rows(
     if plan.partition == "fedpac":
         size = plan.test_size or plan.size or SIZE
         _, test_start = plan.starts or (0, 0)
-        return partition.fedpac(test.labels, len(train), size=size, first=test_start)
+        return partition.fedpac(test.labels, len(train), size=size, first=test_start, iid_share=_iid_share(plan))
     return partition.alike(list(train.values()), pools.train.labels, test.labels, rng)
 
 

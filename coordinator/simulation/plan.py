@@ -26,6 +26,7 @@ _OPTIONS_OF = {
     "size": ("fedpac", "iid"),
     "test_size": ("fedpac",),
     "starts": ("fedpac",),
+    "iid_share": ("fedpac",),
     "classes_each": ("pathological", "fedrir_pathological"),
     "min_size": ("dirichlet", "pathological", "quantity", "fedrir_dirichlet", "fedrir_pathological"),
     "clients": (
@@ -83,6 +84,9 @@ class Plan(Frozen):
     starts: tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]] | None = Field(
         None, description="sample of each class where fedpac's pointers start, training and test; default: 0, 0"
     )
+    iid_share: float | None = Field(
+        None, ge=0, le=1, description="share of a client's samples spread over all classes (fedpac); default: 0.2"
+    )
     classes_each: int | None = Field(
         None, ge=1, description="classes of one client (pathological, fedrir_pathological); default: 2"
     )
@@ -101,6 +105,7 @@ class Plan(Frozen):
     fraction_max: float | None = Field(
         None, gt=0, le=1, description="draw the share for each round between fraction and this"
     )
+    full_last_round: bool = Field(False, description="all clients take part in the last round, whatever fraction says")
     dropout: float = Field(
         0.0, ge=0, lt=1, description="probability that a client of a round leaves, or trains and never delivers"
     )
@@ -146,6 +151,11 @@ class Plan(Frozen):
         default_factory=dict, description="a field of the input spec, such as mean=0.13 or height=32"
     )
     standardise: bool = Field(False, description="mean and std of the inputs are those of the training samples")
+    augment: Literal["crop_flip", "flip_turn", "views"] | None = Field(
+        None,
+        description="random views of images in training, whatever the method: crop_flip (a frame of 4 pixels), "
+        "flip_turn (up to 30 degrees), or views, those of contrastive learning",
+    )
     evaluate_every: int = Field(1, ge=0, le=1_000_000, description="evaluate each so many rounds; 0 = only at the end")
     evaluate_after: bool = Field(False, description="also evaluate after local training, whatever the method says")
     local: bool = Field(
@@ -197,6 +207,8 @@ class Plan(Frozen):
             yield f"test_fraction = {self.test_fraction} has no effect on a saved partition"
         if len(self.data) > 1 and rule not in {"domains", None}:
             yield f"{len(self.data)} data sources, one after another are for --partition domains"
+        if self.full_last_round and self.fraction == 1.0:
+            yield "full_last_round has no effect where fraction is 1: all clients take part in each round"
         if self.fraction_max is not None and self.fraction_max < self.fraction:
             yield f"fraction from {self.fraction} to {self.fraction_max}: expected the smaller one first"
 
@@ -217,6 +229,8 @@ class Plan(Frozen):
         if self.address is not None:
             yield from self._mistakes_of_address(self.address)
         if self.engine == "stacked":
+            if self.augment is not None:
+                yield f"augment = {self.augment} with engine stacked, which trains on inputs as they are"
             if self.precision != "float32":
                 precision = f"precision = {self.precision}"
                 yield f"{precision} with engine stacked, which computes in float32; leave one of them out"

@@ -412,7 +412,7 @@ SPLIT_AT_RANDOM = ("fedrir_dirichlet", "fedrir_pathological")
 GROUPS = ((0, 1, 2), (2, 3, 4), (4, 5, 6), (6, 7, 8), (8, 9, 0))
 """FedPAC's dominant classes; client i belongs to group i mod 5."""
 
-UNIFORM_PERCENT = 20
+IID_SHARE = 0.2
 """FedPAC's s: this share of a client's samples is spread evenly over all classes."""
 
 MAX_DRAWS = 10_000
@@ -429,9 +429,10 @@ def check_rule(name: str) -> None:
         raise UnknownName("partition", name, RULES)
 
 
-def fedpac(labels: np.ndarray, clients: int, *, size: int = 600, first: int = 0) -> Rows:
+def fedpac(labels: np.ndarray, clients: int, *, size: int = 600, first: int = 0, iid_share: float = IID_SHARE) -> Rows:
     """Divide as FedPAC's official code (Xu, Tong, Huang, ICLR 2023): 20 % even over ten classes, 80 % of three of them.
 
+    ``iid_share`` is another share than 20 %, the s of the paper: 0 leaves each client three classes, 1 is even.
     Nothing is random. A pointer for each class moves through its samples (in the order of the pool, from ``first`` on)
     as clients take from it, and returns to 0 when a request would overrun: then clients share samples.
 
@@ -444,7 +445,7 @@ def fedpac(labels: np.ndarray, clients: int, *, size: int = 600, first: int = 0)
             f"partition fedpac: the pool has {len(np.unique(labels))} classes, the rule is made for ten; "
             "use dirichlet, pathological or iid"
         )
-    even = size * UNIFORM_PERCENT // 100
+    even = int(size * iid_share + 1e-9)
     takes = [[*_spread(range(10), even), *_spread(dominant, size - even)] for dominant in GROUPS]
     for take in takes[:clients]:
         _check_supply(take, size, by_class)

@@ -207,6 +207,8 @@ class Client:
     memory: Tensors = field(default_factory=dict)
     log: dict[str, float] = field(default_factory=dict)
     control: TrainingControl = TrainingControl()
+    augment: Callable[[torch.Tensor, torch.Generator], torch.Tensor] | None = None
+    """The random views of the inputs that every step of training sees; None: the inputs as they are."""
 
     @property
     def samples(self) -> int:

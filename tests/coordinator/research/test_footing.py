@@ -55,6 +55,15 @@ DIRICHLET = {"partition": "dirichlet", "alpha": 0.1, "size": None, "test_size": 
 @pytest.mark.parametrize(
     "fields, expected",
     [
+        ({"augment": "crop_flip"}, {"augmentation": "crop from a frame of 4 pixels, flip"}),
+        ({"augment": "flip_turn", "method": "repper", "params": {}},
+         {"optimizer": "Adam, step size 0.001, weight decay 0.0001", "passes in a round": "10 of encoder",
+          "at the end": "head 'mlp', fitted to features", "parts of the model": "encoder",
+          "batches": "256; a smaller last batch is used, a single sample joins the batch before",
+          "augmentation": "flips and rotations, then two random views of each image"}),
+        ({"iid_share": 0.4},
+         {"partition": "fedpac, 100 clients, size 500, 40% of it over all classes, the generator of FedPAC's authors"}),
+        ({"full_last_round": True}, {"rounds": "200, 30% of the clients in each, all in the last"}),
         ({"fraction_max": 1.0}, {"rounds": "200, 30% to 100% of the clients in each"}),
         ({"dropout": 0.1}, {"rounds": "200, 30% of the clients in each, of whom 10% drop out"}),
         ({"rounds": 5, "fraction": 1.0}, {"rounds": "5, all clients in each"}),

@@ -42,12 +42,12 @@ def test_fedpac_shares_as_many_samples_as_the_papers_code_does(labels, clients, 
     assert distinct(rows) == different
 
 
-def papers_own(labels, users, size):
+def papers_own(labels, users, size, share=0.2):
     """The algorithm of FedPAC's published code, written down once more from its loop, with a stable sort."""
     groups = [[0, 1, 2], [2, 3, 4], [4, 5, 6], [6, 7, 8], [8, 9, 0]]
     per_label = len(labels) // 10
     order = np.argsort(labels, kind="stable")
-    iid = int(size * 0.2)
+    iid = int(size * share)
     used = [0] * 10
     result = []
     for user in range(users):
@@ -69,6 +69,14 @@ def papers_own(labels, users, size):
 @pytest.mark.parametrize("clients, size", [(20, 600), (37, 607), (100, 600), (3, 33)])
 def test_fedpac_takes_the_rows_that_the_papers_loop_takes(clients, size):
     assert [rows.tolist() for rows in partition.fedpac(TEST, clients, size=size)] == papers_own(TEST, clients, size)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.75, 1.0])
+def test_fedpac_takes_them_with_any_share_of_even_samples(share):
+    rows = partition.fedpac(TEST, 20, size=600, iid_share=share)
+    assert [mine.tolist() for mine in rows] == papers_own(TEST, 20, 600, share)
+    classes = {len(np.unique(TEST[mine])) for mine in rows}
+    assert classes == ({3} if share == 0 else {10})
 
 
 def test_fedpac_pointers_may_start_later_as_for_cifar():

@@ -81,6 +81,29 @@ def test_moments_are_kept_only_where_a_parameter_says_so(name, second_round):
     assert keeps == (getattr(fed.method.params, "optimizer_state", "reset") == "persist")
 
 
+def test_images_are_varied_in_training_and_features_are_not(federation, make_method):
+    """FedRep's head learns on features that were computed once; its encoder in ten batches of images."""
+    fed = federation(make_method("fedrep", head_epochs=3, batch_size=BATCH, local_epochs=5))
+    shapes = []
+    client = fed.clients["a"]
+    client.augment = lambda inputs, generator: shapes.append(tuple(inputs.shape)) or inputs
+    fed.run_round(["a"])
+    assert shapes == [(BATCH, *fed.task.input_shape)] * 10
+
+
+def test_what_an_augmentation_makes_of_images_is_what_trains(federation, make_method):
+    fed = federation(make_method("fedavg"))
+    plain = fed.update("a")
+    varied = federation(make_method("fedavg"))
+    varied.clients["a"].augment = lambda inputs, generator: inputs.flip(-1)
+    mirrored = federation(make_method("fedavg"))
+    mirrored.clients["a"].train_inputs = mirrored.clients["a"].train_inputs.flip(-1)
+    expected = mirrored.update("a").tensors
+    for name, array in varied.update("a").tensors.items():
+        assert (array == expected[name]).all()
+    assert any((array != expected[name]).any() for name, array in plain.tensors.items())
+
+
 def test_a_stage_in_words():
     assert Stage("all parts", 5).describe() == "5 of all parts"
     assert Stage("head", 0.8, lr=0.1).describe() == "0.8 of head (step size 0.1)"
