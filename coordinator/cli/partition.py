@@ -27,7 +27,8 @@ Rule = Annotated[
     str,
     typer.Argument(
         metavar="RULE",
-        help="iid, dirichlet, pathological, quantity, fedpac, domains, subjects, or a saved partition.json to show.",
+        help="iid, dirichlet, pathological, quantity, fedpac, fedrir_dirichlet, fedrir_pathological, domains, "
+        "subjects, or a saved partition.json to show.",
     ),
 ]
 Out = Annotated[

@@ -270,9 +270,13 @@ def _run_step(client: Client, step: Step, indices: torch.Tensor) -> torch.Tensor
         TrainingFailed: The batch has a single sample, and the model has batch norm.
     """
     is_mixed = client.precision != "float32"
+    inputs = client.train_inputs[indices]
+    # What stands on features that were computed once gets them in the place of inputs: they are not varied.
+    if client.augment is not None and inputs.shape[1:] == client.task.input_shape:
+        inputs = client.augment(inputs, client.generator)
     try:
         with torch.autocast(client.device.type, torch.bfloat16, enabled=is_mixed):
-            return step(client.train_inputs[indices], client.train_labels[indices])
+            return step(inputs, client.train_labels[indices])
     except ValueError as error:
         # Torch's layers of normalization refuse a batch that has one number for each channel.
         if raiser_of(error) != ("torch.nn.functional", "_verify_batch_size"):
