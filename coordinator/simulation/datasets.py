@@ -306,7 +306,7 @@ def _load(plan: Plan, sources: Mapping[str, str], spec: InputSpec) -> Pools:
     if list(sources) == [""]:
         parts = partition.read_pools(sources[""], spec, folder=plan.folder)
         return Pools(parts.train, parts.test)
-    if not all(map(partition.parts_of, sources.values())):
+    if not all(partition.parts_of(source, plan.folder) for source in sources.values()):
         pooled = [data.load(source, spec, folder=plan.folder, compact=True) for source in sources.values()]
         return Pools(_joined(pooled), None, _rows_of(sources, pooled))
     each = [partition.read_pools(source, spec, folder=plan.folder) for source in sources.values()]
