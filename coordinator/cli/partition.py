@@ -28,7 +28,7 @@ Rule = Annotated[
     str,
     typer.Argument(
         metavar="RULE",
-        help="iid, dirichlet, pathological, quantity, fedpac, domains, subjects, or a saved partition.json to show.",
+        help="iid, dirichlet, pathological, quantity, fedpac, domains, subjects, users, or a saved one to show.",
     ),
 ]
 Out = Annotated[

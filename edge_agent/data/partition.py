@@ -394,7 +394,7 @@ def check_own(config: DataConfig, client: str, task: Task | None = None, *, own_
 Rows = list[np.ndarray]
 """Positions (n,) int64 in a pool, one array for each client. Rules get the labels of the pool, (N,) int64."""
 
-RULES = ("dirichlet", "domains", "fedpac", "iid", "pathological", "quantity", "subjects")
+RULES = ("dirichlet", "domains", "fedpac", "iid", "pathological", "quantity", "subjects", "users")
 
 GROUPS = ((0, 1, 2), (2, 3, 4), (4, 5, 6), (6, 7, 8), (8, 9, 0))
 """FedPAC's dominant classes; client i belongs to group i mod 5."""
