@@ -20,7 +20,7 @@ MIN_SIZE = 10
 FEDPAC_NORMALISATION = {"mean": (0.1307,), "std": (0.3081,)}
 """The normalisation in FedPAC's code for grey images."""
 
-_GIVEN_BY_DATA = ("domains", "subjects")
+_GIVEN_BY_DATA = ("domains", "subjects", "users")
 _OPTIONS_OF = {
     "alpha": ("dirichlet", "fedrir_dirichlet", "quantity"),
     "size": ("fedpac", "iid"),
@@ -68,7 +68,7 @@ class Plan(Frozen):
         "iid",
         min_length=1,
         description="iid, dirichlet, pathological, quantity, fedpac, fedrir_dirichlet, fedrir_pathological, domains, "
-        "subjects, or a saved partition.json",
+        "subjects, users, or a saved partition.json",
     )
     clients: int | None = Field(
         None, ge=1, le=100_000, description=f"number of clients; default: {CLIENTS}, or as many as the data name"

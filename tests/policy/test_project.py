@@ -128,11 +128,14 @@ def test_changelog_has_an_entry_for_this_version(root, project):
 
 
 def test_extra_all_is_everything_but_development_and_what_only_clusters_need(project):
-    """Ray is 80 MB and not there for every Python and processor; OpenCV is 60 MB, and few devices have a camera."""
+    """Ray is 80 MB and not there for every Python and processor; OpenCV is 60 MB, and few devices have a camera.
+
+    pyarrow is 170 MB, and only who has tables in its forms needs it.
+    """
     extras = project["project"]["optional-dependencies"]
     inside = set(re.search(r"\[(.*)\]", extras["all"][0])[1].split(","))
     reached = inside | {"export", "heads"}
-    assert reached == set(extras) - {"all", "camera", "dev", "otel", "postgres", "ray", "s3"}
+    assert reached == set(extras) - {"all", "camera", "dev", "otel", "postgres", "ray", "s3", "tables"}
 
 
 IMPORTED_AS = {"opencv-python-headless": "cv2", "paho-mqtt": "paho", "pillow": "PIL", "scikit-learn": "sklearn"}
