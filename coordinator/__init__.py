@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 from edge_agent import __version__
 
 if TYPE_CHECKING:
+    from edge_agent.core.errors import StopRun
+
     from .api import SimulationResult, federate, simulate
     from .config import CoordinatorConfig, load_config
     from .research.compare.interface import compare, sweep
@@ -23,6 +25,7 @@ __all__ = [
     "Coordinator",
     "CoordinatorConfig",
     "SimulationResult",
+    "StopRun",
     "__version__",
     "compare",
     "federate",
@@ -35,6 +38,7 @@ _HOMES = {
     "Coordinator": ".service.coordinator",
     "CoordinatorConfig": ".config",
     "SimulationResult": ".api",
+    "StopRun": "edge_agent.core.errors",
     "compare": ".research.compare.interface",
     "federate": ".api",
     "load_config": ".config",

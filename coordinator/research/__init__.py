@@ -5,6 +5,6 @@ What lives here: ``analyze`` (measures of features and models), ``reproduce`` (c
 what they need. What may not: anything that a coordinator, a simulation or a device runs. Only the modules of the
 commands import this room, once one of them is requested.
 
-Begin with ``analyze/__init__``, which has the keys of its result; then ``reproduce/cells``, ``compare/records`` and
-``bench/measuring``.
+Begin with ``analyze/__init__``, which has the keys of its result; then ``footing`` (what a row of a comparison rests
+on), ``reproduce/cells``, ``compare/records`` and ``bench/measuring``.
 """

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from .base import Method, weighted_mean
     from .values import (
         Client,
+        LocalWork,
         MethodParams,
+        Stage,
         Update,
         grades,
         ours,
@@ -37,9 +39,11 @@ if TYPE_CHECKING:
 __all__ = [
     "Choices",
     "Client",
+    "LocalWork",
     "Method",
     "MethodParams",
     "Range",
+    "Stage",
     "Update",
     "add",
     "contribution",

@@ -10,13 +10,14 @@ Differs from the paper: nothing known.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from pydantic import Field
 
 from ..core.task import State, Task, Tensors
 from ..training.parts import Parts, encoder_alone
-from . import Choices, Client, MethodParams, grades, searched
+from . import Choices, Client, LocalWork, MethodParams, grades, searched
 from .families import FittedHead
 
 
@@ -52,6 +53,10 @@ class LinearProbe(FittedHead):
     def build(self, task: Task) -> Parts:
         """Return the encoder alone."""
         return encoder_alone(task)
+
+    def local_work(self) -> LocalWork:
+        """Return no training, and the fit of the head."""
+        return replace(super().local_work(), rounds=())
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:
         """Return nothing: the head is fitted after the last round, by `personalize`.
