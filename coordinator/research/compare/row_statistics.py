@@ -483,17 +483,21 @@ def _partition_of(run: SeedRun) -> object:
 def count_hurt_clients(
     runs: Mapping[int, SeedRun], baseline_runs: Mapping[int, SeedRun], rule: HurtRule
 ) -> HurtClients | None:
-    """Return how many clients lose against the baseline; None where the two rows have no client of a seed in common."""
+    """Return how many clients lose against the baseline; None where the two rows have no client of a seed in common.
+
+    Rows with one common seed are judged by test samples, whatever ``rule`` says of the others.
+    """
     cases = client_pairs(runs, baseline_runs)
     if not cases:
         return None
-    if rule is HurtRule.TEST_SAMPLES:
+    has_one_pair = len(runs.keys() & baseline_runs.keys()) < 2
+    if rule is HurtRule.TEST_SAMPLES or has_one_pair:
         scores = list[tuple[ClientScore, ClientScore]]()
         for pairs in cases.values():
             scores += pairs
         hurt = sum(_is_hurt_by_samples(score, baseline) for score, baseline in scores)
         lower = sum(score.accuracy < baseline.accuracy - EXACT for score, baseline in scores)
-        return HurtClients(len(scores), hurt / len(scores), lower / len(scores), rule, 1)
+        return HurtClients(len(scores), hurt / len(scores), lower / len(scores), HurtRule.TEST_SAMPLES, 1)
     estimates = [Estimate.from_values(_differences(pairs)) for pairs in cases.values()]
     hurt = sum(_is_hurt_over_seeds(estimate) for estimate in estimates)
     lower = sum(estimate.mean < -EXACT for estimate in estimates)
