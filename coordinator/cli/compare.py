@@ -8,23 +8,20 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from edge_agent.core.errors import UsageError
 
 from ..simulation.plan import Plan
-from ..text import about_time, counted
+from ..text import about_time
 from .options import INTERRUPTED, Given, Json, Verbose, from_model
-from .output import console, is_live, present, set_up_logging, sigterm_as_ctrl_c, table
+from .output import console, is_live, present, set_up_logging, sigterm_as_ctrl_c
 from .simulate import sources
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from ..research.compare.interface import ComparisonResult, Progress, Running
-    from ..research.compare.records import MethodRecord
 
 Methods = Annotated[
     list[str] | None,
@@ -53,6 +50,7 @@ Again = Annotated[bool, typer.Option("--again", help="Try simulations that have 
 WITHOUT = (
     *("method", "folder", "starts", "seed", "validation", "fraction_max", "local", "keep_every"),
     *("new_clients", "head_clients", "head", "evaluate_after", "stacked_always"),
+    *("name", "tags", "note", "log"),
 )
 """Fields of a simulation that a comparison sets itself, or cannot compare."""
 
@@ -204,28 +202,12 @@ def shown_progress() -> Iterator[Callable[[Progress], object]]:
         yield update
 
 
-def _shown(result: ComparisonResult) -> Iterator[Table | str]:
-    """Yield the table of means, and what a reader has to know beside it."""
+def _shown(result: ComparisonResult) -> Iterator[str]:
+    """Yield the tables, and what a reader has to know beside them."""
+    from ..research.compare.outputs import summary_lines
+
     comparison = result.comparison
-    columns = ("method", "parameters", "mean", "worst seed", "seeds", "trials", "CPU h")
-    rows = [_row(method) for method in comparison.methods]
-    title = f"{', '.join(comparison.data)}, partition {comparison.partition}, {counted(comparison.clients, 'client')}"
-    yield table(f"{title}, {counted(comparison.rounds, 'round')}", columns, rows, left=2)
-    yield "mean: over seeds of the mean over clients, of the model that a client answers with, on its own test samples"
-    if comparison.search:
-        yield f"search: {comparison.search}; on validation samples, seed {comparison.tune_seed}"
+    yield from summary_lines(comparison)
     yield from (f"{method.name}: {method.note}" for method in comparison.methods if method.note)
     yield from (f"note: {note}" for note in comparison.notes)
-    yield from (f"failed: {line}" for line in result.failures)
-    yield f"all figures: {result.folder}/comparison.json"
-
-
-def _row(method: MethodRecord) -> tuple[Any, ...]:
-    """Return the row of a method."""
-    scored = [run.clients for run in method.runs if run.clients]
-    means = [sum(client.accuracy for client in clients) / len(clients) for clients in scored]
-    chosen = next((trial.params for trial in method.trials if trial.number == method.chosen), {})
-    params = ", ".join(f"{name}={value}" for name, value in chosen.items()) or "defaults"
-    hours = sum(part.cpu_s for part in (*method.trials, *method.runs, *method.untuned)) / 3600
-    mean = sum(means) / len(means) if means else None
-    return (method.name, params, mean, min(means, default=None), len(means), len(method.trials), f"{hours:.3f}")
+    yield f"tables: {result.folder}/table.md, table.tex and table.csv; all records: {result.folder}/comparison.json"

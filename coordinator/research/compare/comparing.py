@@ -12,10 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from edge_agent import methods
 from edge_agent.core.errors import StateError
 from edge_agent.core.storage import write_json
 
 from ...text import counted
+from ..footing import footing_of
 from .records import Comparison, MethodRecord, SeedRun, Trial
 from .settings import Arguments, Contender, run_plan, trial_plan, tuner_named, untuned_plan
 from .simulated_runs import RunOutcome, RunSpec, forget
@@ -361,6 +363,7 @@ class Comparing:
             method=contender.choice.method,
             trials=search.trials,
             chosen=None if best is None else best.number,
+            footing=self._footing(search) if self._tuned else {},
             runs=self._seed_runs(self._tuned[index], self._chosen_params(search), search.failure)
             if self._tuned
             else (),
@@ -368,6 +371,14 @@ class Comparing:
             space={name: str(space) for name, space in contender.space.items()} if self._arguments.trials else {},
             note=search.note,
         )
+
+    def _footing(self, search: Search) -> dict[str, str]:
+        """Return what the runs of a method rest on, such as its optimizer; empty where no run can be made."""
+        if not search.is_over or search.failure:
+            return {}
+        choice = search.contender.choice
+        plan = run_plan(self._arguments, choice, self._chosen_params(search), self._arguments.seeds[0])
+        return footing_of(plan, methods.create(plan.method_name, plan.params, paper=plan.paper))
 
     def _seed_runs(self, runs: _Runs, params: Mapping[str, Any], failure: str) -> tuple[SeedRun, ...]:
         """Return the runs of a method that are over; with a ``failure`` none can be made, and all have it."""

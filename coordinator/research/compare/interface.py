@@ -20,6 +20,7 @@ from edge_agent.core.storage import check_writable, read_json, write_json
 from ...shadowed import check_export
 from ...simulation.plan import Plan, is_saved_partition
 from .comparing import RECORD, Comparing, Setting
+from .outputs import write_outputs
 from .records import Comparison, Trial
 from .runners import Event, Inline, LocalWorkers, RayRuns, Runner
 from .settings import (
@@ -345,8 +346,20 @@ def _run(arguments: Arguments, out: Path, running: Running, *, command: str, has
         if read_json(out / ARGUMENTS) is None:
             write_json(out / ARGUMENTS, arguments.model_dump(mode="json"))
         comparing = Comparing(arguments, contenders, setting, out, has_runs=has_runs, again=running.again)
-        _run_all(comparing, out, running)
-        return comparing.record()
+        try:
+            _run_all(comparing, out, running)
+        except KeyboardInterrupt:
+            _write_tables(comparing, out, has_runs=has_runs)
+            raise
+        return _write_tables(comparing, out, has_runs=has_runs)
+
+
+def _write_tables(comparing: Comparing, out: Path, *, has_runs: bool) -> Comparison:
+    """Write the tables of what is known so far, and return the record."""
+    record = comparing.record()
+    if has_runs:
+        write_outputs(record, out)
+    return record
 
 
 def _check_arguments(arguments: Arguments, out: Path) -> None:

@@ -33,7 +33,10 @@ TUNERS: Mapping[str, type[Tuner]] = {kind.name: kind for kind in (Random, Halvin
 VALIDATION = 0.25
 """Share of the training samples that trials are scored on."""
 
-OF_THE_COMPARISON = ("method", "params", "seed", "validation", "local", "keep_every", "new_clients", "head_clients")
+OF_THE_COMPARISON = (
+    *("method", "params", "seed", "validation", "local", "keep_every", "new_clients", "head_clients"),
+    *("name", "tags", "note", "log"),
+)
 """Fields of a simulation that a comparison sets itself, or cannot compare."""
 
 SPACE = "--space"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from comparison_harness import SETTINGS, write_samples
+from compared_samples import SETTINGS, write_samples
 
 from coordinator import compare
 from coordinator.research.compare.interface import Running

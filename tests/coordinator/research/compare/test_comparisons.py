@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from comparison_harness import SETTINGS, write_samples
+from compared_samples import SETTINGS, write_samples
 
 import coordinator
 from coordinator.research.compare import interface, simulated_runs
@@ -412,7 +412,8 @@ def test_the_command_runs_in_worker_processes_and_finds_what_this_process_finds(
     # The command in the record is one that continues it.
     code, out, err = call(*record.command.split()[1:])
     assert code == 0, err
-    assert re.search(r"^fedprox +defaults", out, re.MULTILINE)
+    assert re.search(r"^fedprox  ", out, re.MULTILINE)
+    assert (place / "by-command" / "table.tex").exists()
 
 
 @pytest.mark.usefixtures("place")
