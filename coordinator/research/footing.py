@@ -33,6 +33,7 @@ _SCOPES = {
     "personal": "personal model",
     "global": "shared model",
     "after": "personal model right after local training",
+    "new": "head of a client that joined after training",
 }
 _AVERAGES = {"clients_mean": "mean over clients", "samples_mean": "over all test samples"}
 _AUGMENTATIONS = {
@@ -51,7 +52,7 @@ LEAST_SAMPLES = {
 """Rule -> the least samples of a client where the plan names no number."""
 
 Average = Literal["clients_mean", "samples_mean"]
-Scope = Literal["personal", "global", "after"]
+Scope = Literal["personal", "global", "after", "new"]
 When = Literal["last", "best"]
 
 
