@@ -20,6 +20,7 @@ from edge_agent.data.partition import Division
 from edge_agent.wire.tensors import decode, pieces
 
 from .plan import CLIENTS, MIN_SIZE, SIZE, Plan
+from .users import with_users
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +104,7 @@ def prepare(plan: Plan, saved: Path | None = None) -> tuple[Pools, Division, Tas
     # 2. The samples, in the form in which the encoder takes them.
     sources = _sources(plan, rule, seed)
     spec = plan.input_for(data.natural_input(next(iter(sources.values())), folder=plan.folder), rule)
-    pools = _load(plan, sources, spec)
+    pools = _load(plan, sources, spec, rule)
     # 3. Who gets which rows.
     if existing is not None:
         pools = pools.like(existing)
@@ -115,7 +116,7 @@ def prepare(plan: Plan, saved: Path | None = None) -> tuple[Pools, Division, Tas
     if plan.standardise:
         rows = np.unique(np.concatenate([np.asarray(share.train, np.int64) for share in division.clients.values()]))
         spec = data.standardised(pools.train.take(rows))
-        pools = _load(plan, sources, spec)
+        pools = _load(plan, sources, spec, rule)
     pools = pools.like(division)
     names = pools.train.class_names
     encoder = plan.encoder_for(spec, rule)
@@ -335,12 +336,13 @@ def _distinct(requested: Mapping[str, str]) -> dict[str, str]:
     return named
 
 
-def _load(plan: Plan, sources: Mapping[str, str], spec: InputSpec) -> Pools:
+def _load(plan: Plan, sources: Mapping[str, str], spec: InputSpec, rule: str) -> Pools:
     """Read the samples of all owners into one pool for training, and one for testing where the sources have it."""
     if list(sources) == [""]:
         parts = partition.read_pools(sources[""], spec, folder=plan.folder)
-        return Pools(parts.train, parts.test)
-    if not all(map(partition.parts_of, sources.values())):
+        pools = Pools(parts.train, parts.test)
+        return with_users(pools, sources[""]) if rule == "users" else pools
+    if not all(partition.parts_of(source, plan.folder) for source in sources.values()):
         pooled = [data.load(source, spec, folder=plan.folder, compact=True) for source in sources.values()]
         return Pools(_joined(pooled), None, _rows_of(sources, pooled))
     each = [partition.read_pools(source, spec, folder=plan.folder) for source in sources.values()]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from edge_agent.bundle.starter import bundle_path
 from edge_agent.core.config import PRECISION, Precision, mistakes_of
@@ -20,7 +21,7 @@ MIN_SIZE = 10
 FEDPAC_NORMALISATION = {"mean": (0.1307,), "std": (0.3081,)}
 """The normalisation in FedPAC's code for grey images."""
 
-_GIVEN_BY_DATA = ("domains", "subjects")
+_GIVEN_BY_DATA = ("domains", "subjects", "users")
 _OPTIONS_OF = {
     "alpha": ("dirichlet", "fedrir_dirichlet", "quantity"),
     "size": ("fedpac", "iid"),
@@ -44,7 +45,10 @@ def is_saved_partition(partition: str | None) -> bool:
 
 EngineName = Literal["serial", "pool", "ray", "stacked"]
 
-HOW_NOT_WHAT = ("engine", "workers", "address", "stacked_always")
+ABOUT = ("name", "tags", "note", "log")
+"""Fields that say what a run is called and where it is logged."""
+
+HOW_NOT_WHAT = ("engine", "workers", "address", "stacked_always", *ABOUT)
 """Fields that do not change the results, on a CPU not a bit: a run may be resumed with others.
 
 Only engine ``stacked`` adds numbers in another order: its results equal those of the others up to rounding.
@@ -68,7 +72,7 @@ class Plan(Frozen):
         "iid",
         min_length=1,
         description="iid, dirichlet, pathological, quantity, fedpac, fedrir_dirichlet, fedrir_pathological, domains, "
-        "subjects, or a saved partition.json",
+        "subjects, users, or a saved partition.json",
     )
     clients: int | None = Field(
         None, ge=1, le=100_000, description=f"number of clients; default: {CLIENTS}, or as many as the data name"
@@ -187,6 +191,25 @@ class Plan(Frozen):
     stacked_always: bool = Field(
         False, description="stacked: train in one pass even where a trial finds one after another faster"
     )
+
+    name: str = Field("", max_length=200, description="what the run is called in logs and on its page")
+    tags: dict[Annotated[str, Field(min_length=1, max_length=100)], str] = Field(
+        default_factory=dict, max_length=100, description="a tag of the run, kept in its summary and logs"
+    )
+    note: str = Field("", max_length=10_000, description="what is to be remembered of the run, for its page and logs")
+    log: tuple[str, ...] = Field(
+        (),
+        max_length=20,
+        description="also log to csv, jsonl, parquet, tensorboard, mlflow or wandb, with :FOLDER or :ADDRESS behind it",
+    )
+
+    @field_validator("tags", mode="before")
+    @classmethod
+    def _tags_are_text(cls, value: Any) -> Any:
+        """Return tags whose values are text: ``--tag trial=3`` and a number in a file mean the same."""
+        if not isinstance(value, dict):
+            return value
+        return {name: tag if isinstance(tag, str) else json.dumps(tag) for name, tag in value.items()}
 
     @model_validator(mode="after")
     def _says_one_thing(self) -> Plan:

@@ -21,9 +21,10 @@ from pydantic import Field, ValidationError
 
 from ..core.config import NAME_PATTERN, DataConfig, mistakes_of
 from ..core.errors import ConfigError, DataError, StateError, UnknownName, nearest
+from ..core.reading import Progress
 from ..core.storage import read_json, write_atomic
 from ..core.task import Frozen, InputSpec, Task
-from . import Progress, Samples, load, location, parse_source, source_kind, split, with_options
+from . import Samples, load, location, parse_source, part_names, source_kind, split, with_options
 from . import check as check_source
 from .base import numbered_apart
 
@@ -221,17 +222,23 @@ class Pools:
         return train, numbered_apart(train, test)
 
 
-def parts_of(source: str) -> tuple[str, str] | None:
-    """Return the sources of its training and test part, where this kind keeps them apart and ``source`` names neither.
+def parts_of(source: str, folder: Path | None = None) -> tuple[str, str] | None:
+    """Return the sources of its training and test part, where it keeps them apart and ``source`` names neither.
+
+    A relative path counts from ``folder``.
 
     Raises:
         UnknownName: No kind of source has this name.
         ConfigError: ``source`` does not have the form kind:where?option=value.
+        DataError: The parts cannot be told, because the data are missing or damaged.
     """
     kind, where, options = parse_source(source)
     if "split" not in source_kind(kind).options.model_fields or "split" in options:
         return None
-    train, test = (with_options(kind, where, {**options, "split": part}) for part in ("train", "test"))
+    names = part_names(source, folder)
+    if names is None:
+        return None
+    train, test = (with_options(kind, where, {**options, "split": part}) for part in names)
     return train, test
 
 
@@ -253,7 +260,7 @@ def read_pools(
         HeadwaterError: See `edge_agent.data.load`.
     """
     read = functools.partial(load, folder=folder, compact=True, strict=strict or None, progress=progress)
-    parts = parts_of(source)
+    parts = parts_of(source, folder)
     if parts is None:
         return Pools(read(source, input, class_names))
     train = read(parts[0], input, class_names)
@@ -372,7 +379,7 @@ def check_own(config: DataConfig, client: str, task: Task | None = None, *, own_
         HeadwaterError: See `edge_agent.data.check` and `Own.of`.
     """
     # A partition may divide a source whose training and test part are sources of their own.
-    parts = None if config.partition is None else parts_of(config.source)
+    parts = None if config.partition is None else parts_of(config.source, config.folder)
     sources = [*parts] if parts else [config.source]
     if config.test:
         sources.append(config.test)
@@ -397,6 +404,7 @@ RULES = (
     "pathological",
     "quantity",
     "subjects",
+    "users",
 )
 
 ORIGINS = {
