@@ -197,14 +197,14 @@ def simulate(
     names = [absolute_choice(choice) for choice in choices_of(log) if isinstance(choice, str)]
     if names:
         fields["log"] = names
-    eyes = Watching(watch, on_round, logs)
+    watching = Watching(watch, on_round, logs)
     if out is not None:
-        return _run(_plan(method, encoder, data, fields, Path(out)), Path(out), eyes)
+        return _run(_plan(method, encoder, data, fields, Path(out)), Path(out), watching)
     # The folder that holds temporary ones may be reached by a link, and `remove_folder` follows none.
     temporary = Path(tempfile.mkdtemp(prefix="headwater-")).resolve()
     mark_folder(temporary, TEMPORARY_RUN, temporary.name)
     try:
-        result = _run(_plan(method, encoder, data, fields, temporary / "run"), temporary / "run", eyes)
+        result = _run(_plan(method, encoder, data, fields, temporary / "run"), temporary / "run", watching)
     except Exception as error:
         is_mistake = isinstance(error, HeadwaterError) and not isinstance(error, TrainingFailed | RunFailed)
         if is_mistake or not (temporary / "run").is_dir():
@@ -289,7 +289,7 @@ def _data_fields(data: object, fields: Mapping[str, Any], folder: Path) -> dict[
     return {"data": sources, "partition": file}
 
 
-def _run(plan: Plan, folder: Path, eyes: Watching) -> SimulationResult:
+def _run(plan: Plan, folder: Path, watching: Watching) -> SimulationResult:
     import torch
 
     from .simulation.run import open_simulation
@@ -299,7 +299,7 @@ def _run(plan: Plan, folder: Path, eyes: Watching) -> SimulationResult:
     try:
         prepared = Prepared.of(plan).shared()
         with open_simulation(prepared, folder) as simulation:
-            summary = finish(simulation, folder, eyes)
+            summary = finish(simulation, folder, watching)
             recorded = simulation.state.run(simulation.run).summary() or {}
     finally:
         torch.set_num_threads(threads)
@@ -330,7 +330,7 @@ class Watching:
     logs: RunLogs = field(default_factory=lambda: RunLogs(()))
 
 
-def finish(simulation: Simulation, folder: Path, eyes: Watching) -> dict[str, Any]:
+def finish(simulation: Simulation, folder: Path, watching: Watching) -> dict[str, Any]:
     """Simulate to the end and write ``curves.svg`` and ``result.json``; returns the content of the latter.
 
     Raises:
@@ -338,10 +338,10 @@ def finish(simulation: Simulation, folder: Path, eyes: Watching) -> dict[str, An
     """
     from .simulation.logged import logged
 
-    with logged(simulation, eyes.logs) as ending:
-        if eyes.on_round is not None:
-            simulation.observer.add(eyes.on_round)  # after the logs: a round that it fails at is logged
-        result = _finish(simulation, folder, eyes.watch)
+    with logged(simulation, watching.logs) as ending:
+        if watching.on_round is not None:
+            simulation.observer.add(watching.on_round)  # after the logs: a round that it fails at is logged
+        result = _finish(simulation, folder, watching.watch)
         outcomes = ending.finish(result)
     if outcomes:
         # Once more, with what the logs have: they got the file as it was without that.

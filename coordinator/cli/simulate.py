@@ -423,7 +423,10 @@ def reading(result: dict[str, Any]) -> Iterator[str]:
     if result.get("stopped"):
         done = counted(result["last"]["rounds_done"], "round")
         yield f"ended early, after {done}: {result['stopped']}"
-    yield from (LogOutcome.from_json(outcome).describe() for outcome in result.get("logs", ()))
+    outcomes = [LogOutcome.from_json(outcome) for outcome in result.get("logs", ())]
+    yield from (outcome.describe() for outcome in outcomes)
+    if not all(outcome.is_complete for outcome in outcomes):
+        yield f"what is missing can be logged later: headwater simulate --resume --out {shlex.quote(result['folder'])}"
     workers = f" with {counted(result['workers'], 'worker')}" if result["workers"] > 1 else ""
     start = f", {result['start_s']:.1f} s to start it" if result.get("start_s", 0.0) >= 0.1 else ""  # 0: it had none
     yield (
