@@ -156,10 +156,10 @@ def simulate(
     ``method``: a name (see 'headwater methods'), ``"path.py:Class"``, or a subclass of `edge_agent.methods.Method`.
 
     ``data``: a source such as ``"digits"`` (see `edge_agent.data`), several of them for ``partition="domains"``,
-    ``"path.py:function"``, or samples: ``(X, y)``, a torch ``Dataset``, or rows like ``{"image": …, "label": …}``, as
-    Hugging Face's data sets have them. A mapping client -> samples needs no partition; its clients may also have
-    ``(X, y, X_test, y_test)``. X holds images (n, h, w, c) or (n, c, h, w), integers 0..255 or floats 0..1, or windows
-    (n, channels, length) of floats; y integers or text.
+    ``"path.py:function"``, or samples: ``(X, y)``, a torch ``Dataset`` or ``DataLoader``, or rows like
+    ``{"image": …, "label": …}``, as Hugging Face's data sets have them. A mapping client -> samples needs no partition;
+    its clients may also have ``(X, y, X_test, y_test)``. X holds images (n, h, w, c) or (n, c, h, w), integers 0..255
+    or floats 0..1, or windows (n, channels, length) of floats; y integers or text.
 
     ``partition``: a rule (see 'headwater partition'), the file of one, or a mapping: client -> rows of the data, or
     -> ``(training rows, test rows)``.

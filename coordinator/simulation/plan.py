@@ -39,8 +39,8 @@ _OPTIONS_OF = {
 
 
 def is_saved_partition(partition: str | None) -> bool:
-    """Return whether ``partition`` names the file of a saved partition and not a rule."""
-    return partition is not None and partition.endswith(".json")
+    """Return whether ``partition`` names the file of a saved partition or of an index table, and not a rule."""
+    return partition is not None and partition.endswith((".json", ".csv", ".parquet"))
 
 
 EngineName = Literal["serial", "pool", "ray", "stacked"]
@@ -72,7 +72,8 @@ class Plan(Frozen):
         "iid",
         min_length=1,
         description="iid, dirichlet, pathological, quantity, fedpac, fedrir_dirichlet, fedrir_pathological, domains, "
-        "subjects, users, or a saved partition.json",
+        "subjects, users, a saved partition.json, or an index table (.csv, .parquet, .json) with the columns client, "
+        "row and perhaps part",
     )
     clients: int | None = Field(
         None, ge=1, le=100_000, description=f"number of clients; default: {CLIENTS}, or as many as the data name"
