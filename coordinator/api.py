@@ -26,6 +26,7 @@ from .views.runs import RunRecord, replay
 if TYPE_CHECKING:
     import pandas as pd
     from torch import nn
+    from typing_extensions import Unpack  # of `typing` since Python 3.11
 
     from edge_agent.data import Samples
     from edge_agent.methods import Method
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from export import Report
 
     from .simulation.run import Simulation
+    from .simulation.settings import Settings
 
 
 class _Member(Protocol):
@@ -144,7 +146,7 @@ def simulate(
     encoder: str | Callable[..., nn.Module] | None = None,
     out: str | Path | None = None,
     watch: Callable[[Job], None] = lambda _: None,
-    **settings: object,
+    **settings: Unpack[Settings],
 ) -> SimulationResult:
     """Run a method on many clients on this machine; the same as 'headwater simulate'.
 
@@ -165,7 +167,8 @@ def simulate(
     ``out``: folder of the run; default: a temporary one, removed with the result and kept where the run fails.
 
     ``watch`` is called after each finished task of a client. ``settings``: further fields of
-    `coordinator.simulation.plan.Plan`, such as ``alpha``, ``fraction``, ``engine``, ``workers``, ``device``.
+    `coordinator.simulation.plan.Plan`, such as ``alpha``, ``fraction``, ``engine``, ``workers``, ``device``; those of
+    `coordinator.simulation.settings.Settings`, which type checkers know.
 
     Classes of the calling program, or of a notebook, exist in this process only: they are trained by engine serial (or
     stacked). Put them into a file and give ``"path.py:Name"`` to train in several processes. No script needs an

@@ -110,8 +110,16 @@ answers: int = Personalizer.open("b.hwb").predict("x.png")
 accuracy = hw.simulate(Mine, data="digits", engine="serial", alpha=0.3).accuracy
 answers = hw.Personalizer.open("b.hwb").predict("x.png")
 hw.simulte("fedavg", data="digits")
+hw.simulate("fedavg", data="digits", enigne="serial")
+hw.simulate("fedavg", data="digits", engine="seral")
 """
-MISTAKES = {13: "Incompatible types in assignment", 15: "Incompatible types in assignment", 16: "has no attribute"}
+MISTAKES = {
+    13: "Incompatible types in assignment",
+    15: "Incompatible types in assignment",
+    16: "has no attribute",
+    17: 'Unexpected keyword argument "enigne"',
+    18: "Literal['seral']",
+}
 
 
 @pytest.mark.slow
