@@ -16,6 +16,9 @@ class Settings(TypedDict, total=False):
     paper: bool
     """parameters have the paper's values where our defaults differ; 'headwater methods NAME' shows."""
 
+    paper_for: str | None
+    """as paper, with the values for this data set, such as pacs, where the published ones differ."""
+
     alpha: float | None
     """small: few classes for each client (dirichlet), most samples at few clients (quantity)."""
 
