@@ -28,6 +28,7 @@ from .views.runs import RunRecord, replay
 if TYPE_CHECKING:
     import pandas as pd
     from torch import nn
+    from typing_extensions import Unpack  # of `typing` since Python 3.11
 
     from edge_agent.data import Samples
     from edge_agent.methods import Method
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
     from .simulation.observer import OnRound
     from .simulation.run import Simulation
+    from .simulation.settings import Settings
 
 
 class _Member(Protocol):
@@ -149,7 +151,7 @@ def simulate(
     watch: Callable[[Job], None] = lambda _: None,
     on_round: OnRound | None = None,
     log: LogChoice | Sequence[LogChoice] | None = None,
-    **settings: object,
+    **settings: Unpack[Settings],
 ) -> SimulationResult:
     """Run a method on many clients on this machine; the same as 'headwater simulate'.
 
@@ -177,7 +179,8 @@ def simulate(
     `coordinator.loggers.base.Logger`; or several.
 
     ``settings``: further fields of `coordinator.simulation.plan.Plan`, such as ``alpha``, ``fraction``, ``engine``,
-    ``workers``, ``device``, ``name``, ``tags``, ``note``.
+    ``workers``, ``device``, ``name``, ``tags``, ``note``; those of `coordinator.simulation.settings.Settings`, which
+    type checkers know.
 
     Classes of the calling program, or of a notebook, exist in this process only: they are trained by engine serial (or
     stacked). Put them into a file and give ``"path.py:Name"`` to train in several processes. No script needs an

@@ -26,6 +26,7 @@ from ..simulation.plan import HOW_NOT_WHAT, Plan, is_saved_partition
 from ..state.store import StateFolder
 from ..text import about_time, counted, encoder_named
 from ..views.runs import replay
+from .methods import said_by
 from .options import INTERRUPTED, Given, Json, Verbose, from_model
 from .output import console, is_live, present, set_up_logging, sigterm_as_ctrl_c, table
 from .reading import shown_reading
@@ -419,6 +420,9 @@ def reading(result: dict[str, Any]) -> Iterator[str]:
     yield from (f"warning: {line}" for line in describe_warnings(warnings, 0))
     steps = map(NextStep.from_json, result.get("next_steps", ()))
     yield from (f"to try next: {next_step.message}" for next_step in steps)
+    if published := result.get("published"):
+        values = (f"{name} {value['value']} ({said_by(value)})" for name, value in published.items())
+        yield f"published values in use: {', '.join(values)}; 'headwater methods {result['method']}' says where"
     yield from (f"missing at the end: client '{client}': {reason}" for client, reason in result["failed"].items())
     if result.get("stopped"):
         done = counted(result["last"]["rounds_done"], "round")

@@ -64,6 +64,11 @@ class Plan(Frozen):
         False,
         description="parameters have the paper's values where our defaults differ; 'headwater methods NAME' shows",
     )
+    paper_for: str | None = Field(
+        None,
+        max_length=MAX_LABEL,
+        description="as paper, with the values for this data set, such as pacs, where the published ones differ",
+    )
     data: tuple[str, ...] = Field(
         min_length=1, max_length=1000, description="Data source as on devices, or PATH.py:FUNCTION; several for domains"
     )

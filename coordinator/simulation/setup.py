@@ -84,7 +84,7 @@ class Prepared:
         if plan.threads:
             torch.set_num_threads(plan.threads)
         register(plan)
-        method = methods.create(plan.method_name, plan.params, paper=plan.paper)
+        method = methods.create(plan.method_name, plan.params, paper=plan.paper, paper_for=plan.paper_for)
         pools, division, task = prepare(plan, saved)
         if plan.new_clients >= len(division.clients):
             raise UsageError(

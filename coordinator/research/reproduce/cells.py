@@ -432,7 +432,9 @@ class Reproduction:
         for seed, column, row in itertools.product(seeds, self.table.columns, self.table.rows):
             fields = self._fields_of(row, column, seed)
             with mistakes.of(row, column):
-                methods.create(fields["method"], fields["params"], paper=fields["paper"])
+                methods.create(
+                    fields["method"], fields["params"], paper=fields["paper"], paper_for=fields.get("paper_for")
+                )
             with mistakes.of(row, column):
                 if not fields.get("data"):
                     raise UsageError(f"no data; give them with --data. {self.table.get_data}".strip())
