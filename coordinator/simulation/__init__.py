@@ -5,5 +5,6 @@ the settings are needed where torch is not.
 
 Read in this order: `plan` (the settings), `setup` with `datasets` and `own_parts` (data and models made from them),
 `run` (the simulation itself), `client_pool`, `client_tasks` and `device_heads` (the clients), `engines` (where they
-compute), `results` and `failures`.
+compute), `results` and `failures`; then `trained` (the model of a run, as a bundle) and `notebook` (what a program has
+of a run).
 """
