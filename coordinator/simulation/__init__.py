@@ -4,6 +4,6 @@ Nothing here repeats what rounds do: this room replaces only devices and the net
 the settings are needed where torch is not.
 
 Read in this order: `plan` (the settings), `setup` with `datasets` and `own_parts` (data and models made from them),
-`run` (the simulation itself), `client_pool`, `client_tasks` and `device_heads` (the clients), `engines` (where they
-compute), `results` and `failures`.
+`run` (the simulation itself), `memory_plan` and `memory_watch` (whether it fits, and stops in time), `client_pool`,
+`client_tasks` and `device_heads` (the clients), `engines` (where they compute), `results` and `failures`.
 """
