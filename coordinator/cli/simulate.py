@@ -439,6 +439,11 @@ def reading(result: dict[str, Any]) -> Iterator[str]:
     )
     if result["weights"]:
         yield f"the encoder began with {result['weights']['path']} (SHA-256 {result['weights']['sha256'][:16]})"
+    if trial := result.get("engine_trial"):
+        yield f"engine: {trial['reason']}"
+    if memory := result.get("memory_bytes"):
+        taken = f"{memory['peak'] / 1e9:.2f} GB seen at most, {memory['expected'] / 1e9:.2f} GB expected"
+        yield f"memory: {taken}, {memory['limit'] / 1e9:.2f} GB allowed"
     if figures := result.get("stacked"):
         jobs = f"{figures['jobs']} of {counted(figures['of'], 'job')} of training in one pass on {figures['device']}"
         bits = "" if figures["bits_of_serial"] else "; equal to one after another up to rounding, not bit for bit"
