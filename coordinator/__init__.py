@@ -16,10 +16,11 @@ from edge_agent import __version__
 if TYPE_CHECKING:
     from edge_agent.core.errors import StopRun
 
-    from .api import SimulationResult, federate, simulate
+    from .api import federate, simulate
     from .config import CoordinatorConfig, load_config
     from .research.compare.interface import compare, sweep
     from .service.coordinator import Coordinator
+    from .simulation.notebook.result import SimulationResult
 
 __all__ = [
     "Coordinator",
@@ -37,7 +38,7 @@ __all__ = [
 _HOMES = {
     "Coordinator": ".service.coordinator",
     "CoordinatorConfig": ".config",
-    "SimulationResult": ".api",
+    "SimulationResult": ".simulation.notebook.result",
     "StopRun": "edge_agent.core.errors",
     "compare": ".research.compare.interface",
     "federate": ".api",

@@ -9,7 +9,7 @@ classifier in the bundle the personal one answers alone.
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from pydantic import Field
@@ -26,6 +26,10 @@ _ROWS = 512
 """The most rows that are predicted at once."""
 
 
+_CONTRASTIVE_WEIGHTS: dict[str, Any] = {"paper": 40.0, "search": Choices((1.0, 2.0, 10.0, 40.0))}
+"""The published weight, and those that a search tries."""
+
+
 class DualFedCommonParams(HeadParams):
     """The parameters that the method and its device head have in common."""
 
@@ -38,7 +42,7 @@ class DualFedCommonParams(HeadParams):
         1.0,
         ge=0,
         description="lambda in Eq. 8; ours; official scripts: PACS 40, Office-Home 2",
-        json_schema_extra={"paper": 40.0, "search": Choices((1.0, 2.0, 10.0, 40.0))},
+        json_schema_extra=_CONTRASTIVE_WEIGHTS,
     )
     temperature: float = Field(0.2, gt=0, description="tau in Eq. 7; official scripts: PACS 0.2, Office-Home 0.05")
     ensemble: Literal["probs", "logits"] = Field(

@@ -28,6 +28,7 @@ import numpy as np
 from pydantic import Field, field_validator
 
 from ..core.errors import TrainingFailed
+from ..core.published import Published
 from ..core.search_space import Choices
 from ..core.task import State, Task, Tensors
 from ..heads.fedpac import class_means
@@ -79,6 +80,11 @@ class FedCOFParams(MethodParams):
         description="ours: factor of the scores in probabilities; changes no answer",
     )
     min_class_count: int = ours(2, paper=1, ge=1, description="ours: class means of fewer samples are withheld")
+
+    published: ClassVar[Mapping[str, tuple[Published, ...]]] = {
+        "scale": (Published(1.0, "paper", "answers are the largest scores"),),
+        "min_class_count": (Published(1, "paper", "all samples"),),
+    }
 
     @field_validator("norm")
     @classmethod

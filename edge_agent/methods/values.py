@@ -10,6 +10,7 @@ import numpy as np
 from pydantic import Field, ValidationError
 
 from ..core.errors import ConfigError, TrainingFailed
+from ..core.published import Published
 from ..core.search_space import Choices, Range, Space
 from ..core.task import Frozen, Task, Tensors
 
@@ -143,7 +144,7 @@ def refreshed_stats() -> Any:
 
 
 def paper_values(params: type[MethodParams]) -> dict[str, Any]:
-    """Name -> published value of the parameters whose default is ours; all others have the paper's as their default."""
+    """Name -> published value of the parameters whose default is ours; ``--paper`` leaves all others as they are."""
     return {
         name: field.json_schema_extra["paper"]
         for name, field in params.model_fields.items()
@@ -169,6 +170,9 @@ class MethodParams(Frozen):
         "none: what the method's source says",
     )
     refresh_stats: bool = Field(False, description=REFRESH)
+
+    published: ClassVar[Mapping[str, tuple[Published, ...]]] = {}
+    """Field -> its published values, each with its source; those of a class that is derived from are added to."""
 
 
 @dataclass(frozen=True)
