@@ -1,6 +1,7 @@
 """Comparisons of methods: the same number of trials for each on validation samples, then paired seeds on the best.
 
 Read in this order: `records` (what a comparison has found so far, as its file keeps it), `row_statistics` (what its
-runs say: means, paired differences, hurt clients), `tables` (one model of a table, in five forms), `plots` (charts),
-`page` (both in one page), `outputs` (all files that people read, made of the records alone).
+runs say: means, paired differences, hurt clients), `tables` (one model of a table, in five forms), `findings` (the same
+in a few sentences), `plots` (charts), `page` (all of it in one page), `outputs` (all files that people read, made of
+the records alone).
 """

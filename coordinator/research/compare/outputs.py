@@ -16,6 +16,7 @@ from edge_agent.core.storage import check_writable, write_atomic
 from ...report.charts import clean
 from ...report.pictures import COLUMN, Format, picture
 from ...text import counted
+from .findings import findings
 from .page import render
 from .plots import Figure, figures
 from .records import Comparison
@@ -27,7 +28,7 @@ from .tables import (
     differences_table,
     facts,
     figures_csv,
-    findings,
+    hours_in_all,
     latex,
     markdown,
     markdown_text,
@@ -121,8 +122,7 @@ def summary_lines(comparison: Comparison, width: int = 140) -> list[str]:
     lines += ["", *textwrap.wrap(" ".join(findings(comparison, statistics)), width)]
     if statistics.has_tuning:
         lines += ["", *text_lines(tuning_table(comparison, statistics), width)]
-    hours = sum(row.costs.trial_hours + row.costs.run_hours for row in statistics.rows)
-    lines.append(f"{hours:.2f} CPU hours in all.")
+    lines.append(hours_in_all(statistics))
     if statistics.failures:
         lines.append(f"{counted(len(statistics.failures), 'run')} without a result, all of them in table.md:")
         for failure in statistics.failures[:MOST_FAILURES]:

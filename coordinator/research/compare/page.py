@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 from ...report.charts import clean, figure_html
 from ...report.page import render_page
+from .findings import findings
 from .plots import Figure
 from .records import Comparison
 from .row_statistics import ComparisonStatistics
-from .tables import Cell, Column, Table, all_tables, facts, findings
+from .tables import Cell, Column, Table, all_tables, facts
 
 if TYPE_CHECKING:
     from markupsafe import Markup

@@ -164,6 +164,8 @@ def all_tables(comparison: Comparison, statistics: ComparisonStatistics) -> list
     tables = [methods_table(comparison, statistics), differences_table(statistics)]
     if comparison.trials or statistics.has_tuning:
         tables.append(tuning_table(comparison, statistics))
+    if any(record.space for record in comparison.methods):
+        tables.append(space_table(comparison))
     tables.append(costs_table(statistics))
     if any(record.footing for record in comparison.methods):
         tables.append(footing_table(statistics))
@@ -183,7 +185,7 @@ def methods_table(comparison: Comparison, statistics: ComparisonStatistics) -> T
         _share("pooled_mean", "pooled mean", has_spread=True),
         _share("worst_tenth", "worst tenth", has_spread=True),
         _difference("to_best", "to best"),
-        _difference("to_baseline", f"to {_baseline_name(comparison, statistics)}"),
+        _difference("to_baseline", f"to {baseline_name(comparison, statistics)}"),
         _share("hurt_share", "hurt", digits=0),
         _share("lower_share", "lower", digits=0),
         Column("seeds", "seeds"),
@@ -264,14 +266,27 @@ def tuning_table(comparison: Comparison, statistics: ComparisonStatistics) -> Ta
     return Table("tuning", "What tuning was worth", columns, tuple(rows), notes)
 
 
+def space_table(comparison: Comparison) -> Table:
+    """Return the table of the values that were searched for each parameter."""
+    columns = (
+        _ROW,
+        Column("param", "parameter", is_number=False),
+        Column("values", "values searched", is_number=False),
+    )
+    rows = list[tuple[Cell, ...]]()
+    for record in comparison.methods:
+        rows += [(Cell(record.name), Cell(param), Cell(values)) for param, values in record.space.items()]
+    return Table("space", "What was searched", columns, tuple(rows), has_row_per_method=False)
+
+
 def costs_table(statistics: ComparisonStatistics) -> Table:
     """Return the table of trials, CPU hours and bytes."""
     columns = (
         _ROW,
         Column("trials", "trials"),
         Column("failed_trials", "trials failed"),
-        Column("trial_cpu_hours", "trials", "CPU h", digits=2),
-        Column("run_cpu_hours", "runs", "CPU h", digits=2),
+        Column("trial_cpu_hours", "trials", "CPU h", digits=3),
+        Column("run_cpu_hours", "runs", "CPU h", digits=3),
         Column("bytes_up", "from clients", "MB", digits=2, factor=1e-6),
         Column("bytes_down", "to clients", "MB", digits=2, factor=1e-6),
     )
@@ -289,12 +304,17 @@ def costs_table(statistics: ComparisonStatistics) -> Table:
                 Cell(costs.bytes_down),
             )
         )
-    hours = sum(row.costs.trial_hours + row.costs.run_hours for row in statistics.rows)
     notes = (
-        Note(f"{hours:.2f} CPU hours in all. Hours of all processes; those of runs hold the runs with defaults, too."),
+        Note(f"{hours_in_all(statistics)} Hours of all processes; those of runs hold the runs with defaults, too."),
         Note("Bytes of one run: all clients and rounds, mean over seeds; MB are millions of bytes."),
     )
     return Table("costs", "What it cost", columns, tuple(rows), notes)
+
+
+def hours_in_all(statistics: ComparisonStatistics) -> str:
+    """Return in a sentence what all trials and runs have cost."""
+    hours = sum(row.costs.trial_hours + row.costs.run_hours for row in statistics.rows)
+    return f"{hours:.3g} CPU hours in all."
 
 
 def footing_table(statistics: ComparisonStatistics) -> Table:
@@ -354,7 +374,12 @@ def _tuning_text(comparison: Comparison) -> str:
     """Return how parameters were searched."""
     if not comparison.trials:
         return "none: defaults of the methods"
-    return f"{counted(comparison.trials, 'trial')} for each method, {comparison.search}, on validation samples"
+    text = f"{counted(comparison.trials, 'trial')} for each method, {comparison.search}, on validation samples"
+    if comparison.validation is not None:
+        text += f" ({percent(comparison.validation)} of the training samples)"
+    if comparison.tune_seed is not None:
+        text += f", seed {comparison.tune_seed}"
+    return text
 
 
 def _title(comparison: Comparison) -> str:
@@ -362,7 +387,7 @@ def _title(comparison: Comparison) -> str:
     return clean(comparison.title, 200)
 
 
-def _baseline_name(comparison: Comparison, statistics: ComparisonStatistics) -> str:
+def baseline_name(comparison: Comparison, statistics: ComparisonStatistics) -> str:
     """Return the name of the baseline's row, or what the comparison calls it where there is no such row."""
     return clean(statistics.baseline or comparison.baseline, 40)
 
@@ -462,52 +487,12 @@ def _params_text(record: MethodRecord) -> str:
     return "the defaults"
 
 
-def findings(comparison: Comparison, statistics: ComparisonStatistics) -> list[str]:
-    """Return in a few sentences what the tables show, and what they lack."""
-    sentences = list[str]()
-    best = next((row for row in statistics.rows if row.name == statistics.best), None)
-    if best is None or best.client_mean is None:
-        return ["No run has a result yet."]
-    # 1. Which row is best, and which others may be as good.
-    sentences.append(f"Best client mean: {clean(best.name)}, {percent(best.client_mean.mean)}.")
-    others = [row for row in statistics.rows if row.to_best is not None]
-    undecided_rows = [row.name for row in others if row.to_best is not None and row.to_best.is_distinguishable is None]
-    similar_rows = [row.name for row in others if row.to_best is not None and row.to_best.is_distinguishable is False]
-    if similar_rows:
-        sentences.append(f"Not distinguishable from it: {clean(listed(similar_rows), 300)}.")
-    elif others and not undecided_rows:
-        sentences.append("All other rows are at least two standard errors below it.")
-    if undecided_rows:
-        rows = clean(listed(undecided_rows), 300)
-        sentences.append(f"One pair of seeds says nothing of chance: compare with more seeds ({rows}).")
-    # 2. Whom a mean hides, and what tuning has changed.
-    judged_rows = [(row.hurt.hurt, row.name) for row in statistics.rows if row.hurt is not None]
-    if judged_rows:
-        share, name = max(judged_rows)
-        baseline = _baseline_name(comparison, statistics)
-        sentence = f"No row has hurt clients against {baseline}."
-        if share > 0:
-            sentence = f"Most clients are hurt against {baseline} by {clean(name)}: {percent(share)}."
-        sentences.append(sentence)
-    default_best = [row.name for row in statistics.rows if row.tuning.rank == 1]
-    if statistics.has_tuning and default_best:
-        sentences.append(f"With the methods' defaults the best row is {clean(listed(default_best), 300)}.")
-    # 3. What to doubt.
-    differing_rows = [row.name for row in statistics.rows if row.differing]
-    if differing_rows:
-        sentences.append(f"Rows that rest on something else than the others: {clean(listed(differing_rows), 300)}.")
-    incomplete_rows = [row.name for row in statistics.rows if row.missing_seeds]
-    if incomplete_rows:
-        sentences.append(f"Rows without a result for some seeds: {clean(listed(incomplete_rows), 300)}.")
-    return sentences
-
-
 # --- notes -----------------------------------------------------------------------------------------------------------
 
 
 def _notes_of_methods(comparison: Comparison, statistics: ComparisonStatistics) -> Iterator[Note]:
     """Yield the notes below the table of methods: what its figures are, and what to doubt."""
-    baseline = _baseline_name(comparison, statistics)
+    baseline = baseline_name(comparison, statistics)
     most = max((len(row.seeds) for row in statistics.rows), default=0)
     # 1. What the columns are.
     yield Note(
@@ -538,6 +523,9 @@ def _notes_of_methods(comparison: Comparison, statistics: ComparisonStatistics) 
         yield Note("lacks seeds: means over those that it has, differences over the common ones.", SEEDS_MISSING)
     if any(_has_one_pair(row) for row in statistics.rows):
         yield Note("one pair of seeds: no interval, no verdict; clients are judged by their test samples.", ONE_PAIR)
+    # 4. What whoever ran it has to say.
+    for text in comparison.notes:
+        yield Note(text)
 
 
 def _said_of_many(statistics: ComparisonStatistics) -> str:
@@ -572,6 +560,13 @@ def _has_one_pair(row: RowStatistics) -> bool:
 def _notes_of_tuning(comparison: Comparison, statistics: ComparisonStatistics) -> Iterator[Note]:
     """Yield the notes below the table of what tuning was worth."""
     yield Note(f"{_tuning_text(comparison)}; ranks by client mean on test samples.")
+    counts = {record.name: len(record.trials) for record in comparison.methods}
+    other_counts = [f"{name} {count}" for name, count in counts.items() if count != comparison.trials]
+    if other_counts:
+        yield Note(f"Other numbers of trials: {listed(other_counts)}. Rows with fewer are at a disadvantage.")
+    for record in comparison.methods:
+        if record.note:
+            yield Note(f"{record.name}: {record.note}")
     if not statistics.has_tuning:
         yield Note("No runs with defaults were asked for, so that nothing says what tuning was worth.")
         return

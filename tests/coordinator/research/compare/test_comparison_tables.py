@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import re
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ import subprocess
 import pytest
 from comparison_harness import comparison_of, made_up, row_of, run_of, trials_of
 
+from coordinator.research.compare.findings import findings
 from coordinator.research.compare.row_statistics import compute_statistics
 from coordinator.research.compare.tables import (
     SAME_AS_BEST,
@@ -20,7 +22,6 @@ from coordinator.research.compare.tables import (
     all_tables,
     differences_table,
     figures_csv,
-    findings,
     latex,
     latex_text,
     markdown,
@@ -179,3 +180,25 @@ def test_latex_compiles(tmp_path, name):
     assert done.returncode == 0, printed[-2000:]
     if name != HOSTILE:
         assert "Overfull" not in printed, printed
+
+
+def test_few_seeds_are_said_to_prove_little():
+    """With one degree of freedom, as two pairs have, |t| exceeds 2 in 1 - 2 atan(2) / pi of cases."""
+    local = row_of("local", [run_of(0, [0.5]), run_of(1, [0.6])])
+    comparison = comparison_of(local, row_of("fedavg", [run_of(0, [0.9]), run_of(1, [0.9])]))
+    said = " ".join(findings(comparison, compute_statistics(comparison)))
+    assert f"{100 * (1 - 2 * math.atan(2) / math.pi):.0f} % of comparisons" in said
+    assert "With 2 seeds" in said
+
+
+def test_notes_of_whoever_ran_it_stand_below_the_tables():
+    row = row_of("local", [run_of(0, [0.5])], trials=trials_of([0.1]), chosen=0, note="a trial was stopped",
+                 space={"lr": "0.01 to 1, logarithmic"})  # fmt: skip
+    tables = tables_of(row, trials=3, search="random", notes=("tests were seen",), tune_seed=7, validation=0.2)
+    assert "tests were seen" in markdown(tables["methods"])
+    text = markdown(tables["tuning"])
+    assert "local: a trial was stopped" in text
+    assert "Other numbers of trials: local 1" in text
+    assert "20.0 % of the training samples" in text
+    assert "seed 7" in text
+    assert "0.01 to 1, logarithmic" in markdown(tables["space"])
