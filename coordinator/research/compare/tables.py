@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from edge_agent.data.columns import import_pyarrow
 
-from ...report.charts import clean
+from ...report.charts import clean, percent
 from ...text import counted, listed
 from .records import ClientScore, Comparison, MethodRecord, SeedRun
 from .row_statistics import (
@@ -64,6 +64,9 @@ class Column:
     is_signed: bool = False
     """Whether positive values have a plus, as differences do."""
 
+    least: float | None = None
+    """Smaller values are shown as smaller than this one, as p values are; None: as they are."""
+
     has_spread: bool = False
     has_interval: bool = False
 
@@ -82,6 +85,8 @@ class Column:
             return clean(value, 200)
         if self.digits is None:
             return str(value)
+        if self.least is not None and value < self.least:
+            return f"< {self.least:.{self.digits}f}"
         shown = f"{value * self.factor:.{self.digits}f}"
         is_zero = float(shown) == 0
         if is_zero:
@@ -159,6 +164,8 @@ def all_tables(comparison: Comparison, statistics: ComparisonStatistics) -> list
     tables = [methods_table(comparison, statistics), differences_table(statistics)]
     if comparison.trials or statistics.has_tuning:
         tables.append(tuning_table(comparison, statistics))
+    if any(record.space for record in comparison.methods):
+        tables.append(space_table(comparison))
     tables.append(costs_table(statistics))
     if any(record.footing for record in comparison.methods):
         tables.append(footing_table(statistics))
@@ -172,13 +179,13 @@ def methods_table(comparison: Comparison, statistics: ComparisonStatistics) -> T
     best_pooled = _highest(row.pooled_mean for row in statistics.rows if not row.missing_seeds)
     best_tenth = _highest(row.worst_tenth for row in statistics.rows if not row.missing_seeds)
     columns = (
-        Column("rank", "rank"),
         _ROW,
+        Column("rank", "rank"),
         _share("client_mean", "client mean", has_spread=True),
         _share("pooled_mean", "pooled mean", has_spread=True),
         _share("worst_tenth", "worst tenth", has_spread=True),
         _difference("to_best", "to best"),
-        _difference("to_baseline", f"to {_baseline_name(comparison, statistics)}"),
+        _difference("to_baseline", f"to {baseline_name(comparison, statistics)}"),
         _share("hurt_share", "hurt", digits=0),
         _share("lower_share", "lower", digits=0),
         Column("seeds", "seeds"),
@@ -188,8 +195,8 @@ def methods_table(comparison: Comparison, statistics: ComparisonStatistics) -> T
         hurt = row.hurt
         rows.append(
             (
-                Cell(row.rank),
                 Cell(row.name, marks=_marks_of_row(row)),
+                Cell(row.rank),
                 _estimate(row.client_mean, is_best=row.name == statistics.best, marks=_marks_of_mean(row)),
                 _estimate(row.pooled_mean, is_best=_is_value(row.pooled_mean, best_pooled)),
                 _estimate(row.worst_tenth, is_best=_is_value(row.worst_tenth, best_tenth)),
@@ -212,8 +219,8 @@ def differences_table(statistics: ComparisonStatistics) -> Table:
         Column("pairs", "pairs"),
         _difference("difference", "difference"),
         Column("standard_error", "standard error", "points", digits=2, factor=HUNDRED),
-        Column("p", "p", digits=3),
-        Column("p_holm", "p, Holm", digits=3),
+        Column("p", "p", digits=3, least=0.001),
+        Column("p_holm", "p, Holm", digits=3, least=0.001),
         Column("verdict", "verdict", is_number=False),
     )
     rows = list[tuple[Cell, ...]]()
@@ -259,14 +266,27 @@ def tuning_table(comparison: Comparison, statistics: ComparisonStatistics) -> Ta
     return Table("tuning", "What tuning was worth", columns, tuple(rows), notes)
 
 
+def space_table(comparison: Comparison) -> Table:
+    """Return the table of the values that were searched for each parameter."""
+    columns = (
+        _ROW,
+        Column("param", "parameter", is_number=False),
+        Column("values", "values searched", is_number=False),
+    )
+    rows = list[tuple[Cell, ...]]()
+    for record in comparison.methods:
+        rows += [(Cell(record.name), Cell(param), Cell(values)) for param, values in record.space.items()]
+    return Table("space", "What was searched", columns, tuple(rows), has_row_per_method=False)
+
+
 def costs_table(statistics: ComparisonStatistics) -> Table:
     """Return the table of trials, CPU hours and bytes."""
     columns = (
         _ROW,
         Column("trials", "trials"),
         Column("failed_trials", "trials failed"),
-        Column("trial_cpu_hours", "trials", "CPU h", digits=2),
-        Column("run_cpu_hours", "runs", "CPU h", digits=2),
+        Column("trial_cpu_hours", "trials", "CPU h", digits=3),
+        Column("run_cpu_hours", "runs", "CPU h", digits=3),
         Column("bytes_up", "from clients", "MB", digits=2, factor=1e-6),
         Column("bytes_down", "to clients", "MB", digits=2, factor=1e-6),
     )
@@ -284,12 +304,17 @@ def costs_table(statistics: ComparisonStatistics) -> Table:
                 Cell(costs.bytes_down),
             )
         )
-    hours = sum(row.costs.trial_hours + row.costs.run_hours for row in statistics.rows)
     notes = (
-        Note(f"{hours:.2f} CPU hours in all. Hours of all processes; those of runs hold the runs with defaults, too."),
+        Note(f"{hours_in_all(statistics)} Hours of all processes; those of runs hold the runs with defaults, too."),
         Note("Bytes of one run: all clients and rounds, mean over seeds; MB are millions of bytes."),
     )
     return Table("costs", "What it cost", columns, tuple(rows), notes)
+
+
+def hours_in_all(statistics: ComparisonStatistics) -> str:
+    """Return in a sentence what all trials and runs have cost."""
+    hours = sum(row.costs.trial_hours + row.costs.run_hours for row in statistics.rows)
+    return f"{hours:.3g} CPU hours in all."
 
 
 def footing_table(statistics: ComparisonStatistics) -> Table:
@@ -349,7 +374,12 @@ def _tuning_text(comparison: Comparison) -> str:
     """Return how parameters were searched."""
     if not comparison.trials:
         return "none: defaults of the methods"
-    return f"{counted(comparison.trials, 'trial')} for each method, {comparison.search}, on validation samples"
+    text = f"{counted(comparison.trials, 'trial')} for each method, {comparison.search}, on validation samples"
+    if comparison.validation is not None:
+        text += f" ({percent(comparison.validation)} of the training samples)"
+    if comparison.tune_seed is not None:
+        text += f", seed {comparison.tune_seed}"
+    return text
 
 
 def _title(comparison: Comparison) -> str:
@@ -357,7 +387,7 @@ def _title(comparison: Comparison) -> str:
     return clean(comparison.title, 200)
 
 
-def _baseline_name(comparison: Comparison, statistics: ComparisonStatistics) -> str:
+def baseline_name(comparison: Comparison, statistics: ComparisonStatistics) -> str:
     """Return the name of the baseline's row, or what the comparison calls it where there is no such row."""
     return clean(statistics.baseline or comparison.baseline, 40)
 
@@ -462,7 +492,7 @@ def _params_text(record: MethodRecord) -> str:
 
 def _notes_of_methods(comparison: Comparison, statistics: ComparisonStatistics) -> Iterator[Note]:
     """Yield the notes below the table of methods: what its figures are, and what to doubt."""
-    baseline = _baseline_name(comparison, statistics)
+    baseline = baseline_name(comparison, statistics)
     most = max((len(row.seeds) for row in statistics.rows), default=0)
     # 1. What the columns are.
     yield Note(
@@ -492,9 +522,10 @@ def _notes_of_methods(comparison: Comparison, statistics: ComparisonStatistics) 
     if any(row.missing_seeds for row in statistics.rows):
         yield Note("lacks seeds: means over those that it has, differences over the common ones.", SEEDS_MISSING)
     if any(_has_one_pair(row) for row in statistics.rows):
-        yield Note(
-            "one pair of seeds: neither interval nor verdict, and clients are hurt by their test samples.", ONE_PAIR
-        )
+        yield Note("one pair of seeds: no interval, no verdict; clients are judged by their test samples.", ONE_PAIR)
+    # 4. What whoever ran it has to say.
+    for text in comparison.notes:
+        yield Note(text)
 
 
 def _said_of_many(statistics: ComparisonStatistics) -> str:
@@ -529,6 +560,13 @@ def _has_one_pair(row: RowStatistics) -> bool:
 def _notes_of_tuning(comparison: Comparison, statistics: ComparisonStatistics) -> Iterator[Note]:
     """Yield the notes below the table of what tuning was worth."""
     yield Note(f"{_tuning_text(comparison)}; ranks by client mean on test samples.")
+    counts = {record.name: len(record.trials) for record in comparison.methods}
+    other_counts = [f"{name} {count}" for name, count in counts.items() if count != comparison.trials]
+    if other_counts:
+        yield Note(f"Other numbers of trials: {listed(other_counts)}. Rows with fewer are at a disadvantage.")
+    for record in comparison.methods:
+        if record.note:
+            yield Note(f"{record.name}: {record.note}")
     if not statistics.has_tuning:
         yield Note("No runs with defaults were asked for, so that nothing says what tuning was worth.")
         return
@@ -567,13 +605,13 @@ def text_lines(table: Table, width: int) -> list[str]:
 
 def markdown(table: Table) -> str:
     """Return a table in Markdown with its notes; the best values are bold."""
-    lines = [f"## {_markdown_text(table.title)}", ""]
-    lines.append(_markdown_row(_markdown_text(column.title) for column in table.columns))
+    lines = [f"## {markdown_text(table.title)}", ""]
+    lines.append(_markdown_row(markdown_text(column.title) for column in table.columns))
     lines.append(_markdown_row("--:" if column.is_number else "---" for column in table.columns))
     lines += [_markdown_row(map(_markdown_cell, row, table.columns)) for row in table.rows]
     if table.notes:
         lines.append("")
-    lines += [f"- {_markdown_text(note.marked_text)}" for note in table.notes]
+    lines += [f"- {markdown_text(note.marked_text)}" for note in table.notes]
     return "\n".join(lines) + "\n"
 
 
@@ -584,13 +622,13 @@ def _markdown_row(cells: Iterable[str]) -> str:
 
 def _markdown_cell(cell: Cell, column: Column) -> str:
     """Return a cell in Markdown."""
-    text = _markdown_text(cell.text(column))
+    text = markdown_text(cell.text(column))
     if cell.is_best:
         text = f"**{text}**"
     return f"{text} {cell.symbols}".rstrip()
 
 
-def _markdown_text(text: str) -> str:
+def markdown_text(text: str) -> str:
     """Return text whose characters mean nothing in Markdown."""
     return re.sub(r"([\\`*_{}\[\]<>|#])", r"\\\1", text)
 

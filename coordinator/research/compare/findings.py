@@ -1,0 +1,81 @@
+"""What a comparison shows, in a few sentences for a terminal and the head of a page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ...report.charts import clean, percent
+from ...text import listed
+from .records import Comparison
+from .row_statistics import ComparisonStatistics, RowStatistics, chance_of_distinguishing
+from .tables import baseline_name
+
+ENOUGH_SEEDS = 5
+"""From so many seeds on chance alone exceeds two standard errors in about one of nine comparisons, or fewer."""
+
+
+def findings(comparison: Comparison, statistics: ComparisonStatistics) -> list[str]:
+    """Return what the tables show, and what they lack."""
+    best = next((row for row in statistics.rows if row.name == statistics.best), None)
+    if best is None or best.client_mean is None:
+        return ["No run has a result yet."]
+    return [
+        f"Best client mean: {clean(best.name)}, {percent(best.client_mean.mean)}.",
+        *_distances(statistics),
+        *_clients_and_tuning(comparison, statistics),
+        *_doubts(statistics),
+    ]
+
+
+def _distances(statistics: ComparisonStatistics) -> Iterator[str]:
+    """Yield which rows may be as good as the best one, and how far chance alone may have decided that."""
+    differences = {row.name: row.to_best for row in statistics.rows if row.to_best is not None}
+    if not differences:
+        return
+    similar_rows = [name for name, difference in differences.items() if difference.is_distinguishable is False]
+    single_pairs = [name for name, difference in differences.items() if difference.is_distinguishable is None]
+    if similar_rows:
+        yield f"Not distinguishable from it: {_list(similar_rows)}."
+    elif not single_pairs:
+        yield "All other rows are at least two standard errors below it."
+    if single_pairs:
+        yield f"One pair of seeds says nothing of chance: compare with more seeds ({_list(single_pairs)})."
+    fewest = min((len(difference.seeds) for difference in differences.values() if len(difference.seeds) > 1), default=0)
+    if 0 < fewest < ENOUGH_SEEDS:
+        chance = 100 * chance_of_distinguishing(fewest)
+        yield f"With {fewest} seeds chance alone exceeds two standard errors in {chance:.0f} % of comparisons."
+
+
+def _clients_and_tuning(comparison: Comparison, statistics: ComparisonStatistics) -> Iterator[str]:
+    """Yield whom a mean hides, and which row would be best without tuning."""
+    judged_rows = [(row.hurt.hurt, row.name) for row in statistics.rows if row.hurt is not None]
+    if judged_rows:
+        baseline = baseline_name(comparison, statistics)
+        share, name = max(judged_rows)
+        if share > 0:
+            yield f"Most clients are hurt against {baseline} by {clean(name)}: {percent(share)}."
+        else:
+            yield f"No row has hurt clients against {baseline}."
+    default_best = [row.name for row in statistics.rows if row.tuning.rank == 1]
+    if statistics.has_tuning and default_best:
+        yield f"With the methods' defaults the best row is {_list(default_best)}."
+
+
+def _doubts(statistics: ComparisonStatistics) -> Iterator[str]:
+    """Yield which rows are not comparable with the others in everything."""
+    differing_rows = _names(row for row in statistics.rows if row.differing)
+    if differing_rows:
+        yield f"Rows that rest on something else than the others: {_list(differing_rows)}."
+    incomplete_rows = _names(row for row in statistics.rows if row.missing_seeds)
+    if incomplete_rows:
+        yield f"Rows without a result for some seeds: {_list(incomplete_rows)}."
+
+
+def _names(rows: Iterator[RowStatistics]) -> list[str]:
+    """Return the names of rows."""
+    return [row.name for row in rows]
+
+
+def _list(names: Sequence[str]) -> str:
+    """Return names of rows as text."""
+    return clean(listed(names), 300)
