@@ -66,7 +66,7 @@ HELP = {
 def compare(
     given: Given,
     methods: Methods = None,
-    seeds: Seeds = "0:3",
+    seeds: Seeds = "0:5",
     tune: Tune = 12,
     search: Search = "random",
     space: Spaces = None,

@@ -145,7 +145,7 @@ def compare(
     methods: Sequence[str | type[Method]],
     *,
     data: str | Sequence[str],
-    seeds: Sequence[int] = (0, 1, 2),
+    seeds: Sequence[int] = (0, 1, 2, 3, 4),
     tune: int = 12,
     search: str = "random",
     space: Mapping[str, str] | None = None,

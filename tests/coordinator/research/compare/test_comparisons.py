@@ -69,7 +69,7 @@ def test_every_method_has_equal_trials_paired_seeds_and_the_same_samples(whole):
             assert run.curve[-1][1] == pytest.approx(mean, abs=1e-6)
     assert {len(values) for values in hashes.values()} == {1}
     assert len(set.union(*hashes.values())) == 2
-    assert read_comparison(whole.folder) == record
+    assert read_comparison(whole.folder).methods == record.methods
 
 
 def test_the_runs_have_the_parameters_of_the_best_trial(whole):
@@ -180,7 +180,7 @@ def test_a_comparison_that_is_stopped_anywhere_ends_as_if_it_was_not(whole, tmp_
 
 def test_nothing_is_run_again(whole, monkeypatch):
     monkeypatch.setattr(simulated_runs, "_simulate", None)
-    assert whole.call().comparison == whole.comparison
+    assert whole.call().comparison.methods == whole.comparison.methods
 
 
 def test_what_a_killed_attempt_has_spent_is_counted(place):
@@ -412,7 +412,7 @@ def test_the_command_runs_in_worker_processes_and_finds_what_this_process_finds(
     # The command in the record is one that continues it.
     code, out, err = call(*record.command.split()[1:])
     assert code == 0, err
-    assert re.search(r"^fedprox  ", out, re.MULTILINE)
+    assert re.search(r"^ *fedprox +\d", out, re.MULTILINE)
     assert (place / "by-command" / "table.tex").exists()
 
 
