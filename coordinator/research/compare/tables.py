@@ -492,9 +492,8 @@ def _notes_of_methods(comparison: Comparison, statistics: ComparisonStatistics) 
     if any(row.missing_seeds for row in statistics.rows):
         yield Note("lacks seeds: means over those that it has, differences over the common ones.", SEEDS_MISSING)
     if any(_has_one_pair(row) for row in statistics.rows):
-        yield Note(
-            "one pair of seeds: neither interval nor verdict, and clients are hurt by their test samples.", ONE_PAIR
-        )
+        text = "one pair of seeds: neither interval nor verdict, and clients are hurt by their test samples."
+        yield Note(text, ONE_PAIR)
 
 
 def _said_of_many(statistics: ComparisonStatistics) -> str:
