@@ -13,16 +13,28 @@ from typing import TYPE_CHECKING, Any
 from edge_agent import __version__
 
 if TYPE_CHECKING:
+    from edge_agent.core.errors import StopRun
+
     from .api import SimulationResult, federate, simulate
     from .config import CoordinatorConfig, load_config
     from .service.coordinator import Coordinator
 
-__all__ = ["Coordinator", "CoordinatorConfig", "SimulationResult", "__version__", "federate", "load_config", "simulate"]
+__all__ = [
+    "Coordinator",
+    "CoordinatorConfig",
+    "SimulationResult",
+    "StopRun",
+    "__version__",
+    "federate",
+    "load_config",
+    "simulate",
+]
 
 _HOMES = {
     "Coordinator": ".service.coordinator",
     "CoordinatorConfig": ".config",
     "SimulationResult": ".api",
+    "StopRun": "edge_agent.core.errors",
     "federate": ".api",
     "load_config": ".config",
     "simulate": ".api",

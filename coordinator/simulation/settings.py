@@ -20,7 +20,7 @@ class Settings(TypedDict, total=False):
     """as paper, with the values for this data set, such as pacs, where the published ones differ."""
 
     alpha: float | None
-    """small: few classes for each client (dirichlet), most samples at few clients (quantity)."""
+    """small: few classes for each client (dirichlet, fedrir_dirichlet), most samples at few clients (quantity)."""
 
     size: int | None
     """samples of one client (iid, fedpac); default of fedpac: 600."""
@@ -31,11 +31,14 @@ class Settings(TypedDict, total=False):
     starts: tuple[int, int] | None
     """sample of each class where fedpac's pointers start, training and test; default: 0, 0."""
 
+    iid_share: float | None
+    """share of a client's samples spread over all classes (fedpac); default: 0.2."""
+
     classes_each: int | None
-    """classes of one client (pathological); default: 2."""
+    """classes of one client (pathological, fedrir_pathological); default: 2."""
 
     min_size: int | None
-    """drawn again until every client has so many samples; default: 10."""
+    """drawn again until every client has so many samples; default: 10, of fedrir_dirichlet 400."""
 
     test_fraction: float
     """share of each client's samples held out where the data have no test part."""
@@ -48,6 +51,9 @@ class Settings(TypedDict, total=False):
 
     fraction_max: float | None
     """draw the share for each round between fraction and this."""
+
+    full_last_round: bool
+    """all clients take part in the last round, whatever fraction says."""
 
     dropout: float
     """probability that a client of a round leaves, or trains and never delivers."""
@@ -80,6 +86,10 @@ class Settings(TypedDict, total=False):
 
     standardise: bool
     """mean and std of the inputs are those of the training samples."""
+
+    augment: Literal["crop_flip", "flip_turn", "views"] | None
+    """random views of images in training, whatever the method: crop_flip (a frame of 4 pixels), flip_turn (up to 30
+    degrees), or views, those of contrastive learning."""
 
     evaluate_every: int
     """evaluate each so many rounds; 0 = only at the end."""
@@ -115,3 +125,12 @@ class Settings(TypedDict, total=False):
 
     stacked_always: bool
     """stacked: train in one pass even where a trial finds one after another faster."""
+
+    name: str
+    """what the run is called in logs and on its page."""
+
+    tags: Mapping[str, Any]
+    """a tag of the run, kept in its summary and logs."""
+
+    note: str
+    """what is to be remembered of the run, for its page and logs."""

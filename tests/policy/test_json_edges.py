@@ -58,6 +58,7 @@ EDGES = {
     "simulation.engines.pool": "set-up of worker processes, and part of result.json",
     "simulation.engines.ray_cluster": "options of Ray, a package of others",
     "simulation.engines.stacked": "part of result.json: what an engine says of its work",
+    "simulation.logged": "result.json, see simulation.results",
     "simulation.own_data": "pools that a user's program gives by name",
     "simulation.plan": "parameters of a method or an encoder, which only its own class knows, and simulation.json",
     "simulation.results": "result.json, which is a public format: api, files and --json have the same keys",
