@@ -113,12 +113,17 @@ class Settings(TypedDict, total=False):
     threads: int
     """torch threads of a worker; 0 = torch's own choice; only 1 is repeatable."""
 
-    engine: Literal["serial", "pool", "ray", "stacked"] | None
+    engine: Literal["serial", "pool", "ray", "stacked", "fastest"] | None
     """serial: one client after another; pool: worker processes; ray: workers on a cluster; stacked: many clients in one
-    pass, equal up to rounding; default: serial or pool, whichever suits the machine."""
+    pass, equal up to rounding; fastest: serial, pool or stacked, by a short trial; default: serial or pool, whichever
+    suits the machine."""
 
     workers: int | None
     """workers of pool and ray; default: the cores of machine or cluster."""
+
+    max_memory: str | None
+    """the most memory of all processes together, such as 8GB: fewer workers where it is too little, and a stop that can
+    be resumed before it is reached; default: what is available."""
 
     address: str | None
     """ray: a running cluster, HOST:PORT or auto; default: a new one on this machine."""
