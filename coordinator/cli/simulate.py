@@ -28,6 +28,7 @@ from ..text import about_time, counted, encoder_named
 from ..views.runs import replay
 from .options import INTERRUPTED, Given, Json, Verbose, from_model
 from .output import console, is_live, present, set_up_logging, sigterm_as_ctrl_c, table
+from .reading import shown_reading
 from .start_from import bundle_start, notes_on_frozen_encoder
 
 if TYPE_CHECKING:
@@ -263,8 +264,7 @@ def run_plan(plan: Plan, folder: Path, *, resume: bool, later_rounds: int = 0) -
 
     # Before data are read: a log that cannot be used is refused at once.
     logs = RunLogs.open(plan.log, folder)
-    busy = console.status("reading the data") if is_live(console) else contextlib.nullcontext()
-    with busy:
+    with shown_reading():
         prepared = Prepared.of(plan, folder / PARTITION if resume else None).shared()
     with open_simulation(prepared, folder) as simulation, shown(simulation, later_rounds) as watch:
         return finish(simulation, folder, Watching(watch, logs=logs))

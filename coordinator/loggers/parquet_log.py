@@ -33,7 +33,7 @@ class ParquetLogger(FolderLogger):
     """Tables as Parquet."""
 
     package: ClassVar[str] = "pyarrow"
-    extra: ClassVar[str] = "parquet"
+    extra: ClassVar[str] = "tables"
 
     def begin(self, run: RunDescription) -> None:
         """Write empty tables."""

@@ -111,6 +111,7 @@ class RunLoop:
             Exclusions.replay(journal, run.id),
             Pace.replay(journal, run.id),
             fewest=run.privacy_budget.least,
+            last_round=run.request.rounds,
         )
         self._active = ActiveRun(run, selection, freeze_as_tensors if run.context.is_simulation else freeze)
         self._server = ServerStep(self._active)

@@ -186,6 +186,7 @@ class Prepared:
                 "tier": "any" if plan.head_clients else "train",
                 "fraction": plan.fraction,
                 "fraction_max": plan.fraction_max,
+                "full_last_round": plan.full_last_round,
             },
             "round": {"lease_s": LEASE_S, **closing},
             # The papers' own means; nobody is hostile here.

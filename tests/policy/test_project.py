@@ -127,13 +127,14 @@ def test_changelog_has_an_entry_for_this_version(root, project):
     assert "## [Unreleased]" in text
 
 
-ALONE = {"camera", "mlflow", "otel", "parquet", "postgres", "ray", "s3", "tensorboard", "wandb"}
+ALONE = {"camera", "mlflow", "otel", "postgres", "ray", "s3", "tables", "tensorboard", "wandb"}
 
 
 def test_extra_all_is_everything_but_development_and_what_only_clusters_need(project):
     """Ray is 80 MB and not there for every Python and processor; OpenCV is 60 MB, and few devices have a camera.
 
-    Loggers are for those who use the programs that they write for.
+    pyarrow is 170 MB, and only who has tables in its forms needs it. Loggers are for those who use the programs that
+    they write for.
     """
     extras = project["project"]["optional-dependencies"]
     inside = set(re.search(r"\[(.*)\]", extras["all"][0])[1].split(","))
