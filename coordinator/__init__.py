@@ -15,9 +15,10 @@ from edge_agent import __version__
 if TYPE_CHECKING:
     from edge_agent.core.errors import StopRun
 
-    from .api import SimulationResult, federate, simulate
+    from .api import federate, simulate
     from .config import CoordinatorConfig, load_config
     from .service.coordinator import Coordinator
+    from .simulation.notebook.result import SimulationResult
 
 __all__ = [
     "Coordinator",
@@ -33,7 +34,7 @@ __all__ = [
 _HOMES = {
     "Coordinator": ".service.coordinator",
     "CoordinatorConfig": ".config",
-    "SimulationResult": ".api",
+    "SimulationResult": ".simulation.notebook.result",
     "StopRun": "edge_agent.core.errors",
     "federate": ".api",
     "load_config": ".config",

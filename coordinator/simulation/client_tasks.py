@@ -152,6 +152,7 @@ class SimulatedResources(Resources):
 
     outbox: MemoryOutbox
     counts_updates = False
+    logs_better_alone = False  # the result of the run names all such clients in one line
 
     def __init__(self, shared: Shared, client: str) -> None:
         plan = shared.plan

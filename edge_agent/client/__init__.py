@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import zlib
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -297,6 +298,13 @@ class Session:
             augment=self._augment,
         )
 
+    def own_statistics(self, client: Client) -> AbstractContextManager[None]:
+        """Give batch norm layers that stay here the statistics of the client's samples, as every evaluation has them.
+
+        At the end of the context those from before are back, bit for bit.
+        """
+        return statistics_of(self._norms, lambda rows: self.method.views(client, rows), client.train_inputs)
+
     def scores(self, client: Client) -> dict[str, float]:
         """Return the accuracies on the held-out samples by name of the metric; empty without such samples."""
         return self._scored(client)[0]
@@ -309,7 +317,7 @@ class Session:
         inputs, labels = self._test
         if not len(labels):
             return {}, None
-        with statistics_of(self._norms, lambda rows: self.method.views(client, rows), client.train_inputs):
+        with self.own_statistics(client):
             personal = self.method.predict(client, inputs)
             scores = {"acc.personal": accuracy(personal, labels)}
             # Where a method changes neither answer, the global model is the personal one: no second pass is needed.

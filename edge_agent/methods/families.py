@@ -249,6 +249,12 @@ class FittedHead(Method):
         """Return class probabilities of the personal head, which is fitted first if the encoder has changed since."""
         import torch
 
+        head = self.fitted(client)
+        probabilities = head.predict_proba(features_of(client.model, inputs).cpu().numpy())
+        return torch.from_numpy(probabilities.astype(np.float32)).to(inputs.device)
+
+    def fitted(self, client: Client) -> Head:
+        """Return the client's personal head, which is fitted first if the encoder has changed since."""
         stamp = fingerprint(client.model.encoder, with_counters=True)
         if not np.array_equal(client.memory.get(self._STAMP, ()), stamp):
             self.personalize(client, {})
@@ -258,8 +264,7 @@ class FittedHead(Method):
                 arrays[name.removeprefix(self._HEAD)] = array
         head = self._head()
         head.load(arrays, client.task.num_classes)
-        probabilities = head.predict_proba(features_of(client.model, inputs).cpu().numpy())
-        return torch.from_numpy(probabilities.astype(np.float32)).to(inputs.device)
+        return head
 
     def head_params(self, head: str) -> dict[str, Any]:
         """Return ``head_params`` for the method's own head, and the defaults of all others."""

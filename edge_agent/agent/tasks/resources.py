@@ -32,6 +32,9 @@ class Resources:
     counts_updates = True
     """Whether updates without noise are counted on disk, for a device that adds noise later."""
 
+    logs_better_alone = True
+    """Whether a device that is better off alone says so in its log."""
+
     def __init__(self, config: AgentConfig) -> None:
         self.config = config
         self.outbox = Outbox(config.state / "outbox", config.privacy)

@@ -254,7 +254,8 @@ class TaskRunner:
         is_wanted = self.config.head.local and right is not None
         local = alone(train, test, job.task.num_classes) if is_wanted else None
         scores = Scores.of(right, overall, local)
-        log_if_better_alone(scores)
+        if self.resources.logs_better_alone:
+            log_if_better_alone(scores)
         report = Report(
             run=job.run,
             samples=len(train),
