@@ -2,5 +2,5 @@
 
 Read in this order: `records` (what a comparison has found so far, as its file keeps it), `row_statistics` (what its
 runs say: means, paired differences, hurt clients), `tables` (one model of a table, in five forms), `outputs` (all files
-that people read, made of the records alone).
+that people read, made of the records alone), `logged` (the same for logs of experiments, with all rounds of its runs).
 """
