@@ -7,5 +7,6 @@ Read in this order: `records` (what a comparison has found so far, as its file k
 `tuners` and `optuna_search` (how parameters are searched), `simulated_runs` (one simulation and its outcome),
 `comparing` (what is due, and what it has found), `runners` (where simulations run), `interface` (the whole, as a call),
 `row_statistics` (what its runs say: means, paired differences, hurt clients), `tables` (one model of a table, in five
-forms), `plots` (charts), `page` (both in one page), `outputs` (all files that people read, made of the records alone).
+forms), `plots` (charts), `page` (both in one page), `outputs` (all files that people read, made of the records alone),
+`logged` (the same for logs of experiments, with all rounds of its runs).
 """
