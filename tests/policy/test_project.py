@@ -365,6 +365,7 @@ def test_readme_says_where_the_programs_are_and_leads_to_the_guides_before_anyth
         "hostile-agents",
         "method-without-torch",
         "new-encoder",
+        "notebooks",
         "privacy",
         "protocol",
         "relay",
