@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import tempfile
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,6 +16,8 @@ from edge_agent.core.registry import absolute
 from edge_agent.core.storage import write_atomic, write_json
 
 from .config import CoordinatorConfig
+from .loggers.choice import absolute_choice
+from .loggers.run_logs import LogChoice, RunLogs, choices_of
 from .rounds.request import Request
 from .shadowed import check_export
 from .simulation.failures import add_note
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
     from edge_agent.wire.messages.down import Job
 
     from .simulation.notebook.result import SimulationResult
+    from .simulation.observer import OnRound
     from .simulation.run import Simulation
 
 
@@ -61,6 +65,8 @@ def simulate(
     encoder: str | Callable[..., nn.Module] | None = None,
     out: str | Path | None = None,
     watch: Callable[[Job], None] = lambda _: None,
+    on_round: OnRound | None = None,
+    log: LogChoice | Sequence[LogChoice] | None = None,
     **settings: object,
 ) -> SimulationResult:
     """Run a method on many clients on this machine; the same as 'headwater simulate'.
@@ -81,8 +87,15 @@ def simulate(
 
     ``out``: folder of the run; default: a temporary one, removed with the result and kept where the run fails.
 
-    ``watch`` is called after each finished task of a client. ``settings``: further fields of
-    `coordinator.simulation.plan.Plan`, such as ``alpha``, ``fraction``, ``engine``, ``workers``, ``device``.
+    ``watch`` is called after each finished task of a client, ``on_round`` after each closed round, with a
+    `coordinator.loggers.records.RoundResult`: accuracies by scope, loss, seconds, bytes, and what each client has
+    reported. It may raise `StopRun("why")`: then no further round begins, and the run ends as after its last one.
+
+    ``log``: also log to a name as behind ``--log``, such as ``"csv:FOLDER"``, or an object of a subclass of
+    `coordinator.loggers.base.Logger`; or several.
+
+    ``settings``: further fields of `coordinator.simulation.plan.Plan`, such as ``alpha``, ``fraction``, ``engine``,
+    ``workers``, ``device``, ``name``, ``tags``, ``note``.
 
     Classes of the calling program, or of a notebook, exist in this process only: they are trained by engine serial (or
     stacked). Put them into a file and give ``"path.py:Name"`` to train in several processes. No script needs an
@@ -94,16 +107,22 @@ def simulate(
         RunFailed: the run failed otherwise.
     """
     check_export()
+    logs = RunLogs.open(log, out if out is None else Path(out))
     given = {"partition": partition, "clients": clients, "rounds": rounds, "seed": seed, **settings}
     fields = {name: value for name, value in given.items() if value is not None}
     fields |= {"params": dict(params or {}), "folder": str(Path.cwd())}
+    # Logs that have a name are kept with the settings, so that a run that is resumed goes on in them.
+    names = [absolute_choice(choice) for choice in choices_of(log) if isinstance(choice, str)]
+    if names:
+        fields["log"] = names
+    eyes = Watching(watch, on_round, logs)
     if out is not None:
-        return _run(_plan(method, encoder, data, fields, Path(out)), Path(out), watch)
+        return _run(_plan(method, encoder, data, fields, Path(out)), Path(out), eyes)
     # The folder that holds temporary ones may be reached by a link, and `remove_folder` follows none.
     temporary = Path(tempfile.mkdtemp(prefix="headwater-")).resolve()
     mark_folder(temporary, TEMPORARY_RUN, temporary.name)
     try:
-        result = _run(_plan(method, encoder, data, fields, temporary / "run"), temporary / "run", watch)
+        result = _run(_plan(method, encoder, data, fields, temporary / "run"), temporary / "run", eyes)
     except Exception as error:
         is_mistake = isinstance(error, HeadwaterError) and not isinstance(error, TrainingFailed | RunFailed)
         if is_mistake or not (temporary / "run").is_dir():
@@ -189,7 +208,7 @@ def _data_fields(data: object, fields: Mapping[str, Any], folder: Path) -> dict[
     return {"data": sources, "partition": file}
 
 
-def _run(plan: Plan, folder: Path, watch: Callable[[Job], None]) -> SimulationResult:
+def _run(plan: Plan, folder: Path, eyes: Watching) -> SimulationResult:
     import torch
 
     from .simulation.notebook.result import SimulationResult
@@ -200,18 +219,53 @@ def _run(plan: Plan, folder: Path, watch: Callable[[Job], None]) -> SimulationRe
     try:
         prepared = Prepared.of(plan).shared()
         with open_simulation(prepared, folder) as simulation:
-            summary = finish(simulation, folder, watch)
+            summary = finish(simulation, folder, eyes)
             recorded = simulation.state.run(simulation.run).summary() or {}
     finally:
         torch.set_num_threads(threads)
     return SimulationResult.of(summary, recorded, folder)
 
 
-def finish(simulation: Simulation, folder: Path, watch: Callable[[Job], None]) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Watching:
+    """Who sees how a simulation goes on.
+
+    Attributes:
+        watch: Called after each finished task of a client.
+        on_round: Called after each closed round; None: nobody asks.
+        logs: Where it is logged.
+    """
+
+    watch: Callable[[Job], None] = lambda _: None
+    on_round: OnRound | None = None
+    logs: RunLogs = field(default_factory=lambda: RunLogs(()))
+
+
+def finish(simulation: Simulation, folder: Path, eyes: Watching) -> dict[str, Any]:
     """Simulate to the end and write ``curves.svg`` and ``result.json``; returns the content of the latter.
 
     Raises:
         HeadwaterError: the run failed.
+    """
+    from .simulation.logged import logged
+
+    with logged(simulation, eyes.logs) as ending:
+        if eyes.on_round is not None:
+            simulation.observer.add(eyes.on_round)  # after the logs: a round that it fails at is logged
+        result = _finish(simulation, folder, eyes.watch)
+        outcomes = ending.finish(result)
+    if outcomes:
+        # Once more, with what the logs have: they got the file as it was without that.
+        result["logs"] = [outcome.to_json() for outcome in outcomes]
+        write_json(folder / "result.json", result)
+    return result
+
+
+def _finish(simulation: Simulation, folder: Path, watch: Callable[[Job], None]) -> dict[str, Any]:
+    """Simulate to the end, write the files of the result, and return that.
+
+    Raises:
+        HeadwaterError: The run failed.
     """
     from .simulation.results import curves
 

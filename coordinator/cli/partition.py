@@ -16,6 +16,7 @@ from edge_agent.core.storage import write_atomic
 from ..simulation.plan import Plan
 from .options import Given, Json, Verbose, from_model
 from .output import present, ready_for, set_up_logging, table
+from .reading import shown_reading
 from .simulate import sources
 
 if TYPE_CHECKING:
@@ -27,7 +28,8 @@ Rule = Annotated[
     str,
     typer.Argument(
         metavar="RULE",
-        help="iid, dirichlet, pathological, quantity, fedpac, domains, subjects, or a saved partition.json to show.",
+        help="iid, dirichlet, pathological, quantity, fedpac, fedrir_dirichlet, fedrir_pathological, domains, "
+        "subjects, users, or a saved one to show.",
     ),
 ]
 Out = Annotated[
@@ -71,7 +73,8 @@ def partition(
     kind = "svg" if plot is None else format_of(plot.suffix)
     for path in filter(None, (file, plot)):
         ready_for(path)
-    pools, division, task = prepare(plan)
+    with shown_reading():
+        pools, division, task = prepare(plan)
     counts = class_counts(division, pools, task.class_names)
     result = {
         **counts.to_json(),

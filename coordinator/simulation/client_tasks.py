@@ -168,6 +168,7 @@ class SimulatedResources(Resources):
         self._shared = shared
         self.outbox = MemoryOutbox()
         self.evaluate_after = plan.evaluate_after
+        self.augmentation = plan.augment or ""
 
     def samples(self, task: Task) -> tuple[Samples, Samples]:  # noqa: ARG002 - the pools are of the run's task
         """Return the client's rows of the pools, copied."""

@@ -22,6 +22,7 @@ from edge_agent import data
 from edge_agent.core.config import NAME_PATTERN
 from edge_agent.core.errors import DataError, UsageError
 from edge_agent.data import partition
+from edge_agent.data.columns import INPUT_KEYS, LABEL_KEYS
 from edge_agent.data.preprocess import height_width_channels
 
 from .datasets import Pools, Shares, split_rows
@@ -31,12 +32,6 @@ log = logging.getLogger(__name__)
 
 _ARCHIVE = "clients.npz"
 _PARTITION = "clients.json"
-
-IMAGE_KEYS = ("image", "img", "x", "input", "inputs")
-"""Keys of a row's input; the first one that the row has counts."""
-
-LABEL_KEYS = ("label", "labels", "y", "target", "class")
-"""Keys of a row's label; the first one that the row has counts."""
 
 FORMS = (
     "a pair (X, y) of arrays, (X, y, X_test, y_test), a torch Dataset of pairs (x, y), or rows like "
@@ -142,7 +137,7 @@ def check_is_clients(samples: Mapping[Any, Any], *, has_rule: bool) -> None:
             "client -> samples; give one part and a rule (data=parts['train'], partition='iid', clients=10), or call "
             "the clients otherwise"
         )
-    image = _key_among(keys, IMAGE_KEYS)
+    image = _key_among(keys, INPUT_KEYS)
     label = _key_among(keys, LABEL_KEYS)
     if image is None or label is None:
         return
@@ -484,9 +479,9 @@ def _find_keys(where: str, row: Mapping[str, Any]) -> tuple[str, str]:
     """Return the keys of the input and of the label of a row.
 
     Raises:
-        DataError: The row has none of `IMAGE_KEYS`, or none of `LABEL_KEYS`.
+        DataError: The row has none of `INPUT_KEYS`, or none of `LABEL_KEYS`.
     """
-    image = next(filter(row.__contains__, IMAGE_KEYS), None)
+    image = next(filter(row.__contains__, INPUT_KEYS), None)
     label = next(filter(row.__contains__, LABEL_KEYS), None)
     if image is not None and label is not None:
         return image, label
@@ -494,7 +489,7 @@ def _find_keys(where: str, row: Mapping[str, Any]) -> tuple[str, str]:
     if len(row) > _SHOWN_KEYS:
         shown += f" and {len(row) - _SHOWN_KEYS} more"
     raise DataError(
-        f"{where}: rows with the keys {shown}; expected one of {', '.join(IMAGE_KEYS)} and one "
+        f"{where}: rows with the keys {shown}; expected one of {', '.join(INPUT_KEYS)} and one "
         f"of {', '.join(LABEL_KEYS)}: rename the columns, or give (X, y)"
     )
 

@@ -25,6 +25,7 @@ from export.domains import spread_over
 
 from ..journal.entries import RoundClosed, UpdateAccepted
 from ..journal.store import facts_of
+from ..loggers.records import RoundResult, Spread
 from ..report import write_report
 from ..report.charts import Axis, Lines, Series, ends
 from ..report.pictures import Format, picture
@@ -73,6 +74,9 @@ def result_of(state: StateFolder, run: str, prepared: Prepared) -> dict[str, Any
     tested_clients = [client for client, share in division.clients.items() if share.test]
     result = {
         "run_id": run,
+        "name": plan.name,
+        "tags": plan.tags,
+        "note": plan.note,
         "method": plan.method_name,
         "params": summary.get("params", {}),
         "data": list(plan.data),
@@ -95,6 +99,7 @@ def result_of(state: StateFolder, run: str, prepared: Prepared) -> dict[str, Any
         "precision": plan.precision,
         "seconds": round(math.fsum(figures["seconds"] or 0.0 for figures in rounds), 3),
         "rounds": rounds,
+        "stopped": summary.get("stopped"),
         "last": {"rounds_done": record.round, "acc": _accuracies_at_end(agents, division)},
         "local_models": local_models(AgentLine.from_json(agent) for agent in agents["trained"]),
         "failed": summary.get("faults", {}),
@@ -126,14 +131,65 @@ def _accuracies_at_end(agents: Mapping[str, list[Mapping[str, Any]]], division: 
 
 def round_of(state: StateFolder, run: str, number: int, division: Division) -> dict[str, Any]:
     """Return the figures of one closed round as JSON."""
+    return _figures_of(*_read_round(state, run, number), number, division)
+
+
+def round_result(
+    state: StateFolder, run: str, number: int, division: Division, rounds: int, *, is_replayed: bool
+) -> RoundResult:
+    """Return one closed round as those get it who watch the run.
+
+    Args:
+        state: The state folder of the simulation.
+        run: Name of the run.
+        number: The round's number.
+        division: Each client's samples.
+        rounds: Number of rounds that are planned.
+        is_replayed: Whether it was closed before this process.
+    """
+    closed, metrics = _read_round(state, run, number)
+    figures = _figures_of(closed, metrics, number, division)
+    return RoundResult(
+        round=number,
+        rounds=rounds,
+        clients=figures["clients"],
+        acc={scope: spread_of(scores) for scope, scores in figures["acc"].items()},
+        loss=figures["loss"],
+        seconds=figures["seconds"],
+        bytes_up=figures["bytes_up"],
+        bytes_down=figures["bytes_down"],
+        per_client=metrics,
+        is_replayed=is_replayed,
+    )
+
+
+def spread_of(scores: Mapping[str, float]) -> Spread:
+    """Return the accuracies of a scope in ``result.json`` as a value."""
+    return Spread(
+        mean=scores["clients_mean"],
+        std=scores["std"],
+        worst_tenth=scores["worst10"],
+        samples_mean=scores["samples_mean"],
+        clients=int(scores["clients"]),
+    )
+
+
+def _read_round(state: StateFolder, run: str, number: int) -> tuple[RoundClosed, dict[str, dict[str, float]]]:
+    """Return what the journal has of a closed round: its figures, and client -> what it reported."""
     entries = state.journal.entries(run, ("round_closed", "update_accepted"), round=number)
     closed = facts_of(entries, RoundClosed)
-    figures = closed[0] if closed else RoundClosed()
     metrics: dict[str, dict[str, float]] = {}
     for entry in entries:
         fact = entry.fact
         if isinstance(fact, UpdateAccepted) and entry.agent is not None:  # the first update of a client counts
             metrics.setdefault(entry.agent, dict(fact.metrics))
+    return closed[0] if closed else RoundClosed(), metrics
+
+
+def _figures_of(
+    figures: RoundClosed, metrics: Mapping[str, Mapping[str, float]], number: int, division: Division
+) -> dict[str, Any]:
+    """Return the figures of a round as JSON, from what the journal has of it."""
     losses = [reported["loss"] for reported in metrics.values() if "loss" in reported]
     accuracies = {}
     for scope, name in SCOPES.items():
@@ -216,7 +272,9 @@ def describe(state: StateFolder, run: str, prepared: Prepared) -> None:
         counts = replace(counts, clients=())
     settings = plan.model_dump(mode="json", exclude_defaults=True, exclude={"folder", *HOW_NOT_WHAT})
     described = {"data": list(plan.data), "partition": counts.to_json(), "plan": settings}
-    folder.write_summary({**(folder.summary() or {}), "simulation": described})
+    about = {"name": plan.name, "tags": plan.tags, "note": plan.note}
+    written = {name: value for name, value in about.items() if value}
+    folder.write_summary({**(folder.summary() or {}), **written, "simulation": described})
     write_report(folder)
 
 

@@ -43,6 +43,7 @@ from .engines.pool import LocalWorkers, WorkerPool
 from .engines.ray_cluster import RayWorkers
 from .engines.stacked import Stacked
 from .failures import Failure
+from .observer import RoundObserver
 from .results import describe, pooled_batch_norm, result_of
 from .setup import CLIENTS, LONGEST_SILENCE_S, Prepared, begin, check_is_free, computing_as_begun, read_plan, run_in
 
@@ -60,12 +61,15 @@ class Simulation:
         self.run = run
         self.engine = engine
         self.clock_s = 0.0
+        self.observer = RoundObserver(state, run, prepared.division, prepared.plan.rounds, self._admit_new_clients)
+        """Shows each closed round to the caller's functions."""
+
         broker = MemoryBroker()  # a clock that stands still until it is advanced
         self.coordinator = StrictCoordinator(
             prepared.config(state.path),
             state,
             broker.transport(),
-            runtime=Runtime(clock=lambda: self.clock_s, stopwatch=time.perf_counter),
+            runtime=Runtime(clock=lambda: self.clock_s, stopwatch=time.perf_counter, hooks=self.observer),
             start=StartOptions(probe_s=0.0, run_ids=RunNames(state.journal)),
         )
         self.clients = SimulatedClients(
@@ -150,6 +154,7 @@ class Simulation:
             RunFailed: it failed otherwise; the message says why.
             StateError: a file could not be read or written.
         """
+        self.observer.replay(replay(self.state.journal, self.run).round)
         while not self.is_over:
             job = self.step()
             if job is not None:
@@ -161,6 +166,10 @@ class Simulation:
             describe(self.state, self.run, self.prepared)
         result = result_of(self.state, self.run, self.prepared)
         return {**result, "start_s": round(self.engine.start_s, 3), **self.engine.figures}
+
+    def _admit_new_clients(self) -> None:
+        """Register the clients that never train, before all are asked for their results."""
+        self.clients.admit_new_clients()
 
     def _pooled_norm(self, job: Job) -> tuple[Outgoing, ...]:
         """Return batch norm that stays with clients, pooled as for a bundle: without it new clients have no encoder."""

@@ -21,12 +21,14 @@ from ..core.registry import PinnedFile, Registry, own_name
 if TYPE_CHECKING:
     from ..heads.base import Contribute
     from .base import Method, weighted_mean
-    from .values import Client, MethodParams, Update, grades, ours, paper_values, refreshed_stats
+    from .values import Client, LocalWork, MethodParams, Stage, Update, grades, ours, paper_values, refreshed_stats
 
 __all__ = [
     "Client",
+    "LocalWork",
     "Method",
     "MethodParams",
+    "Stage",
     "Update",
     "add",
     "contribution",

@@ -33,7 +33,7 @@ from ..core.errors import TrainingFailed
 from ..core.task import State, Task, Tensors
 from ..core.weighted_sum import WeightedSum
 from .base import SERVER_ONLY, Method
-from .values import Client, MethodParams, Norm, Update, grades, ours
+from .values import Client, LocalWork, MethodParams, Norm, Stage, Update, grades, ours
 
 if TYPE_CHECKING:
     from ..heads.base import FitData
@@ -190,6 +190,10 @@ class AFL(Method):
         return ""
 
     # --- client ------------------------------------------------------------------------------------------------------
+
+    def local_work(self) -> LocalWork:
+        """Return that nothing is trained: a client sums over its samples once."""
+        return LocalWork((Stage("sums over features, without training"),))
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:
         """Return the statistics of the client's samples on the encoder as it was received; nothing is trained.

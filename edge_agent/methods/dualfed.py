@@ -31,7 +31,7 @@ from ..training.loops import Loss, OptimizerState, TrainingOptions, evaluate, tr
 from ..training.losses import supervised_contrastive
 from ..training.networks import ensemble
 from ..training.parts import Parts, encoder_and_head
-from . import Client, Method, MethodParams, grades, ours, refreshed_stats
+from . import Client, LocalWork, Method, MethodParams, Stage, grades, ours, refreshed_stats
 
 Part = Literal["encoder", "projector", "personal_head", "head"]
 PARTS: tuple[Part, ...] = ("encoder", "projector", "personal_head", "head")
@@ -94,6 +94,18 @@ class DualFed(Method):
         """Return the encoder, projector (d to d) and two linear classifiers."""
         project = partial(projector, params=self.params)
         return encoder_and_head(task, projector=project, personal_head=lambda width: nn.Linear(width, task.num_classes))
+
+    def local_work(self) -> LocalWork:
+        """Return the passes of both stages, or of their sum."""
+        params = self.params
+        stages: tuple[Stage, ...] = (
+            Stage("encoder, projector and personal head", params.local_epochs),
+            Stage("shared head", params.local_epochs),
+        )
+        if params.schedule == "simultaneous":
+            stages = (Stage("all parts", params.local_epochs),)
+        augmentation = "flips and rotations" if params.augment else "none"
+        return LocalWork(stages, augmentation=augmentation, smallest_batch=params.smallest_batch)
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:
         """Run stage one (all but h_s), then stage two (h_s alone); or train all parts at once."""

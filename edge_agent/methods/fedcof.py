@@ -31,7 +31,7 @@ from ..core.errors import TrainingFailed
 from ..core.task import State, Task, Tensors
 from ..heads.fedpac import class_means
 from .base import CLASS_MEANS, Method
-from .values import ClassStatistics, Client, MethodParams, Norm, Update, grades, ours
+from .values import ClassStatistics, Client, LocalWork, MethodParams, Norm, Stage, Update, grades, ours
 
 if TYPE_CHECKING:
     from ..heads.base import FitData
@@ -121,6 +121,10 @@ class FedCOF(Method):
         return ""
 
     # --- client ----------------------------------------------------------------------------------------------------
+
+    def local_work(self) -> LocalWork:
+        """Return that nothing is trained: a client sums over its samples once."""
+        return LocalWork((Stage("class means of features, without training"),))
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:
         """Return the class means of the client on the encoder as it was received; nothing is trained.

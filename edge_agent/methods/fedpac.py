@@ -37,7 +37,7 @@ from ..core.task import State, Task, Tensors
 from ..heads import fedpac as steps
 from ..training.loops import Loss, TrainingOptions, cross_entropy, features_of, train
 from ..training.parts import Parts, to_arrays
-from . import Client, Method, MethodParams, Update, grades
+from . import Client, LocalWork, Method, MethodParams, Stage, Update, grades
 from ._simplex import best_weights, combined, gram, pruned, soft_smallest
 from .base import CLASS_MEANS, CLASSIFIERS
 from .families import LARGEST, names_in, objection_to, packed, require_finite, with_rows
@@ -137,6 +137,11 @@ class FedPAC(Method):
         return objection_to(tensors["extra.counts"], means)
 
     # --- client ----------------------------------------------------------------------------------------------------
+
+    def local_work(self) -> LocalWork:
+        """Return the passes of the classifier, and the encoder's."""
+        params = self.params
+        return LocalWork((Stage("head", params.head_epochs, lr=params.head_lr), Stage("encoder", params.local_epochs)))
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:
         """Compute statistics, train the classifier, then the encoder towards centroids, and add class means."""

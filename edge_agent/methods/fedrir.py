@@ -50,7 +50,7 @@ from ..training.loops import (
 from ..training.losses import GaussianPredictor, gaussian_misfit, vclub
 from ..training.networks import Generator, SpecificEncoder, kl_to_standard_normal, sample, unfit_images
 from ..training.parts import Parts, channels_last, encoder_and_head, feature_dim
-from . import Client, Method, MethodParams, grades, ours, refreshed_stats
+from . import Client, LocalWork, Method, MethodParams, Stage, grades, ours, refreshed_stats
 
 
 class FedRIRParams(MethodParams):
@@ -132,6 +132,16 @@ class FedRIR(Method):
             ends = (shared, specific) if self.params.id_mode == "official" else (specific, shared)
             parts["distiller"] = GaussianPredictor(*ends)
         return channels_last(_Joined(encoder=encoder, head=nn.Linear(shared + specific, task.num_classes), **parts))
+
+    def local_work(self) -> LocalWork:
+        """Return the passes of both stages, as far as the ablations leave them."""
+        params = self.params
+        masked = Stage("client-specific encoder and generator", params.local_epochs, uses_labels=False)
+        learns = "encoder, head and distiller" if self.distills else "encoder and head"
+        stages: tuple[Stage, ...] = (masked, Stage(learns, params.local_epochs))
+        if params.without_mcsl:
+            stages = stages[1:]
+        return LocalWork(stages, drops_last=params.drop_last)
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:
         """Run E epochs of MCSL, then E epochs of ID; returns the encoder.

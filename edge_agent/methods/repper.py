@@ -14,6 +14,7 @@ without labels has something to start from; off by default.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -26,7 +27,7 @@ from ..training import augment
 from ..training.loops import Loss, local_optimizer, train
 from ..training.losses import supervised_contrastive
 from ..training.parts import Parts, encoder_alone, encoder_and_head
-from . import Client, MethodParams, grades
+from . import Client, LocalWork, MethodParams, Stage, grades
 from .families import FittedHead
 
 
@@ -75,6 +76,17 @@ class RepPer(FittedHead):
     def build(self, task: Task) -> Parts:
         """Return the encoder, and the shared classifier where asked for."""
         return encoder_and_head(task) if self.params.global_head else encoder_alone(task)
+
+    def local_work(self) -> LocalWork:
+        """Return the contrastive passes, and the fit of the head."""
+        params = self.params
+        learns = "encoder and shared classifier" if params.global_head else "encoder"
+        schedule = ""
+        if params.decay_at:
+            shares = ", ".join(f"{share:g}" for share in params.decay_at)
+            schedule = f"times {params.lr_decay:g} after {shares} of the rounds"
+        work = replace(super().local_work(), rounds=(Stage(learns, params.local_epochs),), schedule=schedule)
+        return replace(work, augmentation="two random views of each image" if params.augment else "none")
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:
         """Run stage CRL: E epochs of the supervised contrastive loss."""

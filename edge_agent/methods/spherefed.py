@@ -17,6 +17,7 @@ over classes) are ours. A last batch of one sample joins the batch before it.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -31,7 +32,7 @@ from ..heads import get as head_called
 from ..training.loops import Loss, TrainingOptions, features_of, train
 from ..training.networks import orthonormal
 from ..training.parts import Parts, encoder_and_head
-from . import Client, Method, MethodParams, Update
+from . import Client, LocalWork, Method, MethodParams, Stage, Update
 from .families import MOST_SAMPLES
 from .values import ClassStatistics
 
@@ -159,6 +160,12 @@ class SphereFed(Method):
         return {"feature_norm": "l2"} if "feature_norm" in head_called(head).Params.model_fields else {}
 
     # --- client ----------------------------------------------------------------------------------------------------
+
+    def local_work(self) -> LocalWork:
+        """Return the passes of the encoder, and the classifier that is worked out from all clients' features."""
+        if not self.params.calibrate:
+            return super().local_work()
+        return replace(super().local_work(), end=(Stage("classifier worked out from all clients' features"),))
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:
         """Run E epochs of the encoder; in the last round none, but A and B of what was received."""

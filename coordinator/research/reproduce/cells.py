@@ -27,6 +27,7 @@ from ...simulation.plan import Plan
 from ...simulation.setup import SIMULATION_FOLDER, WEIGHTS, read_plan
 from ...state.store import StateFolder
 from ...views.runs import replay
+from ..footing import Footing
 
 FOLDER = Path("reproduce")
 
@@ -80,6 +81,9 @@ class Table(Frozen):
     columns: tuple[Column, ...] = Field(min_length=1)
     rows: tuple[Row, ...] = Field(min_length=1)
     promises: tuple[Promise, ...] = ()
+    published_footing: dict[str, str] = Field(
+        default_factory=dict, description="aspect of coordinator.research.footing -> what the paper has in all its rows"
+    )
     notes: tuple[str, ...] = ()
 
     def mistakes(self) -> Iterator[str]:
@@ -98,6 +102,9 @@ class Table(Frozen):
         for promise in self.promises:
             unknown_rows = {promise.row, *promise.above} - {"all", *rows}
             yield from (f"promise about '{name}', which is no row" for name in sorted(unknown_rows))
+        unknown_aspects = sorted(self.published_footing.keys() - Footing.model_fields.keys())
+        aspects = ", ".join(Footing.model_fields)
+        yield from (f"published_footing: '{name}', expected one of {aspects}" for name in unknown_aspects)
         # 3. Fields of the simulations, wherever they are stated.
         yield from _mistakes_in(self.plan, "[plan]")
         for row in self.rows:

@@ -26,6 +26,7 @@ class Resources:
     """Samples, model, outbox and client state of a device, which its tasks use."""
 
     evaluate_after = False
+    augmentation = ""
     """Whether clients are evaluated once more after local training, whatever the method says."""
 
     counts_updates = True

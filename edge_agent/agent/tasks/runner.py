@@ -211,6 +211,7 @@ class TaskRunner:
             model=self.resources.model(job),
             evaluate_after=self.resources.evaluate_after,
             precision=self.config.training.precision,
+            augmentation=self.resources.augmentation,
         )
         if session.precision == "bfloat16":
             session.precision = self.resources.precision(job.run, session)
