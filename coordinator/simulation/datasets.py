@@ -19,7 +19,10 @@ from edge_agent.data import Samples, partition
 from edge_agent.data.partition import Division
 from edge_agent.wire.tensors import decode, pieces
 
+from .index_tables import RULE as RULE_OF_TABLES
+from .index_tables import is_table, read_table
 from .plan import CLIENTS, MIN_SIZE, SIZE, Plan
+from .users import with_users
 
 log = logging.getLogger(__name__)
 
@@ -94,17 +97,23 @@ def prepare(plan: Plan, saved: Path | None = None) -> tuple[Pools, Division, Tas
     # 1. A saved partition brings its rule and its seed, by which sources of several domains are read.
     path = saved or plan.saved_partition
     existing = None
+    table = None
     rule = plan.partition
     seed = plan.seed
-    if path is not None:
+    if path is not None and is_table(path):
+        table = read_table(path)
+        rule = RULE_OF_TABLES
+    elif path is not None:
         existing = Division.read(path)
         rule = existing.rule
         seed = existing.settings.get("seed", seed)
     # 2. The samples, in the form in which the encoder takes them.
     sources = _sources(plan, rule, seed)
     spec = plan.input_for(data.natural_input(next(iter(sources.values())), folder=plan.folder), rule)
-    pools = _load(plan, sources, spec)
+    pools = _load(plan, sources, spec, rule)
     # 3. Who gets which rows.
+    if table is not None:
+        existing = table.divide(pools)
     if existing is not None:
         pools = pools.like(existing)
         existing.check_pool(pools.mark, str(path))
@@ -115,7 +124,7 @@ def prepare(plan: Plan, saved: Path | None = None) -> tuple[Pools, Division, Tas
     if plan.standardise:
         rows = np.unique(np.concatenate([np.asarray(share.train, np.int64) for share in division.clients.values()]))
         spec = data.standardised(pools.train.take(rows))
-        pools = _load(plan, sources, spec)
+        pools = _load(plan, sources, spec, rule)
     pools = pools.like(division)
     names = pools.train.class_names
     encoder = plan.encoder_for(spec, rule)
@@ -138,7 +147,9 @@ def divide(plan: Plan, pools: Pools) -> Division:
     # The generator's draws are in this order for every rule, so that a seed gives the same partition.
     rng = np.random.default_rng(plan.seed)
     train = _train_rows(plan, pools, rng)
-    if pools.test is None:
+    if plan.rule in partition.SPLIT_AT_RANDOM:
+        shares = _split_at_random(plan, pools, train, rng)
+    elif pools.test is None:
         shares = {name: split_rows(pools.train, rows, plan.test_fraction, plan.seed) for name, rows in train.items()}
     else:
         tests = _test_rows(plan, pools, pools.test, train, rng)
@@ -149,6 +160,25 @@ def divide(plan: Plan, pools: Pools) -> Division:
     if pools.test is None:
         _warn_of_shared_rows(shares)
     return partition.divided(plan.partition, plan.settings(), pools.mark, shares)
+
+
+def _split_at_random(plan: Plan, pools: Pools, train: Mapping[str, np.ndarray], rng: np.random.Generator) -> Shares:
+    """Return training and test rows of each client by `partition.split_at_random`.
+
+    Raises:
+        UsageError: The data have a test part of their own, or are cut from recordings.
+    """
+    if pools.test is not None:
+        raise UsageError(
+            f"partition {plan.partition} divides the training and the test part together: give both as one pool, "
+            f"for example {plan.data[0]}?split=all"
+        )
+    if pools.train.groups is not None:
+        raise UsageError(
+            f"partition {plan.partition} draws test samples at random, and these are cut from recordings: pieces of "
+            "one would train and be tested; choose dirichlet or pathological"
+        )
+    return {name: partition.split_at_random(rows, plan.test_fraction, rng) for name, rows in train.items()}
 
 
 def _warn_of_shared_rows(shares: Shares) -> None:
@@ -185,9 +215,17 @@ def _rows_by_rule(plan: Plan, labels: np.ndarray, clients: int, rng: np.random.G
     alpha = plan.alpha or 1.0
     min_size = plan.min_size or MIN_SIZE
     train_start, _ = plan.starts or (0, 0)
+    iid_share = _iid_share(plan)
     rules: dict[str, Callable[[], partition.Rows]] = {
-        "fedpac": lambda: partition.fedpac(labels, clients, size=plan.size or SIZE, first=train_start),
+        "fedpac": lambda: partition.fedpac(
+            labels, clients, size=plan.size or SIZE, first=train_start, iid_share=iid_share
+        ),
         "dirichlet": lambda: partition.dirichlet(labels, clients, alpha, rng, min_size=min_size),
+        "fedrir_dirichlet": lambda: partition.fedrir_dirichlet(labels, clients, alpha, rng, min_size=plan.min_size),
+        # The authors' code asks for no least number of samples here.
+        "fedrir_pathological": lambda: partition.pathological(
+            labels, clients, rng, classes_each=plan.classes_each or 2, min_size=plan.min_size or 1
+        ),
         "quantity": lambda: partition.quantity(labels, clients, alpha, rng, min_size=min_size),
         "pathological": lambda: partition.pathological(
             labels, clients, rng, classes_each=plan.classes_each or 2, min_size=min_size
@@ -195,6 +233,11 @@ def _rows_by_rule(plan: Plan, labels: np.ndarray, clients: int, rng: np.random.G
         "iid": lambda: partition.iid(labels, clients, rng, size=plan.size),
     }
     return rules[plan.partition]()
+
+
+def _iid_share(plan: Plan) -> float:
+    """Return the share of a client's samples that FedPAC's rule spreads over all classes."""
+    return partition.IID_SHARE if plan.iid_share is None else plan.iid_share
 
 
 def _test_rows(
@@ -209,7 +252,7 @@ def _test_rows(
     if plan.partition == "fedpac":
         size = plan.test_size or plan.size or SIZE
         _, test_start = plan.starts or (0, 0)
-        return partition.fedpac(test.labels, len(train), size=size, first=test_start)
+        return partition.fedpac(test.labels, len(train), size=size, first=test_start, iid_share=_iid_share(plan))
     return partition.alike(list(train.values()), pools.train.labels, test.labels, rng)
 
 
@@ -301,12 +344,13 @@ def _distinct(requested: Mapping[str, str]) -> dict[str, str]:
     return named
 
 
-def _load(plan: Plan, sources: Mapping[str, str], spec: InputSpec) -> Pools:
+def _load(plan: Plan, sources: Mapping[str, str], spec: InputSpec, rule: str) -> Pools:
     """Read the samples of all owners into one pool for training, and one for testing where the sources have it."""
     if list(sources) == [""]:
         parts = partition.read_pools(sources[""], spec, folder=plan.folder)
-        return Pools(parts.train, parts.test)
-    if not all(map(partition.parts_of, sources.values())):
+        pools = Pools(parts.train, parts.test)
+        return with_users(pools, sources[""]) if rule == "users" else pools
+    if not all(partition.parts_of(source, plan.folder) for source in sources.values()):
         pooled = [data.load(source, spec, folder=plan.folder, compact=True) for source in sources.values()]
         return Pools(_joined(pooled), None, _rows_of(sources, pooled))
     each = [partition.read_pools(source, spec, folder=plan.folder) for source in sources.values()]

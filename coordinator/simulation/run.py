@@ -46,6 +46,7 @@ from .engines.stacked import Stacked
 from .failures import Failure
 from .memory_plan import MemoryPlan, fit_memory
 from .memory_watch import MemoryWatch
+from .observer import RoundObserver
 from .results import describe, pooled_batch_norm, result_of
 from .setup import (
     CLIENTS,
@@ -89,12 +90,15 @@ class Simulation:
         limit = memory.limit if prepared.plan.max_memory is not None and memory is not None else None
         self.watch = MemoryWatch(limit, lambda: self.engine.pids)
         self.clock_s = 0.0
+        self.observer = RoundObserver(state, run, prepared.division, prepared.plan.rounds, self._admit_new_clients)
+        """Shows each closed round to the caller's functions."""
+
         broker = MemoryBroker()  # a clock that stands still until it is advanced
         self.coordinator = StrictCoordinator(
             prepared.config(state.path),
             state,
             broker.transport(),
-            runtime=Runtime(clock=lambda: self.clock_s, stopwatch=time.perf_counter),
+            runtime=Runtime(clock=lambda: self.clock_s, stopwatch=time.perf_counter, hooks=self.observer),
             start=StartOptions(probe_s=0.0, run_ids=RunNames(state.journal)),
         )
         self.clients = SimulatedClients(
@@ -180,6 +184,7 @@ class Simulation:
             RunFailed: it failed otherwise; the message says why.
             StateError: a file could not be read or written.
         """
+        self.observer.replay(replay(self.state.journal, self.run).round)
         while not self.is_over:
             job = self.step()
             if job is not None:
@@ -201,6 +206,10 @@ class Simulation:
         if self.trial is not None:
             figures["engine_trial"] = {**self.trial.model_dump(mode="json"), "reason": self.trial.reason()}
         return figures
+
+    def _admit_new_clients(self) -> None:
+        """Register the clients that never train, before all are asked for their results."""
+        self.clients.admit_new_clients()
 
     def _pooled_norm(self, job: Job) -> tuple[Outgoing, ...]:
         """Return batch norm that stays with clients, pooled as for a bundle: without it new clients have no encoder."""

@@ -20,6 +20,7 @@ from typing import NoReturn
 from ..core.errors import HeadwaterError, UsageError, cause, nearest, remedy, without_home
 from ..core.limits import limit_threads
 from ..core.logs import TEXT
+from ..core.reading import Progress, shown_by
 from ..version import __version__
 
 COMMANDS: dict[str, tuple[str, str, str]] = {
@@ -57,7 +58,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.command != "run":  # an agent's number of threads is in its configuration
         limit_threads(getattr(arguments, "threads", None))
     try:
-        return int(arguments.run(arguments))
+        # An agent that runs for months reads its samples again and again, and its log has what matters of that.
+        show = None if arguments.command == "run" else _show_reading
+        with shown_by(show):
+            return int(arguments.run(arguments))
     except HeadwaterError as error:
         return _report(error, as_json=arguments.json)
     except BrokenPipeError:
@@ -74,6 +78,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _report(mistake, as_json=arguments.json)
     except KeyboardInterrupt:
         return 130
+
+
+def _show_reading(what: str) -> Progress:
+    """Show how far reading is; what prints is loaded by the first source that is read."""
+    from .output import reading
+
+    return reading(what)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -176,7 +176,6 @@ def samples_of(arguments: argparse.Namespace, bundle: Bundle) -> tuple[Samples, 
         task.input,
         task.class_names,
         own_classes=arguments.own_classes,
-        progress=output.progress("samples"),
     )
 
 

@@ -282,7 +282,7 @@ def _to_score(
     config = data_config(arguments)
     spec = bundle.manifest.task.input
     own = class_names is not None
-    options: dict[str, Any] = {"own_classes": own, "labelled": labelled, "progress": output.progress("samples")}
+    options: dict[str, Any] = {"own_classes": own, "labelled": labelled}
     if config.partition is None and config.test is None:
         train = load(config.source, spec, class_names, folder=config.folder, strict=config.strict, **options)
         every = train

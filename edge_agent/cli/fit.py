@@ -347,5 +347,4 @@ def _numeric_parts(arguments: argparse.Namespace, bundle: Bundle, head: NumericH
 
     labelled = False if head.predicts_targets else None
     spec = bundle.manifest.task.input
-    progress = output.progress("samples")
-    return own_samples(data_config(arguments), "", spec, None, labelled=labelled, progress=progress)
+    return own_samples(data_config(arguments), "", spec, None, labelled=labelled)

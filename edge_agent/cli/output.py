@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core import formats
+from ..core.reading import LINE_S, REDRAW_S, Progress, Report
 
 if TYPE_CHECKING:
     from ..data import LeftOut
@@ -98,13 +99,6 @@ def about_unknown(rule: UnknownRule, unknown: int, total: int, has_drifted: bool
     return lines
 
 
-REPORT_S = 10.0
-"""Seconds between two lines about a step, where no terminal shows one that is redrawn; shorter steps print nothing."""
-
-_REDRAW_S = 0.1
-"""Seconds between two looks of a line on a terminal: a folder of thousands of files is read in less."""
-
-
 def progress(what: str, clock: Callable[[], float] = time.monotonic) -> Callable[[int, int], None]:
     """Return a function that shows how far a step is.
 
@@ -114,12 +108,30 @@ def progress(what: str, clock: Callable[[], float] = time.monotonic) -> Callable
 
     Returns:
         A function of what is done and of all. On a terminal it redraws one line of stderr; elsewhere it prints a line
-        each `REPORT_S` of a step that takes long.
+        each `LINE_S` of a step that takes long.
     """
-    has_cursor = sys.stderr.isatty() and os.environ.get("TERM", "").lower() not in {"dumb", "unknown"}
-    if has_cursor:
+    if _has_cursor():
         return _redrawn_line(what, clock)
     return _plain_lines(what, clock)
+
+
+def _has_cursor() -> bool:
+    """Return whether stderr is a terminal that can draw a line again."""
+    return sys.stderr.isatty() and os.environ.get("TERM", "").lower() not in {"dumb", "unknown"}
+
+
+def reading(what: str, clock: Callable[[], float] = time.monotonic) -> Progress:
+    """Return a function that shows on stderr how many files, images or recordings were read; see `core.reading`."""
+    is_redrawn = _has_cursor()
+
+    def say(text: str, is_last: bool) -> None:
+        if not is_redrawn:
+            print(text, file=sys.stderr, flush=True)
+            return
+        # A text may be shorter than the one before it.
+        print(f"\r{text}\033[K", end="\n" if is_last else "", file=sys.stderr, flush=True)
+
+    return Report(what, say, is_redrawn=is_redrawn, clock=clock)
 
 
 def _redrawn_line(what: str, clock: Callable[[], float]) -> Callable[[int, int], None]:
@@ -128,7 +140,7 @@ def _redrawn_line(what: str, clock: Callable[[], float]) -> Callable[[int, int],
     def draw(done: int, total: int) -> None:
         nonlocal shown_at
         now = clock()
-        if done < total and now - shown_at < _REDRAW_S:
+        if done < total and now - shown_at < REDRAW_S:
             return
         shown_at = now
         print(f"\r{what} {done}/{total}", end="\n" if done == total else "", file=sys.stderr, flush=True)
@@ -143,7 +155,7 @@ def _plain_lines(what: str, clock: Callable[[], float]) -> Callable[[int, int], 
     def report(done: int, total: int) -> None:
         nonlocal reported_at, has_reported
         now = clock()
-        is_due = now - reported_at >= REPORT_S
+        is_due = now - reported_at >= LINE_S
         is_end_of_reports = has_reported and done == total
         if not is_due and not is_end_of_reports:
             return

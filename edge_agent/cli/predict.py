@@ -153,8 +153,7 @@ def _inputs(arguments: argparse.Namespace, bundle: Bundle) -> tuple[Samples, tup
     spec = bundle.manifest.task.input
     files = _files(arguments)
     if arguments.data is not None:
-        progress = output.progress("samples")
-        samples = load(arguments.data, spec, strict=arguments.strict, labelled=False, progress=progress)
+        samples = load(arguments.data, spec, strict=arguments.strict, labelled=False)
     else:
         samples = from_files(files, spec, strict=arguments.strict, positions=True)
     return samples, samples.names or tuple(map(str, range(len(samples))))

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from glob import has_magic
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlencode
@@ -25,6 +26,7 @@ from numpy.typing import ArrayLike
 
 from ..core.config import parse
 from ..core.errors import ConfigError, DataError, UnknownName, UsageError
+from ..core.reading import Progress, each, shown_by
 from ..core.registry import Registry, absolute, is_reference
 from ..core.task import ImageInput, InputSpec, WindowInput
 from . import preprocess
@@ -63,6 +65,7 @@ __all__ = [
     "location",
     "natural_input",
     "parse_source",
+    "part_names",
     "registry",
     "source_kind",
     "split",
@@ -75,16 +78,14 @@ __all__ = [
 _log = logging.getLogger(__name__)
 _SHOWN = 20
 
-Progress = Callable[[int, int], None]
-"""A function that is called with the number of images or recordings that were read, and of all."""
-
 registry = Registry(
     "data source",
     __name__,
     f"{__name__}.sets",
     entry_points="headwater.data",
-    besides=("expansion", "partition", "pictures", "preprocess", "sets"),
-    families={"tables": ("csv",)},  # a module cannot be called csv, as one of the standard library is
+    besides=("columns", "expansion", "partition", "pictures", "preprocess", "sets"),
+    # Modules cannot be called as one of the standard library or a dependency is.
+    families={"tables": ("csv",), "torchvision_sets": ("torchvision",)},
 )
 
 
@@ -111,7 +112,7 @@ def load(
     recordings that cannot be used are left out, named in ``skipped`` and in a warning; None: an error, but files beside
     them that are not read (of another form, or in another place) are left out; True: these are an error, too. Not
     ``labelled``: labels are not needed and not read; None: they are read where there are any. ``progress`` is called
-    with the number of images or recordings that were read, and of all.
+    with the number of files, images or recordings that were read, and of all; None: see `edge_agent.core.reading`.
 
     Raises:
         UnknownName: No kind of source has this name.
@@ -119,13 +120,13 @@ def load(
         DataError: The data are missing, empty, unreadable or of another form; every mistake is listed.
         MissingCapability: A package that this kind needs is not installed.
     """
-    raw = _resolve(source, folder).read()
-    spec = input if input is not None else _natural(raw)
-    if not (labelled or (labelled is None and not raw.unlabelled)):
-        return _unlabelled(raw, spec, class_names or (), source, compact=compact, strict=strict, progress=progress)
-    return _samples(
-        raw, spec, class_names, source, compact=compact, strict=strict, own_classes=own_classes, progress=progress
-    )
+    show = None if progress is None else lambda _what: progress
+    with shown_by(show):
+        raw = _resolve(source, folder).read()
+        spec = input if input is not None else _natural(raw, source)
+        if not (labelled or (labelled is None and not raw.unlabelled)):
+            return _unlabelled(raw, spec, class_names or (), source, compact=compact, strict=strict)
+        return _samples(raw, spec, class_names, source, compact=compact, strict=strict, own_classes=own_classes)
 
 
 def from_arrays(
@@ -241,7 +242,6 @@ def _samples(
     compact: bool = False,
     strict: bool | None = None,
     own_classes: bool = False,
-    progress: Progress | None = None,
 ) -> Samples:
     """Return preprocessed samples with labels; the arguments are those of `load`.
 
@@ -250,7 +250,7 @@ def _samples(
     """
     _check_kind(raw, spec, source)  # data of another kind have other classes, too, which is not what is wrong with them
     labels, names = _match_names(raw, class_names, source, own_classes=own_classes)
-    done = _execute(raw, spec, source, compact=compact, strict=strict, progress=progress)
+    done = _execute(raw, spec, source, compact=compact, strict=strict)
     used = np.unique(labels[done.rows])
     lost = [names[label] for label in np.setdiff1d(np.unique(labels), used)]
     if lost:
@@ -266,7 +266,6 @@ def _unlabelled(
     *,
     compact: bool = False,
     strict: bool | None = None,
-    progress: Progress | None = None,
 ) -> Samples:
     """Return preprocessed samples whose labels (n,) are -1; the arguments are those of `load`.
 
@@ -274,7 +273,7 @@ def _unlabelled(
         DataError: The data are of another kind than the task's, or cannot be read.
     """
     _check_kind(raw, spec, source)
-    done = _execute(raw, spec, source, compact=compact, strict=strict, progress=progress)
+    done = _execute(raw, spec, source, compact=compact, strict=strict)
     labels = np.full(len(done.rows), -1, np.int64)
     return done.samples(raw, labels, tuple(class_names), spec)
 
@@ -285,7 +284,7 @@ def natural_input(source: str, *, folder: Path | None = None) -> InputSpec:
     Raises:
         HeadwaterError: See `load`.
     """
-    return _natural(_resolve(source, folder).read())
+    return _natural(_resolve(source, folder).read(), source)
 
 
 def check(
@@ -308,7 +307,8 @@ def check(
     resolved = _resolve(source, folder)
     kind = resolved.kind
     options = resolved.options
-    if kind.needs_path and not Path(resolved.location).exists():
+    is_pattern = kind.takes_patterns and has_magic(resolved.location)
+    if kind.needs_path and not is_pattern and not Path(resolved.location).exists():
         raise DataError(f"{source}: there is no {Path(resolved.location).absolute()}; check the path")
     if kind.inspect is not None:
         inspected = kind.inspect(resolved.location, options)
@@ -342,7 +342,7 @@ def probe(source: str, folder: Path | None = None) -> None:
         try:
             raw.items[row]
         except DataError as error:
-            reasons.append(f"{raw.names[row] if raw.names else row}: {error}")
+            reasons.append(f"{raw.name_of(row)}: {error}")
         else:
             return
     raise DataError(f"{source}: none of {len(rows)} tried, of {len(raw.items)}, can be used; first {reasons[0]}")
@@ -480,6 +480,20 @@ def domains(source: str, *, seed: int = 0, folder: Path | None = None) -> dict[s
     return sources
 
 
+def part_names(source: str, folder: Path | None = None) -> tuple[str, str] | None:
+    """Return which values of a source's option ``split`` select its training and its test part.
+
+    None: the data have one part alone. Only kinds with such an option have parts.
+
+    Raises:
+        HeadwaterError: See `check`.
+    """
+    resolved = _resolve(source, folder)
+    if resolved.kind.parts is None:
+        return "train", "test"
+    return resolved.kind.parts(resolved.location, resolved.options)
+
+
 def subjects(source: str, *, folder: Path | None = None) -> dict[int, str]:
     """Return the source of each person's samples alone, by the person's number; empty if ``source`` has no persons.
 
@@ -533,15 +547,22 @@ def _resolve(source: str, folder: Path | None) -> _Resolved:
             f"{', '.join(error.known)}; images are given as a folder of them, or to 'edge-agent predict' as FILE"
         ) from error
     anchored = str(_path(where, folder)) if kind.needs_path else absolute(where, folder)
+    texts |= {name: str(_path(texts[name], folder)) for name in kind.path_options if name in texts}
     return _Resolved(source, name, kind, where, anchored, texts)
 
 
 def _likely_kind(path: Path) -> str:
     """Return the kind of source that a path suggests."""
     if path.is_dir():
-        return "idx" if any("-ubyte" in entry.name for entry in path.iterdir()) else "images"
-    kinds = {".npz": "npz", ".csv": "csv", ".gz": "csv", **dict.fromkeys(SOUND_SUFFIXES, "wav")}
+        names = [entry.name for entry in path.iterdir()]
+        kinds_of_files = [kind for mark, kind in _MARKS_OF_FOLDERS.items() if any(mark in name for name in names)]
+        return kinds_of_files[0] if kinds_of_files else "images"
+    kinds = {".npz": "npz", ".csv": "csv", ".gz": "csv", ".parquet": "parquet", **dict.fromkeys(SOUND_SUFFIXES, "wav")}
     return kinds.get(path.suffix.lower(), "images")
+
+
+_MARKS_OF_FOLDERS = {"-ubyte": "idx", "dataset_dict.json": "arrow", ".arrow": "arrow", ".parquet": "parquet"}
+"""A part of the names of files in a folder -> the kind of source that reads it."""
 
 
 def _path(where: str, folder: Path | None) -> Path:
@@ -558,19 +579,39 @@ def _options(model: type[Options], given: Mapping[str, str], source: str) -> Opt
     return parse(model, given, where=f"data source '{source}'")
 
 
-def _natural(raw: Raw) -> InputSpec:
-    """Return the spec that fits raw samples for which the task brings none: their own, or that of the first item."""
+def _natural(raw: Raw, source: str) -> InputSpec:
+    """Return the spec that fits raw samples for which the task brings none: their own, or that of the first item.
+
+    Raises:
+        DataError: None of the first `PROBED` items can be read.
+    """
     if raw.natural is not None:
         return raw.natural
+    first = _first_readable(raw, source)
     if raw.kind == "image":  # of the size of the first one, within 4..224
-        pixels = preprocess.height_width_channels(raw.items[0])
+        pixels = preprocess.height_width_channels(first)
         height, width = (min(max(side, 4), 224) for side in pixels.shape[:2])
         channels = 1 if pixels.shape[2] == 1 else 3
         return ImageInput(channels=channels, height=height, width=width)
-    first = np.asarray(raw.items[0])
+    shape = np.asarray(first).shape
     if raw.kind == "recording":
-        return WindowInput(channels=first.shape[-1])
-    return WindowInput(channels=first.shape[0], length=first.shape[1], stride=first.shape[1])
+        return WindowInput(channels=shape[-1])
+    return WindowInput(channels=shape[0], length=shape[1], stride=shape[1])
+
+
+def _first_readable(raw: Raw, source: str) -> Any:
+    """Return the first item that can be read: those that cannot are reported together, once all are read.
+
+    Raises:
+        DataError: None of the first `PROBED` items can be read.
+    """
+    failure = ""
+    for row in range(min(PROBED, len(raw.items))):
+        try:
+            return raw.items[row]
+        except DataError as error:
+            failure = failure or f"{raw.name_of(row)}: {error}"
+    raise DataError(f"{source}: none of the first {min(PROBED, len(raw.items))} can be used; {failure}")
 
 
 @dataclass(frozen=True)
@@ -595,7 +636,8 @@ class _Executed:
             names = tuple(raw.names[row] for row in self.rows) if raw.names else ()
         whole = raw.are_whole
         targets = self.targets
-        return Samples(self.inputs, labels, class_names, spec, self.groups, names, self.skipped, whole, targets)
+        users = None if raw.users is None else raw.users.take(self.rows)
+        return Samples(self.inputs, labels, class_names, spec, self.groups, names, self.skipped, whole, targets, users)
 
 
 def _execute(
@@ -605,7 +647,6 @@ def _execute(
     *,
     compact: bool = False,
     strict: bool | None = None,
-    progress: Progress | None = None,
 ) -> _Executed:
     """Return the inputs of raw samples, preprocessed; the arguments are those of `load`.
 
@@ -613,7 +654,7 @@ def _execute(
         DataError: See `_for_all`.
     """
     if isinstance(spec, WindowInput):
-        return _execute_windows(raw, spec, source, strict=strict, progress=progress)
+        return _execute_windows(raw, spec, source, strict=strict)
     dtype = np.uint8 if compact else np.float32
     inputs = np.empty((len(raw.items), *spec.shape), dtype)
 
@@ -625,7 +666,7 @@ def _execute(
             inputs = inputs.astype(np.float32)
         inputs[row] = pixels
 
-    rows, skipped = _for_all(raw, fill, source, "images", strict=strict, progress=progress)
+    rows, skipped = _for_all(raw, fill, source, "images", strict=strict)
     if len(rows) < len(inputs):
         inputs = inputs[rows]
     if inputs.dtype != np.uint8:
@@ -635,16 +676,14 @@ def _execute(
     return _Executed(inputs, rows, groups, targets, skipped)
 
 
-def _execute_windows(
-    raw: Raw, spec: WindowInput, source: str, *, strict: bool | None, progress: Progress | None
-) -> _Executed:
+def _execute_windows(raw: Raw, spec: WindowInput, source: str, *, strict: bool | None) -> _Executed:
     """Return recordings cut into windows, or windows as they are, normalised.
 
     Raises:
         DataError: See `_for_all`.
     """
     if raw.kind == "recording":
-        return _execute_recordings(raw, spec, source, strict=strict, progress=progress)
+        return _execute_recordings(raw, spec, source, strict=strict)
     windows: list[np.ndarray] = []
 
     def fill(row: int) -> None:
@@ -655,16 +694,14 @@ def _execute_windows(
             raise DataError("holds NaN or infinity")
         windows.append(item.astype(np.float32))
 
-    rows, skipped = _for_all(raw, fill, source, "windows", strict=strict, progress=progress)
+    rows, skipped = _for_all(raw, fill, source, "windows", strict=strict)
     inputs = preprocess.normalise_windows(np.stack(windows), spec)
     groups = None if raw.groups is None else raw.groups[rows].astype(np.int64)
     targets = None if raw.targets is None else np.asarray(raw.targets)[rows]
     return _Executed(inputs, rows, groups, targets, skipped)
 
 
-def _execute_recordings(
-    raw: Raw, spec: WindowInput, source: str, *, strict: bool | None, progress: Progress | None
-) -> _Executed:
+def _execute_recordings(raw: Raw, spec: WindowInput, source: str, *, strict: bool | None) -> _Executed:
     """Return recordings cut into windows, normalised; the target of a window is the mean of those of its samples.
 
     Raises:
@@ -682,7 +719,7 @@ def _execute_recordings(
             targets_by_recording.append(preprocess.cut(target, target_spec).mean(axis=(1, 2)))
         windows_by_recording.append(windows)
 
-    used, skipped = _for_all(raw, fill, source, "recordings", strict=strict, progress=progress)
+    used, skipped = _for_all(raw, fill, source, "recordings", strict=strict)
     counts = [len(windows) for windows in windows_by_recording]
     rows = np.repeat(used, counts)
     inputs = preprocess.normalise_windows(np.concatenate(windows_by_recording), spec)
@@ -700,7 +737,6 @@ def _for_all(
     plural: str,
     *,
     strict: bool | None,
-    progress: Progress | None,
 ) -> tuple[np.ndarray, tuple[LeftOut, ...]]:
     """Call ``fill`` for each row.
 
@@ -710,7 +746,6 @@ def _for_all(
         source: The source, for messages.
         plural: What the items are called in messages.
         strict: What may be left out, see `load`.
-        progress: Called after each row with the number of rows that are done, and of all rows.
 
     Returns:
         The rows (n,) for which it worked; and each item or other file that cannot be used.
@@ -722,15 +757,12 @@ def _for_all(
     # 1. Every row is tried, so that all failures are reported at once.
     rows: list[int] = []
     failures: list[LeftOut] = []
-    for row in range(len(raw.items)):
+    for row in each(range(len(raw.items)), plural):
         try:
             fill(row)
             rows.append(row)
         except DataError as error:
-            name = raw.names[row] if raw.names else str(row)
-            failures.append(LeftOut(name, str(error)))
-        if progress is not None:
-            progress(row + 1, len(raw.items))
+            failures.append(LeftOut(raw.name_of(row), str(error)))
     # 2. Unless `strict` is stated, other files may lie beside the items, and none of these may fail.
     unusable = (*raw.skipped, *failures)
     is_refused = bool(failures)

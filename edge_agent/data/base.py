@@ -57,6 +57,30 @@ class LeftOut:
 
 
 @dataclass(frozen=True)
+class Users:
+    """The users of a data set who made its samples: the clients of ``partition users``.
+
+    Attributes:
+        numbers: The position (n,) int64 in ``names`` of the user who made each sample.
+        names: The users, as the data name them.
+    """
+
+    numbers: np.ndarray
+    names: tuple[str, ...]
+
+    def take(self, rows: np.ndarray) -> Users:
+        """Return the users of the samples at ``rows`` (m,)."""
+        return replace(self, numbers=self.numbers[rows])
+
+    def rows(self) -> dict[str, np.ndarray]:
+        """Return the rows of each user who has any, in their order."""
+        order = np.argsort(self.numbers, kind="stable")
+        present, begins = np.unique(self.numbers[order], return_index=True)
+        pieces = np.split(order, begins[1:])
+        return {self.names[number]: rows for number, rows in zip(present.tolist(), pieces, strict=True)}
+
+
+@dataclass(frozen=True)
 class Raw:
     """Raw samples of a source, before preprocessing."""
 
@@ -104,6 +128,18 @@ class Raw:
     The advice is the end of a message.
     """
 
+    users: Users | None = None
+    """Who made the items, where the data say so."""
+
+    row_name: Callable[[int], str] | None = None
+    """A function from an item's number to its name in messages, where there are no ``names``; None: the number."""
+
+    def name_of(self, row: int) -> str:
+        """Return the name of an item for people."""
+        if self.names:
+            return self.names[row]
+        return str(row) if self.row_name is None else self.row_name(row)
+
 
 class FileItems(Sequence[Any]):
     """A sequence that reads each path (and part) on access, so that a folder of photos need not fit into memory."""
@@ -149,6 +185,19 @@ class DataSource:
     subjects: Callable[[str, Any], Sequence[int]] | None = None
     """A function that returns the numbers of all people in a source with an option ``subject``."""
 
+    parts: Callable[[str, Any], tuple[str, str] | None] | None = None
+    """A function that returns which values of an option ``split`` select the training and the test part.
+
+    It returns None where a location has one part alone. Without a function, a kind with such an option always has the
+    parts ``train`` and ``test``.
+    """
+
+    path_options: tuple[str, ...] = ()
+    """Options that are files or folders: relative ones are resolved as a location is."""
+
+    takes_patterns: bool = False
+    """Whether a location that is a path may have ``*`` or ``[``, and stands for the files that match then."""
+
 
 @dataclass(frozen=True)
 class Samples:
@@ -180,6 +229,9 @@ class Samples:
     targets: np.ndarray | None = None
     """Numbers to predict (n,) float64; None where there are none."""
 
+    users: Users | None = None
+    """Who made the samples, where the data say so."""
+
     def __len__(self) -> int:
         return len(self.labels)
 
@@ -209,7 +261,8 @@ class Samples:
         targets = None if self.targets is None else self.targets[rows]
         inputs = self.inputs[rows]
         labels = self.labels[rows]
-        return replace(self, inputs=inputs, labels=labels, groups=groups, names=names, targets=targets)
+        users = None if self.users is None else self.users.take(rows)
+        return replace(self, inputs=inputs, labels=labels, groups=groups, names=names, targets=targets, users=users)
 
 
 def near(name: str, known: Sequence[str]) -> str:

@@ -20,6 +20,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from ..core.errors import DataError, MissingCapability, UnknownName, cause
+from ..core.reading import each
 from ..core.task import ImageInput
 from .base import DataSource, Integers, Options, Raw
 from .preprocess import has_pillow, resize
@@ -212,7 +213,7 @@ def read(where: str, options: DigitsOptions) -> Raw:
         raise UnknownName("digits domain", domain, DOMAINS)
     if domain == "rendered":
         numbers = options.client + options.clients * np.arange(options.n or _RENDERED_DEFAULT)
-        drawn = [draw(options.seed, int(number), options.classes) for number in numbers]
+        drawn = [draw(options.seed, number, options.classes) for number in each(numbers.tolist(), "digits")]
         images = [image for image, _ in drawn]
         labels = np.array([label for _, label in drawn], np.int64)
     else:

@@ -20,6 +20,7 @@ import numpy as np
 from pydantic import Field
 
 from ..core.errors import DataError, cause
+from ..core.reading import each
 from ..core.storage import open_regular
 from .base import DataSource, Options, Raw, labels_by_name
 from .expansion import check_expansion
@@ -93,7 +94,7 @@ def load_arrays(path: Path) -> dict[str, np.ndarray]:
             _check_sizes(file, path)
             file.seek(0)
             with np.load(file, allow_pickle=False) as archive:
-                return {name: archive[name] for name in archive.files}
+                return {name: archive[name] for name in each(archive.files, "arrays")}
     except DataError:
         raise
     except FileNotFoundError as error:

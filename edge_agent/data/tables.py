@@ -34,6 +34,7 @@ import numpy as np
 from pydantic import Field
 
 from ..core.errors import DataError, cause
+from ..core.reading import each, each_line
 from ..core.storage import open_regular
 from ..core.task import WindowInput
 from .base import DataSource, Integers, Options, Raw, Strings, near
@@ -159,7 +160,7 @@ def _segments_of_files(files: ClassFiles, options: CsvOptions, where: str) -> li
     segments: list[_Segment] = []
     columns: tuple[str, ...] = ()
     total = 0
-    for path, name, label in zip(files.paths, files.names, files.labels, strict=True):
+    for path, name, label in each([*zip(files.paths, files.names, files.labels, strict=True)], "files"):
         table = _table(path, options)
         total += len(table.lines)
         columns = columns or table.columns
@@ -279,7 +280,7 @@ def _table(path: Path, options: CsvOptions, *, has_options: bool = True) -> _Tab
     """
     try:
         with _opened(path) as file:
-            table = _Table(file, options, has_options=has_options)
+            table = _Table(file, options, has_options=has_options, size_bytes=path.stat().st_size)
     except (OSError, EOFError, UnicodeDecodeError, CsvError) as error:
         raise DataError(f"csv: '{path}' cannot be read: {cause(error)}; expected a table in UTF-8") from error
     table.check(path)
@@ -352,14 +353,15 @@ def _texts_of(table: _Table, column: str | None) -> np.ndarray:
 class _Table:
     """The columns of a file that the options name, the line of each row, and everything that is wrong with them."""
 
-    def __init__(self, file: TextIO, options: CsvOptions, *, has_options: bool = True) -> None:
+    def __init__(self, file: TextIO, options: CsvOptions, *, has_options: bool = True, size_bytes: int = 0) -> None:
         """Read a file that is open as text; mistakes are noted, and raised by `check`.
 
-        ``has_options``: whether its sender could give options, so that advice may name them.
+        ``has_options``: whether its sender could give options, so that advice may name them. ``size_bytes``: the size
+        of the file on disk, for progress.
         """
         self._has_options = has_options
         # 1. The names of the columns, in the first line.
-        lines = _lines(file)
+        lines = each_line(_lines(file), size_bytes)
         first = next(lines, "")
         delimiter = options.delimiter or max(",;\t", key=first.count)
         header = [cell.strip() for cell in next(reader([first], delimiter=delimiter), [])]

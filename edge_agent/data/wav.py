@@ -25,6 +25,7 @@ import numpy as np
 from pydantic import Field
 
 from ..core.errors import DataError
+from ..core.reading import each
 from ..core.task import ImageInput, WindowInput
 from ._sound_files import SUFFIXES, read_header, read_signal
 from .base import DataSource, FileItems, Options, Raw
@@ -183,7 +184,7 @@ def read(where: str, options: WavOptions) -> Raw:
             name_at=lambda row, frame: f"{names[row]} {frame * step_s:g} s", skipped=files.skipped,
             short_advice=lambda needed: _least_s_advice(needed, options),
         )  # fmt: skip
-    counts = [_pieces(path, options, steps) for path in files.paths]
+    counts = [_pieces(path, options, steps) for path in each(files.paths, "headers of sounds")]
     rows = np.repeat(np.arange(len(counts)), counts)
     keys = [(path, piece) for path, count in zip(files.paths, counts, strict=True) for piece in range(count)]
     items = FileItems(

@@ -3,8 +3,8 @@
 Each is an `Encoder` in one of the files in ``FAMILIES``, or in its own file with its name. Others' packages add
 encoders through the entry-point group ``headwater.encoders``. Importing this module imports no torch.
 
-Read in this order: `base` (the contract), `small` (two short encoders), `papers`, `torchvision_networks`. How an
-encoder is trained is not said here.
+Read in this order: `base` (the contract), `small` (two short encoders), `papers`, `characters`, `torchvision_networks`.
+How an encoder is trained is not said here.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["Encoder", "NoParams", "check", "create", "import_torchvision", "names", "registry"]
 
 FAMILIES = {
+    "characters": ("char_cnn", "char_lstm"),
     "starter": ("starter_cnn",),
     "papers": ("alexnet_bn", "digits_cnn", "fedpac_cnn", "fedrir_cnn", "mobilenet_v1"),
     "small": ("cnn1d", "linear", "small_cnn"),

@@ -280,6 +280,9 @@ def _run_step(client: Client, step: Step, indices: torch.Tensor) -> torch.Tensor
     """
     inputs = client.train_inputs[indices]
     labels = client.train_labels[indices]
+    # What stands on features that were computed once gets them in the place of inputs: they are not varied.
+    if client.augment is not None and inputs.shape[1:] == client.task.input_shape:
+        inputs = client.augment(inputs, client.generator)
     try:
         # Entering and leaving a context that changes nothing costs as much as a small layer.
         if client.precision == "float32":
@@ -651,6 +654,8 @@ def evaluate(
     model.eval()
     try:
         with torch.no_grad():
+            if torch.jit.is_tracing():  # an exported graph is for any number of inputs at once
+                return function(inputs)
             return torch.cat([function(piece) for piece in torch.split(inputs, batch)])
     finally:
         model.train(was_training)

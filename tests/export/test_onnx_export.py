@@ -20,6 +20,7 @@ from export.parity import run
 GREY = ImageInput(channels=1, height=28, width=28)
 COLOUR = ImageInput()
 WINDOW = WindowInput(channels=3, length=40)
+TEXT = WindowInput(channels=1, length=80, stride=1)
 
 
 def operators(model: bytes) -> list[str]:
@@ -55,7 +56,8 @@ def test_the_graph_has_one_input_named_by_its_kind_and_one_output(legacy, dynamo
 
 
 @pytest.mark.parametrize(
-    "name, spec", [("small_cnn", GREY), ("fedpac_cnn", COLOUR), ("cnn1d", WINDOW), ("linear", WINDOW)]
+    "name, spec",
+    [("small_cnn", GREY), ("fedpac_cnn", COLOUR), ("cnn1d", WINDOW), ("char_cnn", TEXT), ("linear", WINDOW)],
 )
 def test_our_encoders_export(name, spec):
     task = Task(input=spec, class_names=("a", "b"), encoder=name)

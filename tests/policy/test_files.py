@@ -46,6 +46,8 @@ REMOVALS = {
         "below the opened folder, by descriptors; no other mount"
     ),
     ("coordinator.rounds.server_side", "OwnFunctions.next_state", "remove_folder"): "answers, by their mark",
+    ("coordinator.loggers.log_files", "LineFile.append", ".truncate"): "its own file, behind the last whole batch",
+    ("coordinator.loggers.wandb_log", "WandbLogger._set_aside", ".rename"): "folders of the very run, by its id",
     ("coordinator.aggregators.open_round", "write_round", ".unlink"): "files of earlier rounds, by their names",
     ("coordinator.aggregators.remote", "RemoteAggregators._remove_partial", ".rmdir"): "empty folders of uploads",
     ("coordinator.aggregators.requests", "PassFiles.remove", ".unlink"): "a request and its answer, by their number",

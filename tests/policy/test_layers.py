@@ -37,6 +37,8 @@ ALSO = {
     r"edge_agent\.training\.bundle_weights": {"onnx"},
     r"edge_agent\.data(\..+)?": {"PIL"},
     r"edge_agent\.data\._sound_files": {"soundfile", "soxr"},
+    r"edge_agent\.data\.(arrow|columns|parquet)": {"pyarrow"},
+    r"edge_agent\.data\.torchvision_sets": {"torchvision"},
     r"edge_agent\.data\.video": {"cv2"},
     r"edge_agent\.data\.sets\.digits5": {"scipy"},
     r"edge_agent\.heads\..+": {"sklearn"},
@@ -46,7 +48,7 @@ ALSO = {
 }
 """Modules that may import more, each its own package; what a floor forbids altogether is in HEAVY."""
 
-HEAVY = {"torch", "torchvision", "onnx", "onnxscript", "sklearn", "scipy"}
+HEAVY = {"torch", "torchvision", "onnx", "onnxscript", "sklearn", "scipy", "pyarrow"}
 INNER = {
     "L0": {"L0"},
     "L1": {"L0", "L1"},

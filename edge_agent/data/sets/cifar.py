@@ -21,6 +21,7 @@ import numpy as np
 from pydantic import Field
 
 from ...core.errors import DataError
+from ...core.reading import each
 from ...core.storage import read_regular
 from ...core.task import ImageInput
 from ..base import DataSource, PartOptions, Raw, labels_by_name
@@ -258,7 +259,7 @@ def read(where: str, options: CifarOptions) -> Raw:
     missing = [path.name for path, _ in files if not path.is_file()]
     if missing:
         raise ORIGIN.missing(folder, f"it lacks {', '.join(missing)}")
-    parts = [_batch(path, images, version, options.labels) for path, images in files]
+    parts = [_batch(path, images, version, options.labels) for path, images in each(files, "files")]
     pixels, values = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
     labels, names = labels_by_name(values, _names(folder, version, options.labels), f"cifar: {folder}")
     rows = random_part(len(labels), options.n, options.seed)

@@ -22,6 +22,7 @@ import numpy as np
 from pydantic import Field
 
 from ...core.errors import DataError, MissingCapability, UnknownName, cause
+from ...core.reading import each
 from ...core.task import ImageInput
 from ..base import DataSource, Options, Raw, Strings
 from ..npz import load_arrays
@@ -74,7 +75,7 @@ def read(where: str, options: Digits5Options) -> Raw:
     """Return the digits of the chosen sets; 28 or 32 pixels, grey or colour, as each set has them."""
     images: list[np.ndarray] = []
     labels: list[np.ndarray] = []
-    for domain in _domains(options):
+    for domain in each(_domains(options), "domains"):
         result = [_part(Path(where).expanduser(), domain, part) for part in _parts(options)]
         pixels = [image for inputs, _ in result for image in inputs]
         values = np.concatenate([digits for _, digits in result])

@@ -20,6 +20,7 @@ from typing import Literal
 import numpy as np
 
 from ...core.errors import DataError
+from ...core.reading import each
 from ...core.task import WindowInput
 from ..base import DataSource, Integers, Options, Raw
 from ._layouts import Origin, integers_of, lines_of
@@ -53,7 +54,7 @@ def read(where: str, options: UciHarOptions) -> Raw:
     for part in _parts(options):
         activities, people = _labels(root, part)
         rows = np.flatnonzero(_chosen(people, options))
-        signals = [_signal(path, rows, len(people)) for path in _signals(root, part)]
+        signals = [_signal(path, rows, len(people)) for path in each(_signals(root, part), "files")]
         parts.append((np.stack(signals, axis=1), activities[rows], people[rows]))
     windows, activities, people = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
     if not len(windows):

@@ -67,7 +67,7 @@ class HttpAttempt:
         self._has_ended.set()
 
 
-Move = Callable[["HTTPConnection", str, int, int], Iterator[int]]
+Transfer = Callable[["HTTPConnection", str, int, int], Iterator[int]]
 """Moves the chunks ``start..stop`` by one request; called with an open connection, the request's target and the range.
 
 It yields up to which chunk the range has been moved, as often as it knows. It may raise ChunkError, OSError, ValueError
@@ -95,9 +95,9 @@ class HttpAttempts:
         self._tls_context = tls_context
         self._check = check
 
-    def begin(self, attempt: HttpAttempt, urls: Sequence[str], missing: Missing, move: Move) -> None:
+    def begin(self, attempt: HttpAttempt, urls: Sequence[str], missing: Missing, transfer: Transfer) -> None:
         """Start the thread of an attempt, which tries the URLs in their order until nothing is missing."""
-        work = (attempt, tuple(urls), tuple(missing), move)
+        work = (attempt, tuple(urls), tuple(missing), transfer)
         thread = threading.Thread(target=self._run, args=work, name="blob-by-http", daemon=True)
         try:
             thread.start()
@@ -105,11 +105,11 @@ class HttpAttempts:
             attempt.problems.append(cause(error))
             attempt.end()
 
-    def _run(self, attempt: HttpAttempt, urls: Sequence[str], missing: Missing, move: Move) -> None:
+    def _run(self, attempt: HttpAttempt, urls: Sequence[str], missing: Missing, transfer: Transfer) -> None:
         """Try the URLs one after another; whatever goes wrong ends the attempt alone."""
         try:
             for url in urls:
-                missing = self._move_by(attempt, url, missing, move)
+                missing = self._move_by(attempt, url, missing, transfer)
                 if not missing or attempt.is_stopped:
                     break
             attempt.is_complete = not missing
@@ -120,7 +120,7 @@ class HttpAttempts:
             attempt.end()
             self._wake()
 
-    def _move_by(self, attempt: HttpAttempt, url: str, missing: Missing, move: Move) -> Missing:
+    def _move_by(self, attempt: HttpAttempt, url: str, missing: Missing, transfer: Transfer) -> Missing:
         """Move ranges by one URL, over one connection; return those that have not been moved."""
         from http.client import HTTPException  # brings the email package, which an idle agent does without
 
@@ -133,7 +133,7 @@ class HttpAttempts:
             target = _target_of(parts)
             while remaining:
                 start, stop = remaining[0]
-                for moved_until in move(connection, target, start, stop):
+                for moved_until in transfer(connection, target, start, stop):
                     remaining[0] = (moved_until, stop)
                 remaining.pop(0)
         except (OSError, ValueError, HTTPException, HeadwaterError) as error:

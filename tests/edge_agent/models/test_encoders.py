@@ -46,6 +46,8 @@ def weights(module: nn.Module) -> int:
         ("vit", ImageInput(channels=1, height=32, width=32), 192),
         ("cnn1d", WINDOW, 128),
         ("cnn1d", WindowInput(channels=1, length=8), 128),
+        ("char_cnn", WindowInput(channels=1, length=80, stride=1), 256),
+        ("char_lstm", WindowInput(channels=1, length=80, stride=1), 256),
         ("linear", WINDOW, 16),
         ("linear", GREY, 16),
     ],
@@ -88,7 +90,9 @@ def test_an_encoder_in_a_file_of_its_own_needs_no_listing(monkeypatch):
 
 def test_what_is_no_encoder_does_not_hide_which_encoders_suit_the_inputs(monkeypatch):
     monkeypatch.setattr(models.registry, "_extra", {"bare": nn.Identity})
-    with pytest.raises(ConfigError, match=r"(?s)encoder 'small_cnn'.*encoders for windows: cnn1d, linear$"):
+    with pytest.raises(
+        ConfigError, match=r"(?s)encoder 'small_cnn'.*encoders for windows: char_cnn, char_lstm, cnn1d, linear$"
+    ):
         models.check(task("small_cnn", WindowInput(channels=1, length=8)))
 
 
@@ -247,3 +251,36 @@ def test_the_smallest_accepted_input_really_works(name):
     kind = encoder.accepts[0]
     spec = ImageInput(channels=3, height=side, width=side) if kind == "image" else WindowInput(channels=2, length=side)
     assert models.create(task(name, spec)).eval()(torch.zeros(1, *spec.shape)).shape[0] == 1
+
+
+def test_characters_are_read_from_whole_numbers_one_after_another():
+    """Against torch's own cell, fed character by character."""
+    spec = WindowInput(channels=1, length=5, stride=1)
+    built = models.create(task("char_lstm", spec, characters=7, embedding=3, feature_dim=4, layers=1)).eval()
+    cell = nn.LSTMCell(3, 4)
+    states = built.memory.state_dict()
+    cell.load_state_dict({name.removesuffix("_l0"): value for name, value in states.items()})
+    text = torch.tensor([[6, 0, 2, 2, 5]])
+    hidden = torch.zeros(1, 4)
+    memory = torch.zeros(1, 4)
+    for position in text[0]:
+        hidden, memory = cell(built.embedding(position[None]), (hidden, memory))
+    assert torch.allclose(built(text[:, None].float()), hidden, atol=1e-6)
+    outside = torch.tensor([[[-3.0, 99.0, 2.0, 2.0, 5.0]]])
+    assert torch.isfinite(built(outside)).all()
+
+
+def test_an_encoder_of_characters_refuses_positions_that_were_normalised():
+    spec = WindowInput(channels=1, length=80, std=(2.0,))
+    for name in ("char_cnn", "char_lstm"):
+        with pytest.raises(ConfigError, match=f"(?s){name}.*expected 0 and 1"):
+            models.create(task(name, spec))
+
+
+def test_the_number_of_a_character_is_the_row_of_its_embedding():
+    """Rounding to the nearest number, as positions are floats in a window."""
+    from edge_agent.models.characters import _positions
+
+    assert _positions(torch.tensor([[[0.0, 1.0, 78.999, 79.0, -4.0, 1e6]]]), 80).flatten().tolist() == [
+        0, 1, 79, 79, 0, 79,
+    ]  # fmt: skip
