@@ -13,16 +13,29 @@ from typing import TYPE_CHECKING, Any
 from edge_agent import __version__
 
 if TYPE_CHECKING:
-    from .api import SimulationResult, federate, simulate
+    from edge_agent.core.errors import StopRun
+
+    from .api import federate, simulate
     from .config import CoordinatorConfig, load_config
     from .service.coordinator import Coordinator
+    from .simulation.notebook.result import SimulationResult
 
-__all__ = ["Coordinator", "CoordinatorConfig", "SimulationResult", "__version__", "federate", "load_config", "simulate"]
+__all__ = [
+    "Coordinator",
+    "CoordinatorConfig",
+    "SimulationResult",
+    "StopRun",
+    "__version__",
+    "federate",
+    "load_config",
+    "simulate",
+]
 
 _HOMES = {
     "Coordinator": ".service.coordinator",
     "CoordinatorConfig": ".config",
-    "SimulationResult": ".api",
+    "SimulationResult": ".simulation.notebook.result",
+    "StopRun": "edge_agent.core.errors",
     "federate": ".api",
     "load_config": ".config",
     "simulate": ".api",

@@ -156,6 +156,9 @@ class CohortConfig(Frozen):
     fraction_max: float | None = Field(
         None, gt=0, le=1, description="draw the share for each round between fraction and this"
     )
+    full_last_round: bool = Field(
+        False, description="all available agents take part in a run's last round, whatever fraction says"
+    )
     min_agents: PositiveCount = Field(
         1, description="a round starts with this many agents of the tiers that take part, and waits for as many"
     )

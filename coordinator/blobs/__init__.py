@@ -7,6 +7,6 @@ over MQTT.
 
 Read in this order: `signing` (short-lived paths with a proof), `http_requests` (what the endpoint reads and answers),
 `inflow` (what has arrived of updates), `endpoint` (the coordinator's own), `ledger` (what is in a store of others),
-`object_store` (S3 and what else fsspec reaches), `stored_uploads` (updates by way of it), and `opening` (which one it
-is).
+`store_thread` (where a store is used), `object_store` (S3 and what else fsspec reaches), `stored_uploads` (updates by
+way of it), and `opening` (which one it is).
 """

@@ -11,11 +11,8 @@ that it is ours, it is not on offer, and all URLs for it have ended, which takes
 from __future__ import annotations
 
 import base64
-import contextlib
 import logging
-import queue
 import secrets
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -33,6 +30,7 @@ from edge_agent.wire.messages.fields import BlobRef
 from ..fleet.blob_urls import BlobSite
 from ..fleet.upload_urls import UploadUrls
 from .ledger import StoreLedger
+from .store_thread import StoreThread
 
 log = logging.getLogger(__name__)
 
@@ -50,12 +48,6 @@ PATIENCE_S = 15.0
 
 LEAST_RATE = 1e6
 """The bytes per second that a store takes at least: agents wait no longer, and get chunks."""
-
-END_S = 5.0
-"""The seconds that removing what is in the store may take at the end; what stays is removed after the next start."""
-
-LOOK_S = 10.0
-"""The seconds between two looks of the thread at whether there is something to remove."""
 
 PROBE = b"headwater"
 """The content of the file by which a store is tried."""
@@ -261,22 +253,18 @@ class StoredBlobs:
         self._wake = wake
         self._clock = clock
         self._ledger = ledger
-        self._sweep_s = valid_s
-        self._sweep_at = clock() + valid_s
         self._steps: dict[str, _Step] = {}
         self._awaited_until: dict[str, float] = {}
         """Blob on its way -> when agents stop waiting for it."""
 
         self._fetched = Counter[str]()
         self._problem = ""
-        # One thread: what is withdrawn while it is on its way is removed after it has come.
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="blob-store", daemon=True)
+        self._thread = StoreThread("blob-store", self._sweep, valid_s, clock)
         self._is_closed = False
 
     def start(self) -> None:
         """Start the thread, and try the store: one without rights is in the log before a run needs it."""
-        self._work.put(self._try)
+        self._thread.do(self._try)
         self._thread.start()
 
     def offered(self, blob: Outgoing) -> None:
@@ -285,14 +273,14 @@ class StoredBlobs:
             self._steps[blob.ref.digest] = _Step.UNDER_WAY
             takes_s = PATIENCE_S + blob.ref.size_bytes / LEAST_RATE
             self._awaited_until[blob.ref.digest] = self._clock() + takes_s
-            self._work.put(partial(self._put, blob))
+            self._thread.do(partial(self._put, blob))
 
     def withdrawn(self, digest: str) -> None:
         """Remove a blob from the store, if it was put there."""
         step = self._steps.pop(digest, None)
         self._awaited_until.pop(digest, None)
         if step not in {None, _Step.FAILED} and not self._is_closed:
-            self._work.put(partial(self._remove, digest))
+            self._thread.do(partial(self._remove, digest))
 
     def urls(self, agent: str, digest: str) -> tuple[str, ...] | None:  # noqa: ARG002 - a store knows no agents
         """Return the URL of a blob, for whatever agent; None while it is on its way into the store, not for ever."""
@@ -323,7 +311,7 @@ class StoredBlobs:
         return BlobSite("store", self._store.where, takes_updates=self.uploads is not None, problem=self._problem)
 
     def close(self) -> None:
-        """Put nothing more, and remove what is there, for at most `END_S`."""
+        """Put nothing more, and remove what is there; what takes too long is removed after the next start."""
         if self._is_closed:
             return
         if self.uploads is not None:
@@ -331,22 +319,9 @@ class StoredBlobs:
         for digest in list(self._steps):
             self.withdrawn(digest)
         self._is_closed = True
-        self._work.put(None)
-        self._thread.join(END_S)
+        self._thread.close()
 
     # --- in the thread ------------------------------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        """Do what was asked for, in that order, until `close`, and from time to time remove what is not needed."""
-        while True:
-            with contextlib.suppress(queue.Empty):
-                work = self._work.get(timeout=LOOK_S)
-                if work is None:
-                    return
-                work()
-            if self._clock() >= self._sweep_at:
-                self._sweep_at = self._clock() + self._sweep_s
-                self._sweep()
 
     def _sweep(self) -> None:
         """Remove what is in the store, is ours and is not on offer: a killed process or a failure has left it there."""

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import queue
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
@@ -24,7 +22,8 @@ from edge_agent.core.errors import ChunkError
 from ..fleet.upload_urls import ArrivedPart, ExpectedUpload, UploadAddress
 from .inflow import Inflow, fits, frame_of, part_bytes
 from .ledger import StoreLedger
-from .object_store import END_S, LOOK_S, UploadStore, reason_of_store
+from .object_store import UploadStore, reason_of_store
+from .store_thread import StoreThread
 
 log = logging.getLogger(__name__)
 
@@ -70,8 +69,7 @@ class StoredUploads:
         self._inflow = inflow
         self._ledger = ledger
         self._clock = clock
-        self._sweep_s = valid_s
-        self._sweep_at = clock() + valid_s
+        self._valid_s = valid_s
         self._started_at = clock()
         self._given_at: dict[str, float] = {}
         """Name -> when its last URL was made by this process; that of an earlier one counts as made at the start."""
@@ -79,8 +77,7 @@ class StoredUploads:
         self._collecting: set[str] = set()
         """Names of updates that are being collected."""
 
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="update-store", daemon=True)
+        self._thread = StoreThread("update-store", self._sweep, valid_s, clock)
 
     def start(self) -> None:
         """Start the thread."""
@@ -111,14 +108,14 @@ class StoredUploads:
         self._inflow.expect(upload)
         if name not in self._collecting:
             self._collecting.add(name)
-            self._work.put(partial(self._collect, upload))
+            self._thread.do(partial(self._collect, upload))
         return True
 
     def release(self, agent: str) -> None:
         """Expect nothing of an agent any more, and remove what it has put."""
         upload = self._inflow.release(agent)
         if upload is not None:
-            self._work.put(partial(self._remove, name_of(upload)))
+            self._thread.do(partial(self._remove, name_of(upload)))
 
     def keep_only(self, agents: Collection[str]) -> None:
         """Expect nothing of others than these for now; what they have put stays while it may be collected."""
@@ -132,22 +129,9 @@ class StoredUploads:
     def close(self) -> None:
         """Collect nothing more; what agents have put stays for the next start, which agents tell of it."""
         self.keep_only(())
-        self._work.put(None)
-        self._thread.join(END_S)
+        self._thread.close()
 
     # --- in the thread ------------------------------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        """Do what was asked for, in that order, until `close`, and from time to time remove what is not needed."""
-        while True:
-            with contextlib.suppress(queue.Empty):
-                work = self._work.get(timeout=LOOK_S)
-                if work is None:
-                    return
-                work()
-            if self._clock() >= self._sweep_at:
-                self._sweep_at = self._clock() + self._sweep_s
-                self._sweep()
 
     def _collect(self, upload: ExpectedUpload) -> None:
         """Read an update from the store and hand it over; say so where that is not possible."""
@@ -203,7 +187,7 @@ class StoredUploads:
         upload = self._inflow.expected_of(agent)
         if upload is not None and name_of(upload) == name:
             return
-        may_come_until = self._given_at.get(name, self._started_at) + 2 * self._sweep_s
+        may_come_until = self._given_at.get(name, self._started_at) + 2 * self._valid_s
         try:
             self._store.remove(name)
             if self._clock() >= may_come_until:

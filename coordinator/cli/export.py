@@ -18,7 +18,7 @@ from .options import Config, Json, RunOption, State, one_of
 from .output import console, fit_command, is_live, present, ready_for, set_up_logging, table, text
 
 if TYPE_CHECKING:
-    from ..api import TrainedModel
+    from ..simulation.trained import TrainedModel
 
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def export(
 
     Example: headwater export -c coordinator.toml run-0001 --out encoder.hwb
     """
-    from ..api import TrainedModel, export_run
+    from ..simulation.trained import TrainedModel, export_run
 
     set_up_logging(quiet=True)
     run = one_of(run, run_option, "RUN")

@@ -48,6 +48,7 @@ FLAGS = {
     "encoder_params": ("--encoder-param", "--encoder-params"),
     "peft_params": ("--peft-param", "--peft-params"),
     "evaluate_after": ("--after",),
+    "tags": ("--tag", "--tags"),
 }
 """Flags of fields that have more than, or another than, their own name."""
 
@@ -91,7 +92,7 @@ def from_model(
                 if typed is None or typed is False or typed == []:  # the option was not given
                     continue
                 is_negated = field.default is True  # its option is --no-NAME
-                given[name] = False if is_negated else _value(field, typed)
+                given[name] = False if is_negated else _value(name, field, typed)
             command(given, **arguments)
 
         keyword_only = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in others]
@@ -207,8 +208,10 @@ def _help(field: FieldInfo) -> str:
     return f"{text}; default: {field.default}." if has_default and "default" not in text else f"{text}."
 
 
-def _value(field: FieldInfo, value: Any) -> Any:
+def _value(name: str, field: FieldInfo, value: Any) -> Any:
     """Return an option's value for the model: in pairs ``name=value``, what is JSON is read as JSON, else as text.
+
+    Where the model has texts alone, as of tags, all stays text.
 
     Raises:
         UsageError: A pair lacks its name or the sign.
@@ -220,14 +223,19 @@ def _value(field: FieldInfo, value: Any) -> Any:
         return value.expanduser()
     if kind is not dict:
         return value
+    is_text = get_args(field.annotation)[-1] is str
     pairs = [pair.partition("=") for pair in value]
     wrong = ["".join(pair) for pair in pairs if not (pair[0] and pair[1])]
     if wrong:
-        raise UsageError(f"--param {', '.join(wrong)}: expected name=value, for example --param local_epochs=5")
+        raise UsageError(f"{_flags(name)[0]} {', '.join(wrong)}: expected name=value, for example {_EXAMPLES[is_text]}")
     result: dict[str, Any] = {}
-    for name, _, text in pairs:
+    for key, _, text in pairs:
         try:
-            result[name] = json.loads(text)
+            result[key] = text if is_text else json.loads(text)
         except ValueError:
-            result[name] = text
+            result[key] = text
     return result
+
+
+_EXAMPLES = {False: "--param local_epochs=5", True: "--tag goal=baseline"}
+"""Whether values are text -> a pair as an example."""

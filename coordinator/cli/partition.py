@@ -28,8 +28,8 @@ Rule = Annotated[
     str | None,
     typer.Argument(
         metavar="RULE",
-        help="iid, dirichlet, pathological, quantity, fedpac, domains, subjects, users, or a saved partition.json to "
-        "show.",
+        help="iid, dirichlet, pathological, quantity, fedpac, fedrir_dirichlet, fedrir_pathological, domains, "
+        "subjects, users, or a saved partition.json to show.",
     ),
 ]
 From = Annotated[

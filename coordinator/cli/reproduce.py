@@ -135,7 +135,7 @@ def _run_all(reproduction: Reproduction, cells: Sequence[Cell], *, again: bool) 
 
 
 def _shown(reproduction: Reproduction, results: Sequence[Outcome]) -> Iterator[Any]:
-    from ..research.reproduce.outcome import CAVEAT, promises, sentence
+    from ..research.reproduce.outcome import CAVEAT, FOOTING, footing_lines, footings, promises, sentence
 
     claims = promises(reproduction.table, results)
     folder = reproduction.folder
@@ -151,5 +151,7 @@ def _shown(reproduction: Reproduction, results: Sequence[Outcome]) -> Iterator[A
         if column.doubt:
             yield f"doubtful: {column.doubt}"
         yield from (sentence(claim).replace("**", "") for claim in claims if claim["column"] == column.name)
+        yield FOOTING
+        yield from footing_lines(reproduction.table, footings(results)[column.name])
     yield f"percent; {CAVEAT.replace('`', '')}"
     yield f"table: {folder}/table.md; curves: {folder}/curves.svg; figures: {folder}/table.json"

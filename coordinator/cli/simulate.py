@@ -18,11 +18,15 @@ from edge_agent.core.errors import UsageError
 from edge_agent.core.registry import absolute
 from edge_agent.core.storage import check_writable, read_toml
 
-from ..api import finish
+from ..api import Watching, finish
+from ..loggers.choice import absolute_choice
+from ..loggers.delivery import LogOutcome
+from ..loggers.run_logs import RunLogs
 from ..simulation.plan import HOW_NOT_WHAT, Plan, is_saved_partition
 from ..state.store import StateFolder
 from ..text import about_time, counted, encoder_named
 from ..views.runs import replay
+from .methods import said_by
 from .options import INTERRUPTED, Given, Json, Verbose, from_model
 from .output import console, is_live, present, set_up_logging, sigterm_as_ctrl_c, table
 from .reading import shown_reading
@@ -88,6 +92,8 @@ def simulate(
     given |= {name: absolute(given[name]) for name in ("method", "encoder") if name in given}
     if "data" in given:
         given["data"] = tuple(map(absolute, given["data"]))
+    if "log" in given:
+        given["log"] = tuple(map(absolute_choice, given["log"]))
     if is_saved_partition(given.get("partition")):
         given["partition"] = str(Path(given["partition"]).expanduser().absolute())
     plan, folder = _resumed(given, config, out) if resume else _planned(given, config, out)
@@ -144,6 +150,8 @@ def _planned(given: dict[str, Any], config: Path | None, out: Path | None) -> tu
         source = settings.pop("from", None)
         raw = {"folder": str(folder), **settings}
         raw |= _from_folder(raw, folder)
+        if "log" in raw:
+            raw["log"] = _logs_in(raw["log"], folder)
         # An encoder from the command line (--from, --weights) replaces the one that the file names.
         if source is not None and "weights" not in given:
             raw |= bundle_start(_source_in(source, folder)).options({**raw, **given})
@@ -205,6 +213,14 @@ def _from_folder(raw: Mapping[str, Any], folder: Path) -> dict[str, str]:
     return paths
 
 
+def _logs_in(value: object, folder: Path) -> object:
+    """Return the logs that a file names, one as text or several; their relative paths count from the file's folder."""
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list):  # to be rejected later
+        return value
+    return [absolute_choice(name, folder) if isinstance(name, str) else name for name in names]
+
+
 def _resumed(given: dict[str, Any], config: Path | None, out: Path | None) -> tuple[Plan, Path]:
     """Return the plan of the simulation in ``out``; only options that change no results may differ from it."""
     from ..simulation.setup import read_plan
@@ -247,10 +263,12 @@ def run_plan(plan: Plan, folder: Path, *, resume: bool, later_rounds: int = 0) -
     from ..simulation.run import open_simulation
     from ..simulation.setup import PARTITION, Prepared
 
+    # Before data are read: a log that cannot be used is refused at once.
+    logs = RunLogs.open(plan.log, folder)
     with shown_reading():
         prepared = Prepared.of(plan, folder / PARTITION if resume else None).shared()
     with open_simulation(prepared, folder) as simulation, shown(simulation, later_rounds) as watch:
-        return finish(simulation, folder, watch)
+        return finish(simulation, folder, Watching(watch, logs=logs))
 
 
 def _how_to_resume(folder: Path) -> str:
@@ -291,7 +309,7 @@ class _RunProgress:
     def count(self, job: Job) -> dict[str, Any] | None:
         """Count one more job; returns the figures of the previous round when this job is the first of the next one."""
         self.done += 1.0 if job.purpose == "train" else AT_THE_END
-        closed = job.round - 1 if job.purpose == "train" else self.rounds
+        closed = job.round - 1 if job.purpose == "train" else self._closed_rounds()
         if closed <= self._closed:
             return None
         self._closed = closed
@@ -299,6 +317,10 @@ class _RunProgress:
 
         simulation = self._simulation
         return round_of(simulation.state, simulation.run, closed, simulation.prepared.division)
+
+    def _closed_rounds(self) -> int:
+        """Return how many rounds are closed: a run that was asked to end early has fewer than planned."""
+        return replay(self._simulation.state.journal, self._simulation.run).round
 
     def left_s(self) -> float:
         """Return an estimate of the seconds that the rest of this simulation takes."""
@@ -378,10 +400,13 @@ def rounds_table(result: dict[str, Any]) -> Table:
 
 def reading(result: dict[str, Any]) -> Iterator[str]:
     """Yield lines about what the numbers are, and where the rest is."""
-    from edge_agent.core.next_steps import NextStep
+    yield from _about_accuracies(result)
+    yield from _about_trouble(result)
+    yield from _about_work(result)
 
-    from ..runs.result_notes import ResultWarning, describe_warnings
 
+def _about_accuracies(result: dict[str, Any]) -> Iterator[str]:
+    """Yield lines about accuracies: the last ones, those of each client alone, and the best ones."""
     yield "acc: mean over clients of what they received in that round; end: after the last round and personalizing"
     for scope, last in result["last"]["acc"].items():
         yield (
@@ -394,11 +419,33 @@ def reading(result: dict[str, Any]) -> Iterator[str]:
         after = counted(int(best["rounds_done"]), "round")
         chosen_on = f"chosen on the {result['scored_on']} samples"
         yield f"best {_NAMES[scope]}: {best['clients_mean']:.4f} after {after}, {chosen_on}"
+
+
+def _about_trouble(result: dict[str, Any]) -> Iterator[str]:
+    """Yield lines about warnings and what to try next, values of papers, and what is missing or ended early."""
+    from edge_agent.core.next_steps import NextStep
+
+    from ..runs.result_notes import ResultWarning, describe_warnings
+
     warnings = [ResultWarning.from_json(warning) for warning in result["warnings"]]
     yield from (f"warning: {line}" for line in describe_warnings(warnings, 0))
     steps = map(NextStep.from_json, result.get("next_steps", ()))
     yield from (f"to try next: {next_step.message}" for next_step in steps)
+    if published := result.get("published"):
+        values = (f"{name} {value['value']} ({said_by(value)})" for name, value in published.items())
+        yield f"published values in use: {', '.join(values)}; 'headwater methods {result['method']}' says where"
     yield from (f"missing at the end: client '{client}': {reason}" for client, reason in result["failed"].items())
+    if result.get("stopped"):
+        done = counted(result["last"]["rounds_done"], "round")
+        yield f"ended early, after {done}: {result['stopped']}"
+    outcomes = [LogOutcome.from_json(outcome) for outcome in result.get("logs", ())]
+    yield from (outcome.describe() for outcome in outcomes)
+    if not all(outcome.is_complete for outcome in outcomes):
+        yield f"what is missing can be logged later: headwater simulate --resume --out {shlex.quote(result['folder'])}"
+
+
+def _about_work(result: dict[str, Any]) -> Iterator[str]:
+    """Yield lines about how the rounds were computed: engine, first weights, memory."""
     workers = f" with {counted(result['workers'], 'worker')}" if result["workers"] > 1 else ""
     start = f", {result['start_s']:.1f} s to start it" if result.get("start_s", 0.0) >= 0.1 else ""  # 0: it had none
     yield (
@@ -407,6 +454,11 @@ def reading(result: dict[str, Any]) -> Iterator[str]:
     )
     if result["weights"]:
         yield f"the encoder began with {result['weights']['path']} (SHA-256 {result['weights']['sha256'][:16]})"
+    if trial := result.get("engine_trial"):
+        yield f"engine: {trial['reason']}"
+    if memory := result.get("memory_bytes"):
+        taken = f"{memory['peak'] / 1e9:.2f} GB seen at most, {memory['expected'] / 1e9:.2f} GB expected"
+        yield f"memory: {taken}, {memory['limit'] / 1e9:.2f} GB allowed"
     if figures := result.get("stacked"):
         jobs = f"{figures['jobs']} of {counted(figures['of'], 'job')} of training in one pass on {figures['device']}"
         bits = "" if figures["bits_of_serial"] else "; equal to one after another up to rounding, not bit for bit"

@@ -207,7 +207,7 @@ def find_start(source: str, state: Path) -> Start:
         raise UsageError(
             f"--from {source}: is neither a bundle file nor a run; {known}; expected RUN, FILE.hwb or {NAME}"
         )
-    from ..api import TrainedModel
+    from ..simulation.trained import TrainedModel
 
     trained = TrainedModel.of(state, source)
     file = state.absolute() / "runs" / source / _WEIGHTS_OF_RUN

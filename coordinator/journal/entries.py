@@ -205,6 +205,14 @@ class StateKept(Fact):
     kind = "state_kept"
 
 
+class RunStopped(Fact):
+    """No round follows the entry's round, because a program that watches the run has asked for that; the run ends."""
+
+    kind = "run_stopped"
+
+    reason: AnyText = ""
+
+
 class RunFinished(Fact):
     """A run has ended after its last round, or earlier for the ``reason``."""
 

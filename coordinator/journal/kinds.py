@@ -21,6 +21,7 @@ Kind = Literal[
     "ranges_collected",
     "proxy_evaluated",
     "proxy_failed",
+    "run_stopped",
     "run_finished",
     "run_failed",
     "run_cancelled",

@@ -46,6 +46,8 @@ _CARDS: Mapping[Scope, tuple[str, str]] = {
 
 _GAIN_STYLES = {Gain.ABOVE: "lead gain", Gain.BELOW: "lead loss", Gain.WITHIN: "lead even", Gain.UNKNOWN: "lead"}
 _DETAILS = {
+    "tags": "Tags",
+    "note": "Note",
     "bundle": "Bundle",
     "encoder_sha256": "Weights (SHA-256)",
     "params": "Parameters of the method",
@@ -157,6 +159,9 @@ def _names_of_data(run: RunFigures) -> str:
 def _title(run: RunFigures) -> str:
     """Return what was done, by which method on what: one run among many is recognised by it."""
     method = _text(run.summary.get("method"))
+    name = run.summary.get("name")
+    if isinstance(name, str) and name:
+        method = f"{name}: {method}"
     simulation = run.simulation
     if simulation:
         rule = simulation.get("partition", {}).get("rule", "")

@@ -313,6 +313,13 @@ class RunHooks:
     def after_round(self, run: Run, number: int) -> None:
         """Do what follows each round; the next one does not wait for it."""
 
+    def reason_to_stop(self, run: Run) -> str:  # noqa: ARG002 - for overriding methods
+        """Return why no further round is to follow the last one; empty: the run goes on. It is asked before each."""
+        return ""
+
+    def before_reports(self, run: Run) -> None:
+        """Do what is needed before all agents are asked for their results."""
+
     def after_run(self, run: Run) -> Steps:  # noqa: ARG002 - for overriding methods
         """Do what follows the last round; the end of the run waits for this."""
         yield from ()

@@ -375,6 +375,9 @@ class Selection:
     fewest: int = 1
     """No round closes with fewer updates: the noise of differential privacy was divided among so many."""
 
+    last_round: int = 0
+    """The number of the run's last round, in which all take part where the configuration says so; 0: not known."""
+
     tiers: Tiers = field(default_factory=Tiers)
     """Who takes part, once the method is known."""
 
@@ -819,6 +822,8 @@ class Selection:
     def _choose(self, available: Sequence[str], number: int) -> tuple[str, ...]:
         """Return the cohort of a round, of those who are available; empty while they are too few."""
         config = self.context.config.cohort
+        if config.full_last_round and number == self.last_round:
+            config = config.model_copy(update={"fraction": 1.0, "fraction_max": None})
         contributors = self.contributors(available)
         if self.tiers.are_alike or not contributors:
             return choose(available, config, seed=self.seed, round_number=number)

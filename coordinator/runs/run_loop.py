@@ -22,7 +22,7 @@ from edge_agent.wire.tensors import decode
 
 from ..config import CoordinatorConfig
 from ..fleet.collection import Collection
-from ..journal.entries import RoundClosed, RoundOpened, RunStarted
+from ..journal.entries import RoundClosed, RoundOpened, RunStarted, RunStopped
 from ..journal.store import Journal, facts_of
 from ..rounds.active_run import ActiveRun
 from ..rounds.aggregation import refusal
@@ -111,6 +111,7 @@ class RunLoop:
             Exclusions.replay(journal, run.id),
             Pace.replay(journal, run.id),
             fewest=run.privacy_budget.least,
+            last_round=run.request.rounds,
         )
         self._active = ActiveRun(run, selection, freeze_as_tensors if run.context.is_simulation else freeze)
         self._server = ServerStep(self._active)
@@ -152,10 +153,10 @@ class RunLoop:
         self._check_budget(record.round, is_open=record.open_round is not None)
         # 2. The rounds, of which an open one goes on; between them releases, where the configuration asks for some.
         last = record.round
-        stopped = ""
+        stopped = record.stopped
         for number in range(record.round + 1, self.run.request.rounds + 1):
             resumed = record.open_round if number == record.round + 1 else None
-            stopped = self._reason_to_stop(is_open=resumed is not None)
+            stopped = stopped or self._reason_to_stop(last, is_open=resumed is not None)
             if stopped:
                 log.info("run_stopped run=%s reason=%s", self.run.id, stopped)
                 break
@@ -164,6 +165,7 @@ class RunLoop:
             yield from self._release_between_rounds(number)
             last = number
         # 3. The end: all agents personalize the final model and report; then export, release, summary and report.
+        self.hooks.before_reports(self.run)
         yield from self._ask_for_reports()
         yield from self.hooks.after_run(self.run)
         if self._config.export.after_run:
@@ -304,13 +306,19 @@ class RunLoop:
 
     # --- between rounds --------------------------------------------------------------------------------------------
 
-    def _reason_to_stop(self, *, is_open: bool) -> str:
+    def _reason_to_stop(self, closed: int, *, is_open: bool) -> str:
         """Return why the run ends before the next round; empty while it goes on.
 
         Args:
+            closed: The round that was closed last; 0: none.
             is_open: Whether the round was opened before a restart: its updates are paid for, and it is finished.
         """
         if not is_open:
+            requested = self.hooks.reason_to_stop(self.run)
+            if requested:
+                # Journaled, because agents evaluate the final model from now on: no restart may open another round.
+                self._journal.append(RunStopped(reason=requested), run=self.run.id, round=closed)
+                return requested
             objection = self.run.privacy_budget.objection()
             if objection:
                 return objection

@@ -142,6 +142,11 @@ class SimulatedClients:
         self._absent = () if is_late else tuple(self._new_clients)
         self._register(client for client in self._samples if client not in self._absent)
 
+    def admit_new_clients(self) -> None:
+        """Register the clients that never train, once no further cohort is selected; they are evaluated at the end."""
+        self._register(self._absent)
+        self._absent = ()
+
     def receive(self) -> bool:
         """Handle one message; False when there is none."""
         event = self._transport.receive(0)
@@ -202,9 +207,8 @@ class SimulatedClients:
 
     def _on_job(self, client: str, job: down.Job) -> None:
         """Queue a job: the longest first, so that no worker runs it alone at the end."""
-        if job.purpose in IN_ROUNDS and job.round == job.rounds and self._absent:
-            self._register(self._absent)  # the last cohort has been selected, so they do not train
-            self._absent = ()
+        if job.purpose in IN_ROUNDS and job.round == job.rounds:
+            self.admit_new_clients()  # the last cohort has been selected, so they do not train
         self._received += 1
         expected_s = self._durations.expected(client, job.purpose)
         heapq.heappush(self._jobs, _Queued(-expected_s, self._received, client, job))

@@ -152,6 +152,7 @@ class SimulatedResources(Resources):
 
     outbox: MemoryOutbox
     counts_updates = False
+    logs_better_alone = False  # the result of the run names all such clients in one line
 
     def __init__(self, shared: Shared, client: str) -> None:
         plan = shared.plan
@@ -167,6 +168,7 @@ class SimulatedResources(Resources):
         self._shared = shared
         self.outbox = MemoryOutbox()
         self.evaluate_after = plan.evaluate_after
+        self.augmentation = plan.augment or ""
 
     def samples(self, task: Task) -> tuple[Samples, Samples]:  # noqa: ARG002 - the pools are of the run's task
         """Return the client's rows of the pools, copied."""

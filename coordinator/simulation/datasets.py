@@ -154,7 +154,9 @@ def divide(plan: Plan, pools: Pools) -> Division:
     # The generator's draws are in this order for every rule, so that a seed gives the same partition.
     rng = np.random.default_rng(plan.seed)
     train = _train_rows(plan, pools, rng)
-    if pools.test is None:
+    if plan.rule in partition.SPLIT_AT_RANDOM:
+        shares = _split_at_random(plan, pools, train, rng)
+    elif pools.test is None:
         shares = {name: split_rows(pools.train, rows, plan.test_fraction, plan.seed) for name, rows in train.items()}
     else:
         tests = _test_rows(plan, pools, pools.test, train, rng)
@@ -165,6 +167,25 @@ def divide(plan: Plan, pools: Pools) -> Division:
     if pools.test is None:
         _warn_of_shared_rows(shares)
     return partition.divided(plan.partition, plan.settings(), pools.mark, shares)
+
+
+def _split_at_random(plan: Plan, pools: Pools, train: Mapping[str, np.ndarray], rng: np.random.Generator) -> Shares:
+    """Return training and test rows of each client by `partition.split_at_random`.
+
+    Raises:
+        UsageError: The data have a test part of their own, or are cut from recordings.
+    """
+    if pools.test is not None:
+        raise UsageError(
+            f"partition {plan.partition} divides the training and the test part together: give both as one pool, "
+            f"for example {plan.data[0]}?split=all"
+        )
+    if pools.train.groups is not None:
+        raise UsageError(
+            f"partition {plan.partition} draws test samples at random, and these are cut from recordings: pieces of "
+            "one would train and be tested; choose dirichlet or pathological"
+        )
+    return {name: partition.split_at_random(rows, plan.test_fraction, rng) for name, rows in train.items()}
 
 
 def _warn_of_shared_rows(shares: Shares) -> None:
@@ -201,9 +222,17 @@ def _rows_by_rule(plan: Plan, labels: np.ndarray, clients: int, rng: np.random.G
     alpha = plan.alpha or 1.0
     min_size = plan.min_size or MIN_SIZE
     train_start, _ = plan.starts or (0, 0)
+    iid_share = _iid_share(plan)
     rules: dict[str, Callable[[], partition.Rows]] = {
-        "fedpac": lambda: partition.fedpac(labels, clients, size=plan.size or SIZE, first=train_start),
+        "fedpac": lambda: partition.fedpac(
+            labels, clients, size=plan.size or SIZE, first=train_start, iid_share=iid_share
+        ),
         "dirichlet": lambda: partition.dirichlet(labels, clients, alpha, rng, min_size=min_size),
+        "fedrir_dirichlet": lambda: partition.fedrir_dirichlet(labels, clients, alpha, rng, min_size=plan.min_size),
+        # The authors' code asks for no least number of samples here.
+        "fedrir_pathological": lambda: partition.pathological(
+            labels, clients, rng, classes_each=plan.classes_each or 2, min_size=plan.min_size or 1
+        ),
         "quantity": lambda: partition.quantity(labels, clients, alpha, rng, min_size=min_size),
         "pathological": lambda: partition.pathological(
             labels, clients, rng, classes_each=plan.classes_each or 2, min_size=min_size
@@ -211,6 +240,11 @@ def _rows_by_rule(plan: Plan, labels: np.ndarray, clients: int, rng: np.random.G
         "iid": lambda: partition.iid(labels, clients, rng, size=plan.size),
     }
     return rules[plan.partition]()
+
+
+def _iid_share(plan: Plan) -> float:
+    """Return the share of a client's samples that FedPAC's rule spreads over all classes."""
+    return partition.IID_SHARE if plan.iid_share is None else plan.iid_share
 
 
 def _test_rows(
@@ -225,7 +259,7 @@ def _test_rows(
     if plan.partition == "fedpac":
         size = plan.test_size or plan.size or SIZE
         _, test_start = plan.starts or (0, 0)
-        return partition.fedpac(test.labels, len(train), size=size, first=test_start)
+        return partition.fedpac(test.labels, len(train), size=size, first=test_start, iid_share=_iid_share(plan))
     return partition.alike(list(train.values()), pools.train.labels, test.labels, rng)
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from edge_agent.bundle.starter import bundle_path
 from edge_agent.core.config import PRECISION, Precision, mistakes_of
@@ -22,13 +23,17 @@ FEDPAC_NORMALISATION = {"mean": (0.1307,), "std": (0.3081,)}
 
 _GIVEN_BY_DATA = ("domains", "subjects", "users")
 _OPTIONS_OF = {
-    "alpha": ("dirichlet", "quantity"),
+    "alpha": ("dirichlet", "fedrir_dirichlet", "quantity"),
     "size": ("fedpac", "iid"),
     "test_size": ("fedpac",),
     "starts": ("fedpac",),
-    "classes_each": ("pathological",),
-    "min_size": ("dirichlet", "pathological", "quantity"),
-    "clients": ("dirichlet", "fedpac", "iid", "pathological", "quantity", *_GIVEN_BY_DATA),
+    "iid_share": ("fedpac",),
+    "classes_each": ("pathological", "fedrir_pathological"),
+    "min_size": ("dirichlet", "pathological", "quantity", "fedrir_dirichlet", "fedrir_pathological"),
+    "clients": (
+        *("dirichlet", "fedpac", "fedrir_dirichlet", "fedrir_pathological", "iid", "pathological", "quantity"),
+        *_GIVEN_BY_DATA,
+    ),
 }
 """Option -> rules that use it; with any other rule it is an error."""
 
@@ -38,9 +43,12 @@ def is_saved_partition(partition: str | None) -> bool:
     return partition is not None and partition.endswith((".json", ".csv", ".parquet"))
 
 
-EngineName = Literal["serial", "pool", "ray", "stacked"]
+EngineName = Literal["serial", "pool", "ray", "stacked", "fastest"]
 
-HOW_NOT_WHAT = ("engine", "workers", "address", "stacked_always")
+ABOUT = ("name", "tags", "note", "log")
+"""Fields that say what a run is called and where it is logged."""
+
+HOW_NOT_WHAT = ("engine", "workers", "address", "stacked_always", "max_memory", *ABOUT)
 """Fields that do not change the results, on a CPU not a bit: a run may be resumed with others.
 
 Only engine ``stacked`` adds numbers in another order: its results equal those of the others up to rounding.
@@ -56,6 +64,11 @@ class Plan(Frozen):
         False,
         description="parameters have the paper's values where our defaults differ; 'headwater methods NAME' shows",
     )
+    paper_for: str | None = Field(
+        None,
+        max_length=MAX_LABEL,
+        description="as paper, with the values for this data set, such as pacs, where the published ones differ",
+    )
     data: tuple[str, ...] = Field(
         min_length=1, max_length=1000, description="Data source as on devices, or PATH.py:FUNCTION; several for domains"
     )
@@ -63,8 +76,9 @@ class Plan(Frozen):
     partition: str = Field(
         "iid",
         min_length=1,
-        description="iid, dirichlet, pathological, quantity, fedpac, domains, subjects, users, a saved "
-        "partition.json, or an index table (.csv, .parquet, .json) with the columns client, row and perhaps part",
+        description="iid, dirichlet, pathological, quantity, fedpac, fedrir_dirichlet, fedrir_pathological, domains, "
+        "subjects, users, a saved partition.json, or an index table (.csv, .parquet, .json) with the columns client, "
+        "row and perhaps part",
     )
     clients: int | None = Field(
         None, ge=1, le=100_000, description=f"number of clients; default: {CLIENTS}, or as many as the data name"
@@ -72,16 +86,24 @@ class Plan(Frozen):
     alpha: float | None = Field(
         None,
         gt=0,
-        description="small: few classes for each client (dirichlet), most samples at few clients (quantity)",
+        description="small: few classes for each client (dirichlet, fedrir_dirichlet), most samples at few clients "
+        "(quantity)",
     )
     size: int | None = Field(None, ge=1, description=f"samples of one client (iid, fedpac); default of fedpac: {SIZE}")
     test_size: int | None = Field(None, ge=1, description="test samples of one client (fedpac); default: size")
     starts: tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]] | None = Field(
         None, description="sample of each class where fedpac's pointers start, training and test; default: 0, 0"
     )
-    classes_each: int | None = Field(None, ge=1, description="classes of one client (pathological); default: 2")
+    iid_share: float | None = Field(
+        None, ge=0, le=1, description="share of a client's samples spread over all classes (fedpac); default: 0.2"
+    )
+    classes_each: int | None = Field(
+        None, ge=1, description="classes of one client (pathological, fedrir_pathological); default: 2"
+    )
     min_size: int | None = Field(
-        None, ge=1, description=f"drawn again until every client has so many samples; default: {MIN_SIZE}"
+        None,
+        ge=1,
+        description=f"drawn again until every client has so many samples; default: {MIN_SIZE}, of fedrir_dirichlet 400",
     )
     test_fraction: float = Field(
         0.25, gt=0, lt=1, description="share of each client's samples held out where the data have no test part"
@@ -93,6 +115,7 @@ class Plan(Frozen):
     fraction_max: float | None = Field(
         None, gt=0, le=1, description="draw the share for each round between fraction and this"
     )
+    full_last_round: bool = Field(False, description="all clients take part in the last round, whatever fraction says")
     dropout: float = Field(
         0.0, ge=0, lt=1, description="probability that a client of a round leaves, or trains and never delivers"
     )
@@ -138,6 +161,11 @@ class Plan(Frozen):
         default_factory=dict, description="a field of the input spec, such as mean=0.13 or height=32"
     )
     standardise: bool = Field(False, description="mean and std of the inputs are those of the training samples")
+    augment: Literal["crop_flip", "flip_turn", "views"] | None = Field(
+        None,
+        description="random views of images in training, whatever the method: crop_flip (a frame of 4 pixels), "
+        "flip_turn (up to 30 degrees), or views, those of contrastive learning",
+    )
     evaluate_every: int = Field(1, ge=0, le=1_000_000, description="evaluate each so many rounds; 0 = only at the end")
     evaluate_after: bool = Field(False, description="also evaluate after local training, whatever the method says")
     local: bool = Field(
@@ -154,10 +182,17 @@ class Plan(Frozen):
     engine: EngineName | None = Field(
         None,
         description="serial: one client after another; pool: worker processes; ray: workers on a cluster; stacked: "
-        "many clients in one pass, equal up to rounding; default: serial or pool, whichever suits the machine",
+        "many clients in one pass, equal up to rounding; fastest: serial, pool or stacked, by a short trial; default: "
+        "serial or pool, whichever suits the machine",
     )
     workers: int | None = Field(
         None, ge=1, le=1024, description="workers of pool and ray; default: the cores of machine or cluster"
+    )
+    max_memory: str | None = Field(
+        None,
+        pattern=r"^[0-9]{1,9}(\.[0-9]{1,3})? ?[MG]B$",
+        description="the most memory of all processes together, such as 8GB: fewer workers where it is too little, and "
+        "a stop that can be resumed before it is reached; default: what is available",
     )
     address: str | None = Field(
         None,
@@ -169,6 +204,25 @@ class Plan(Frozen):
     stacked_always: bool = Field(
         False, description="stacked: train in one pass even where a trial finds one after another faster"
     )
+
+    name: str = Field("", max_length=200, description="what the run is called in logs and on its page")
+    tags: dict[Annotated[str, Field(min_length=1, max_length=100)], str] = Field(
+        default_factory=dict, max_length=100, description="a tag of the run, kept in its summary and logs"
+    )
+    note: str = Field("", max_length=10_000, description="what is to be remembered of the run, for its page and logs")
+    log: tuple[str, ...] = Field(
+        (),
+        max_length=20,
+        description="also log to csv, jsonl, parquet, tensorboard, mlflow or wandb, with :FOLDER or :ADDRESS behind it",
+    )
+
+    @field_validator("tags", mode="before")
+    @classmethod
+    def _tags_are_text(cls, value: Any) -> Any:
+        """Return tags whose values are text: ``--tag trial=3`` and a number in a file mean the same."""
+        if not isinstance(value, dict):
+            return value
+        return {name: tag if isinstance(tag, str) else json.dumps(tag) for name, tag in value.items()}
 
     @model_validator(mode="after")
     def _says_one_thing(self) -> Plan:
@@ -189,6 +243,8 @@ class Plan(Frozen):
             yield f"test_fraction = {self.test_fraction} has no effect on a saved partition"
         if len(self.data) > 1 and rule not in {"domains", None}:
             yield f"{len(self.data)} data sources, one after another are for --partition domains"
+        if self.full_last_round and self.fraction == 1.0:
+            yield "full_last_round has no effect where fraction is 1: all clients take part in each round"
         if self.fraction_max is not None and self.fraction_max < self.fraction:
             yield f"fraction from {self.fraction} to {self.fraction_max}: expected the smaller one first"
 
@@ -209,6 +265,8 @@ class Plan(Frozen):
         if self.address is not None:
             yield from self._mistakes_of_address(self.address)
         if self.engine == "stacked":
+            if self.augment is not None:
+                yield f"augment = {self.augment} with engine stacked, which trains on inputs as they are"
             if self.precision != "float32":
                 precision = f"precision = {self.precision}"
                 yield f"{precision} with engine stacked, which computes in float32; leave one of them out"
@@ -239,6 +297,15 @@ class Plan(Frozen):
     def encoder_name(self) -> str | None:
         """The name of the encoder that was given."""
         return None if self.encoder is None else _name_of(self.encoder)
+
+    @property
+    def max_memory_bytes(self) -> int | None:
+        """The bytes of ``max_memory``, 1 GB being 10^9; None where no limit is given."""
+        if self.max_memory is None:
+            return None
+        number = self.max_memory[:-2].strip()
+        unit = {"MB": 10**6, "GB": 10**9}[self.max_memory[-2:]]
+        return round(float(number) * unit)
 
     @property
     def saved_partition(self) -> Path | None:

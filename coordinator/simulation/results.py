@@ -8,12 +8,13 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
 from edge_agent.core.errors import HeadwaterError
+from edge_agent.core.published import published_in
 from edge_agent.core.task import Task, Tensors
 from edge_agent.core.worst_tenth import mean_of_worst_tenth
 from edge_agent.data import Samples
@@ -25,6 +26,7 @@ from export.domains import spread_over
 
 from ..journal.entries import RoundClosed, UpdateAccepted
 from ..journal.store import facts_of
+from ..loggers.records import RoundResult, Spread
 from ..report import write_report
 from ..report.charts import Axis, Lines, Series, ends
 from ..report.pictures import Format, picture
@@ -73,8 +75,12 @@ def result_of(state: StateFolder, run: str, prepared: Prepared) -> dict[str, Any
     tested_clients = [client for client, share in division.clients.items() if share.test]
     result = {
         "run_id": run,
+        "name": plan.name,
+        "tags": plan.tags,
+        "note": plan.note,
         "method": plan.method_name,
         "params": summary.get("params", {}),
+        "published": _published(prepared, summary.get("params", {})),
         "data": list(plan.data),
         "task": record.request.task,
         "weights": None if weights is None else {"path": str(plan.weights_path), "sha256": weights.sha256},
@@ -95,6 +101,7 @@ def result_of(state: StateFolder, run: str, prepared: Prepared) -> dict[str, Any
         "precision": plan.precision,
         "seconds": round(math.fsum(figures["seconds"] or 0.0 for figures in rounds), 3),
         "rounds": rounds,
+        "stopped": summary.get("stopped"),
         "last": {"rounds_done": record.round, "acc": _accuracies_at_end(agents, division)},
         "local_models": local_models(AgentLine.from_json(agent) for agent in agents["trained"]),
         "failed": summary.get("faults", {}),
@@ -103,6 +110,15 @@ def result_of(state: StateFolder, run: str, prepared: Prepared) -> dict[str, Any
         "encoder_sha256": record.encoder_sha256 or "",
     }
     return {**result, "best": best_of(result)}
+
+
+def _published(prepared: Prepared, params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return parameter -> its published value and who says it, where a simulation was to have the published ones."""
+    plan = prepared.plan
+    if not plan.paper and plan.paper_for is None:
+        return {}
+    stated = published_in(prepared.method.Params, params, plan.paper_for)
+    return {name: asdict(value) for name, value in stated.items()}
 
 
 def _agents_by_group(summary: Mapping[str, Any], prepared: Prepared) -> dict[str, list[Mapping[str, Any]]]:
@@ -126,14 +142,65 @@ def _accuracies_at_end(agents: Mapping[str, list[Mapping[str, Any]]], division: 
 
 def round_of(state: StateFolder, run: str, number: int, division: Division) -> dict[str, Any]:
     """Return the figures of one closed round as JSON."""
+    return _figures_of(*_read_round(state, run, number), number, division)
+
+
+def round_result(
+    state: StateFolder, run: str, number: int, division: Division, rounds: int, *, is_replayed: bool
+) -> RoundResult:
+    """Return one closed round as those get it who watch the run.
+
+    Args:
+        state: The state folder of the simulation.
+        run: Name of the run.
+        number: The round's number.
+        division: Each client's samples.
+        rounds: Number of rounds that are planned.
+        is_replayed: Whether it was closed before this process.
+    """
+    closed, metrics = _read_round(state, run, number)
+    figures = _figures_of(closed, metrics, number, division)
+    return RoundResult(
+        round=number,
+        rounds=rounds,
+        clients=figures["clients"],
+        acc={scope: spread_of(scores) for scope, scores in figures["acc"].items()},
+        loss=figures["loss"],
+        seconds=figures["seconds"],
+        bytes_up=figures["bytes_up"],
+        bytes_down=figures["bytes_down"],
+        per_client=metrics,
+        is_replayed=is_replayed,
+    )
+
+
+def spread_of(scores: Mapping[str, float]) -> Spread:
+    """Return the accuracies of a scope in ``result.json`` as a value."""
+    return Spread(
+        mean=scores["clients_mean"],
+        std=scores["std"],
+        worst_tenth=scores["worst10"],
+        samples_mean=scores["samples_mean"],
+        clients=int(scores["clients"]),
+    )
+
+
+def _read_round(state: StateFolder, run: str, number: int) -> tuple[RoundClosed, dict[str, dict[str, float]]]:
+    """Return what the journal has of a closed round: its figures, and client -> what it reported."""
     entries = state.journal.entries(run, ("round_closed", "update_accepted"), round=number)
     closed = facts_of(entries, RoundClosed)
-    figures = closed[0] if closed else RoundClosed()
     metrics: dict[str, dict[str, float]] = {}
     for entry in entries:
         fact = entry.fact
         if isinstance(fact, UpdateAccepted) and entry.agent is not None:  # the first update of a client counts
             metrics.setdefault(entry.agent, dict(fact.metrics))
+    return closed[0] if closed else RoundClosed(), metrics
+
+
+def _figures_of(
+    figures: RoundClosed, metrics: Mapping[str, Mapping[str, float]], number: int, division: Division
+) -> dict[str, Any]:
+    """Return the figures of a round as JSON, from what the journal has of it."""
     losses = [reported["loss"] for reported in metrics.values() if "loss" in reported]
     accuracies = {}
     for scope, name in SCOPES.items():
@@ -216,7 +283,9 @@ def describe(state: StateFolder, run: str, prepared: Prepared) -> None:
         counts = replace(counts, clients=())
     settings = plan.model_dump(mode="json", exclude_defaults=True, exclude={"folder", *HOW_NOT_WHAT})
     described = {"data": list(plan.data), "partition": counts.to_json(), "plan": settings}
-    folder.write_summary({**(folder.summary() or {}), "simulation": described})
+    about = {"name": plan.name, "tags": plan.tags, "note": plan.note}
+    written = {name: value for name, value in about.items() if value}
+    folder.write_summary({**(folder.summary() or {}), **written, "simulation": described})
     write_report(folder)
 
 

@@ -39,6 +39,9 @@ PLAN = "simulation.json"
 PARTITION = "partition.json"
 """File with each client's rows in the folder of a simulation."""
 
+ENGINE = "engine.json"
+"""File with the engine that a trial has chosen, and why, in the folder of a simulation."""
+
 CLIENTS = "clients"
 """Folder of the clients' states in the folder of a simulation."""
 
@@ -84,7 +87,7 @@ class Prepared:
         if plan.threads:
             torch.set_num_threads(plan.threads)
         register(plan)
-        method = methods.create(plan.method_name, plan.params, paper=plan.paper)
+        method = methods.create(plan.method_name, plan.params, paper=plan.paper, paper_for=plan.paper_for)
         pools, division, task = prepare(plan, saved)
         if plan.new_clients >= len(division.clients):
             raise UsageError(
@@ -186,6 +189,7 @@ class Prepared:
                 "tier": "any" if plan.head_clients else "train",
                 "fraction": plan.fraction,
                 "fraction_max": plan.fraction_max,
+                "full_last_round": plan.full_last_round,
             },
             "round": {"lease_s": LEASE_S, **closing},
             # The papers' own means; nobody is hostile here.
@@ -202,10 +206,10 @@ class Prepared:
 
 _LOCK = "lock"
 _JOURNAL = ("journal.db", "journal.db-journal", "journal.db-shm", "journal.db-wal")
-_LEFT_BY_A_BEGINNING = {_LOCK, *_JOURNAL, PLAN, PARTITION, WEIGHTS, MARK}
+_LEFT_BY_A_BEGINNING = {_LOCK, *_JOURNAL, PLAN, PARTITION, WEIGHTS, ENGINE, MARK}
 _LEFT_BY_ROUNDS = (CLIENTS, "blobs", "runs")
 
-_RECORDS = ("result.json", "failed.json", "curves.svg", "status.json", "workers")
+_RECORDS = ("result.json", "failed.json", "curves.svg", "status.json", "workers", "logs")
 """What is written beside the state of a simulation while it runs and when it ends."""
 
 _TOP_LEVEL = re.compile(
@@ -359,7 +363,7 @@ def _check_is_newest(folder: Path, record: RunRecord, prepared: Prepared) -> Non
     if record.is_over:
         return
     newest = record.round + 1
-    if record.round >= record.request.rounds:
+    if record.round >= record.request.rounds or record.stopped:
         newest = LAST_ROUND
     for client in prepared.division.clients:
         rounds = state_files_in(folder / CLIENTS, client, record.run).rounds()

@@ -20,6 +20,7 @@ from ..journal.entries import (
     RunPruned,
     RunRequested,
     RunStarted,
+    RunStopped,
     UpdateAccepted,
     UpdateRefused,
     WarmStarted,
@@ -157,6 +158,9 @@ class RunRecord:
     start: str | None = None
     """Digest of the state that the first round began with: updates are compared with the way from there."""
 
+    stopped: str = ""
+    """Why no further round follows although there are some left; empty: they follow."""
+
     is_pruned: bool = False
     """Whether its checkpoints and bundles were removed: `coordinator.state.retention`."""
 
@@ -185,7 +189,7 @@ class RunRecord:
 _CHANGING = frozenset(
     {
         *FINAL,
-        *(fact.kind for fact in (RunStarted, WarmStarted, RunPruned, RoundOpened, RoundClosed)),
+        *(fact.kind for fact in (RunStarted, WarmStarted, RunStopped, RunPruned, RoundOpened, RoundClosed)),
         *(fact.kind for fact in (UpdateAccepted, UpdateRefused)),
     }
 )
@@ -206,6 +210,8 @@ def step(record: RunRecord, entry: Entry) -> RunRecord:
         return replace(record, status="running", checkpoint=begun, start=begun)
     if isinstance(fact, RunFinished | RunFailed | RunCancelled):
         return replace(record, status=FINAL[entry.kind], open_round=None, end=fact)
+    if isinstance(fact, RunStopped):
+        return replace(record, stopped=fact.reason)
     if isinstance(fact, RunPruned):
         return replace(record, is_pruned=True)
     return _step_in_rounds(record, entry)

@@ -26,6 +26,7 @@ from ..journal.entries import (
     RunFailed,
     RunFinished,
     RunRequested,
+    RunStopped,
     UpdateAccepted,
     UpdateRefused,
 )
@@ -169,7 +170,7 @@ def _say_reported(fact: ReleaseReported, _: Entry) -> str:
     return f"{fact.id}: {', '.join(figures) or 'no accuracy'}{alone}{back}"
 
 
-_WithReason = CancelRequested | UpdateRefused | ProxyFailed | RunFailed | RunCancelled
+_WithReason = CancelRequested | UpdateRefused | ProxyFailed | RunStopped | RunFailed | RunCancelled
 
 
 def _reason(fact: _WithReason) -> str:
@@ -205,6 +206,7 @@ KINDS: dict[str, tuple[Level, Callable[[Any, Entry], str]]] = {
     "ranges_collected": ("info", lambda fact, _: f"ranges of activations of {_clients(fact)}"),
     "proxy_evaluated": ("info", lambda fact, entry: f"acc.proxy after round {entry.round}: {fact.acc}"),
     "proxy_failed": ("warning", _say_proxy_failed),
+    "run_stopped": ("info", lambda fact, entry: f"no round follows round {entry.round}: {_reason(fact)}"),
     "run_finished": ("info", _say_finished),
     "run_failed": ("error", lambda fact, _: f"failed: {_reason(fact)}"),
     "run_cancelled": ("warning", lambda fact, _: f"cancelled: {_reason(fact)}"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import zlib
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -20,6 +21,7 @@ from ..core.task import RUNNING_STATISTICS, Task, Tensors
 from ..methods.base import Method, require_arrays
 from ..methods.values import Client, TrainingControl
 from ..training import peft
+from ..training.augment import AUGMENTATIONS
 from ..training.loops import accuracy
 from ..training.parts import (
     Parts,
@@ -102,7 +104,8 @@ class Session:
 
     ``model`` is one that others use in turn: each round begins by loading all of it. ``evaluate_after`` repeats a
     round's evaluation after local training where the method does not do so anyway. Steps are done in ``precision``,
-    which may be changed between rounds.
+    which may be changed between rounds. ``augmentation`` is one of `augment.AUGMENTATIONS`, by which each batch is
+    varied; empty: by none.
     """
 
     def __init__(
@@ -118,6 +121,7 @@ class Session:
         model: Built | None = None,
         evaluate_after: bool = False,
         precision: Precision = "float32",
+        augmentation: str = "",
     ) -> None:
         if not len(train.labels):
             raise DataError(f"client '{client}' has no training samples; expected at least 1; check its data source")
@@ -128,6 +132,7 @@ class Session:
         self.device = choose_device(device)
         self._evaluates_after = evaluate_after or method.evaluate_after
         self.precision = supported(precision, self.device)
+        self._augment = AUGMENTATIONS[augmentation](task) if augmentation else None
         built = model or Built.of(method, task, seed=seed, device=device)
         self._model = built.model
         self._fresh = built.fresh
@@ -290,7 +295,15 @@ class Session:
             rounds=rounds,
             precision=self.precision,
             memory={name: array.copy() for name, array in kept.memory.items()},
+            augment=self._augment,
         )
+
+    def own_statistics(self, client: Client) -> AbstractContextManager[None]:
+        """Give batch norm layers that stay here the statistics of the client's samples, as every evaluation has them.
+
+        At the end of the context those from before are back, bit for bit.
+        """
+        return statistics_of(self._norms, lambda rows: self.method.views(client, rows), client.train_inputs)
 
     def scores(self, client: Client) -> dict[str, float]:
         """Return the accuracies on the held-out samples by name of the metric; empty without such samples."""
@@ -304,7 +317,7 @@ class Session:
         inputs, labels = self._test
         if not len(labels):
             return {}, None
-        with statistics_of(self._norms, lambda rows: self.method.views(client, rows), client.train_inputs):
+        with self.own_statistics(client):
             personal = self.method.predict(client, inputs)
             scores = {"acc.personal": accuracy(personal, labels)}
             # Where a method changes neither answer, the global model is the personal one: no second pass is needed.

@@ -287,6 +287,14 @@ class MeasuringFailed(HeadwaterError):
     """Something that was being measured ended or did not answer; the message holds its stderr tail."""
 
 
+class StopRun(Exception):
+    """Raised by a function that watches a simulation, to end it after the round that was closed last.
+
+    It is a request and no failure: the run is evaluated and personalized as after its last round. The text is the
+    reason, which the result has.
+    """
+
+
 class RemoteTraceback(Exception):
     """The traceback of an error of another process, as text; it is the cause of the error that is raised here."""
 

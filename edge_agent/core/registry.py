@@ -36,6 +36,8 @@ class Registry:
         entry_points: The entry-point group by which other packages register members.
         besides: Names of files that are not members.
         families: File -> names of the members in it, for files that hold several.
+        suffix: How the names of the files end; a member's name is without it. Then other files are no members, and a
+            member may be called like a package or a module of the standard library, which no file may.
     """
 
     def __init__(
@@ -45,10 +47,12 @@ class Registry:
         entry_points: str | None = None,
         besides: Iterable[str] = (),
         families: Mapping[str, Iterable[str]] | None = None,
+        suffix: str = "",
     ) -> None:
         self.kind = kind
         self.packages = packages
         self.entry_points = entry_points
+        self.suffix = suffix
         self.families: dict[str, str] = {}
         for file, members in (families or {}).items():
             self.families.update(dict.fromkeys(members, file))
@@ -71,7 +75,7 @@ class Registry:
             module = importlib.import_module(f"{self.packages[0]}.{self.families[name]}")
             return getattr(module, name)
         if name in self._files:
-            return importlib.import_module(f"{self._files[name]}.{name}")
+            return importlib.import_module(f"{self._files[name]}.{name}{self.suffix}")
         if name in self._plugins:
             return self._plugins[name].load()
         raise UnknownName(self.kind, name, self.names())
@@ -132,8 +136,9 @@ class Registry:
         packages = {}
         for package in self.packages:
             for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
-                if not module.name.startswith("_") and module.name not in self.besides:
-                    packages[module.name] = package
+                is_member = not module.name.startswith("_") and module.name not in self.besides
+                if is_member and module.name.endswith(self.suffix):
+                    packages[module.name.removesuffix(self.suffix)] = package
         return packages
 
     @functools.cached_property

@@ -444,7 +444,7 @@ def _numbers(table: Table, name: str, rows: np.ndarray) -> np.ndarray:
     """
     column = table.column(name)
     _check_filled(table, name, column, rows)
-    values = np.asarray(column.to_numpy())[rows]
+    values: np.ndarray = np.asarray(column.to_numpy())[rows]
     return values.astype(np.float64 if values.dtype.kind == "f" else np.int64)
 
 

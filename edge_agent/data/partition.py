@@ -394,12 +394,33 @@ def check_own(config: DataConfig, client: str, task: Task | None = None, *, own_
 Rows = list[np.ndarray]
 """Positions (n,) int64 in a pool, one array for each client. Rules get the labels of the pool, (N,) int64."""
 
-RULES = ("dirichlet", "domains", "fedpac", "iid", "pathological", "quantity", "subjects", "users")
+RULES = (
+    "dirichlet",
+    "domains",
+    "fedpac",
+    "fedrir_dirichlet",
+    "fedrir_pathological",
+    "iid",
+    "pathological",
+    "quantity",
+    "subjects",
+    "users",
+)
+
+ORIGINS = {
+    "fedpac": "the generator of FedPAC's authors",
+    "fedrir_dirichlet": "the generator of FedRIR's authors",
+    "fedrir_pathological": "the generator of FedRIR's authors",
+}
+"""Rule -> whose generator it is, where it is that of a paper's authors."""
+
+SPLIT_AT_RANDOM = ("fedrir_dirichlet", "fedrir_pathological")
+"""Rules that draw a client's test samples from all of its samples alike, and not class by class."""
 
 GROUPS = ((0, 1, 2), (2, 3, 4), (4, 5, 6), (6, 7, 8), (8, 9, 0))
 """FedPAC's dominant classes; client i belongs to group i mod 5."""
 
-UNIFORM_PERCENT = 20
+IID_SHARE = 0.2
 """FedPAC's s: this share of a client's samples is spread evenly over all classes."""
 
 MAX_DRAWS = 10_000
@@ -416,9 +437,10 @@ def check_rule(name: str) -> None:
         raise UnknownName("partition", name, RULES)
 
 
-def fedpac(labels: np.ndarray, clients: int, *, size: int = 600, first: int = 0) -> Rows:
+def fedpac(labels: np.ndarray, clients: int, *, size: int = 600, first: int = 0, iid_share: float = IID_SHARE) -> Rows:
     """Divide as FedPAC's official code (Xu, Tong, Huang, ICLR 2023): 20 % even over ten classes, 80 % of three of them.
 
+    ``iid_share`` is another share than 20 %, the s of the paper: 0 leaves each client three classes, 1 is even.
     Nothing is random. A pointer for each class moves through its samples (in the order of the pool, from ``first`` on)
     as clients take from it, and returns to 0 when a request would overrun: then clients share samples.
 
@@ -431,7 +453,7 @@ def fedpac(labels: np.ndarray, clients: int, *, size: int = 600, first: int = 0)
             f"partition fedpac: the pool has {len(np.unique(labels))} classes, the rule is made for ten; "
             "use dirichlet, pathological or iid"
         )
-    even = size * UNIFORM_PERCENT // 100
+    even = int(size * iid_share + 1e-9)
     takes = [[*_spread(range(10), even), *_spread(dominant, size - even)] for dominant in GROUPS]
     for take in takes[:clients]:
         _check_supply(take, size, by_class)
@@ -571,6 +593,43 @@ def pathological(
             "--min-size"
         )
     return result
+
+
+FEDRIR_LEAST = 400
+"""The least samples of a client in FedRIR's code: a batch of 100 in the quarter that is held out."""
+
+
+def fedrir_dirichlet(
+    labels: np.ndarray, clients: int, alpha: float, rng: np.random.Generator, *, min_size: int | None = None
+) -> Rows:
+    """Spread each class by Dirichlet(alpha) as in FedRIR's code (Huang et al., WWW 2025): `dirichlet` with its bound.
+
+    The draw is repeated until all clients have 400 samples, or half of an equal share where that is less. Its pool is
+    the training and the test part together; a client's samples are split by `split_at_random`.
+
+    Args:
+        labels: The labels (N,) of the pool.
+        clients: The number of clients.
+        alpha: The parameter of the Dirichlet distribution.
+        rng: Draws shares and samples.
+        min_size: The least samples of a client; None: those of the authors' code.
+
+    Raises:
+        DataError: See `dirichlet`.
+    """
+    if min_size is None:
+        min_size = min(FEDRIR_LEAST, len(labels) // clients // 2)
+    return dirichlet(labels, clients, alpha, rng, min_size=min_size)
+
+
+def split_at_random(rows: np.ndarray, share: float, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Return training and test rows of a client: a random ``share`` of all of them, whatever their classes, is tested.
+
+    Rounded so that the test samples are the more, as in the code of FedRIR; at least one sample trains.
+    """
+    shuffled = rng.permutation(rows)
+    kept = max(1, int((1.0 - share) * len(rows) + 1e-9))
+    return shuffled[:kept], shuffled[kept:]
 
 
 def iid(labels: np.ndarray, clients: int, rng: np.random.Generator, *, size: int | None = None) -> Rows:

@@ -24,16 +24,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field, field_validator
 
 from ..core.errors import TrainingFailed
+from ..core.published import Published
 from ..core.task import State, Task, Tensors
 from ..core.weighted_sum import WeightedSum
 from .base import SERVER_ONLY, Method
-from .values import Client, MethodParams, Norm, Update, grades, ours
+from .values import Client, LocalWork, MethodParams, Norm, Stage, Update, grades, ours
 
 if TYPE_CHECKING:
     from ..heads.base import FitData
@@ -107,6 +108,13 @@ class AFLParams(MethodParams):
         description="keep each client's statistics at the coordinator: later rounds add clients, and one that returns "
         "replaces its own; not with secure sums",
     )
+
+    published: ClassVar[Mapping[str, tuple[Published, ...]]] = {
+        "ridge": (Published(0.0, "paper", "what is added is taken away again"),),
+        "intercept": (Published(False, "paper", "W alone"),),
+        "scale": (Published(1.0, "paper", "answers are the largest scores"),),
+        "min_class_count": (Published(1, "paper", "all samples"),),
+    }
 
     @field_validator("norm")
     @classmethod
@@ -190,6 +198,10 @@ class AFL(Method):
         return ""
 
     # --- client ------------------------------------------------------------------------------------------------------
+
+    def local_work(self) -> LocalWork:
+        """Return that nothing is trained: a client sums over its samples once."""
+        return LocalWork((Stage("sums over features, without training"),))
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:
         """Return the statistics of the client's samples on the encoder as it was received; nothing is trained.

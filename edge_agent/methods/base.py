@@ -21,7 +21,7 @@ import numpy as np
 from ..core.errors import ConfigError, TensorsError
 from ..core.task import RUNNING_STATISTICS, State, Task, Tensors
 from ..core.weighted_sum import WeightedSum
-from .values import ClassStatistics, Client, Exactness, Grade, MethodParams, Norm, Update
+from .values import ClassStatistics, Client, Exactness, Grade, LocalWork, MethodParams, Norm, Stage, Update
 
 if TYPE_CHECKING:
     import torch
@@ -115,6 +115,16 @@ class Method:
         """Return the parameters as JSON, defaults included."""
         result: dict[str, Any] = self.params.model_dump(mode="json")
         return result
+
+    def local_work(self) -> LocalWork:
+        """Return what a client does with its samples; default: ``local_epochs`` passes over all that is not frozen.
+
+        A method with training of its own says here what that is. A test counts the passes of every method.
+        """
+        learns = "all parts"
+        if self.frozen:
+            learns = f"all parts but {' and '.join(self.frozen)}"
+        return LocalWork((Stage(learns, self.params.local_epochs),))
 
     @property
     def head_name(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from ..training.finetune import (
     with_copy_loaded,
 )
 from ..training.loops import TrainingOptions, cross_entropy, features_of, predict_probabilities, train
-from . import Client, Method, grades
+from . import Client, LocalWork, Method, Stage, grades
 from .base import SERVER_ONLY, is_learned
 
 if TYPE_CHECKING:
@@ -146,6 +147,10 @@ class TwoNetworks(Method):
     exactness = grades(mlp=("approximate", "one linear layer on the shared encoder; the personal network is whole"))
     no_peft = "has a second network on each device, whose frozen weights no device would get"
 
+    def local_work(self) -> LocalWork:
+        """Return passes of both networks, on the same batches."""
+        return LocalWork((Stage("both networks", self.params.local_epochs),))
+
     def build(self, task: Task) -> Parts:
         """Return two networks of the same start."""
         return two_networks(task)
@@ -188,6 +193,12 @@ class Tuned(Method, ABC):
 class FineTuned(Tuned):
     """`Tuned` by ``tune_epochs`` of the optimizer of training with step size ``tune_lr``."""
 
+    def local_work(self) -> LocalWork:
+        """Return the work of training, and the passes of fine-tuning."""
+        params = self.params
+        learns = "all parts" if params.tune == "all" else "head"
+        return replace(super().local_work(), end=(Stage(learns, params.tune_epochs, lr=params.tune_lr),))
+
     @property
     def tuned_parts(self) -> tuple[str, ...]:
         """All, or the head, as ``tune`` says."""
@@ -212,6 +223,10 @@ class FittedHead(Method):
     _STAMP = "personal.encoder"
     _HEAD = "personal.head."
 
+    def local_work(self) -> LocalWork:
+        """Return the work of training, and the fit of the head."""
+        return replace(super().local_work(), end=(Stage(f"head '{self.params.head}', fitted to features"),))
+
     @property
     def head_name(self) -> str:
         """The personal head that ``personalize`` fits."""
@@ -234,6 +249,12 @@ class FittedHead(Method):
         """Return class probabilities of the personal head, which is fitted first if the encoder has changed since."""
         import torch
 
+        head = self.fitted(client)
+        probabilities = head.predict_proba(features_of(client.model, inputs).cpu().numpy())
+        return torch.from_numpy(probabilities.astype(np.float32)).to(inputs.device)
+
+    def fitted(self, client: Client) -> Head:
+        """Return the client's personal head, which is fitted first if the encoder has changed since."""
         stamp = fingerprint(client.model.encoder, with_counters=True)
         if not np.array_equal(client.memory.get(self._STAMP, ()), stamp):
             self.personalize(client, {})
@@ -243,8 +264,7 @@ class FittedHead(Method):
                 arrays[name.removeprefix(self._HEAD)] = array
         head = self._head()
         head.load(arrays, client.task.num_classes)
-        probabilities = head.predict_proba(features_of(client.model, inputs).cpu().numpy())
-        return torch.from_numpy(probabilities.astype(np.float32)).to(inputs.device)
+        return head
 
     def head_params(self, head: str) -> dict[str, Any]:
         """Return ``head_params`` for the method's own head, and the defaults of all others."""

@@ -24,7 +24,7 @@ from ..core.task import Tensors
 from ..training.finetune import fingerprint, probabilities_with
 from ..training.loops import cross_entropy, train
 from ..training.parts import Parts, load_arrays, to_arrays
-from . import Client, Method, MethodParams, grades
+from . import Client, LocalWork, Method, MethodParams, Stage, grades
 
 Weights = dict[str, torch.Tensor]
 
@@ -55,6 +55,12 @@ class FedALA(Method):
     exactness = grades(
         mlp=("approximate", "one linear layer fitted on the shared encoder; the paper mixes two classifiers"),
     )
+
+    def local_work(self) -> LocalWork:
+        """Return the pass of the mixture, and those of training; the first time the mixture takes more."""
+        params = self.params
+        mixing = Stage("shares of the mixture", params.ala_samples, lr=params.ala_lr)
+        return LocalWork((mixing, Stage("all parts", params.local_epochs)), end=(mixing,))
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:
         """Mix, then E epochs of cross entropy on all parts."""

@@ -25,7 +25,7 @@ from ..core.weighted_sum import WeightedSum
 from ..heads.fedpac import class_means
 from ..training.loops import Loss, TrainingOptions, cross_entropy, features_of, train
 from ..training.parts import Parts
-from . import Client, MethodParams, Update, grades
+from . import Client, LocalWork, MethodParams, Stage, Update, grades
 from .families import require_finite
 from .fedper import FedPer
 
@@ -88,6 +88,12 @@ class FedAS(FedPer):
         total.add(weight, tensors)
 
     # --- client ----------------------------------------------------------------------------------------------------
+
+    def local_work(self) -> LocalWork:
+        """Return the passes of the alignment, from the second round on, and those of training."""
+        params = self.params
+        aligning = Stage("encoder to class means", params.alignment_epochs, lr=params.alignment_lr)
+        return LocalWork((aligning, Stage("all parts", params.local_epochs)))
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:
         """Align the received encoder, train it with the head, and measure what was learned."""

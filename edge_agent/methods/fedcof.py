@@ -22,16 +22,17 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from pydantic import Field, field_validator
 
 from ..core.errors import TrainingFailed
+from ..core.published import Published
 from ..core.task import State, Task, Tensors
 from ..heads.fedpac import class_means
 from .base import CLASS_MEANS, Method
-from .values import ClassStatistics, Client, MethodParams, Norm, Update, grades, ours
+from .values import ClassStatistics, Client, LocalWork, MethodParams, Norm, Stage, Update, grades, ours
 
 if TYPE_CHECKING:
     from ..heads.base import FitData
@@ -70,6 +71,11 @@ class FedCOFParams(MethodParams):
         description="ours: factor of the scores in probabilities; changes no answer",
     )
     min_class_count: int = ours(2, paper=1, ge=1, description="ours: class means of fewer samples are withheld")
+
+    published: ClassVar[Mapping[str, tuple[Published, ...]]] = {
+        "scale": (Published(1.0, "paper", "answers are the largest scores"),),
+        "min_class_count": (Published(1, "paper", "all samples"),),
+    }
 
     @field_validator("norm")
     @classmethod
@@ -121,6 +127,10 @@ class FedCOF(Method):
         return ""
 
     # --- client ----------------------------------------------------------------------------------------------------
+
+    def local_work(self) -> LocalWork:
+        """Return that nothing is trained: a client sums over its samples once."""
+        return LocalWork((Stage("class means of features, without training"),))
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:
         """Return the class means of the client on the encoder as it was received; nothing is trained.

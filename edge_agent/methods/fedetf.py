@@ -13,6 +13,8 @@ sample joins the batch before it.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from pydantic import Field
@@ -26,7 +28,7 @@ from ..training.loops import Loss, cross_entropy, train
 from ..training.losses import balanced_softmax
 from ..training.networks import simplex
 from ..training.parts import Parts, encoder_and_head, feature_dim
-from . import Client, MethodParams
+from . import Client, LocalWork, MethodParams, Stage
 from .families import Tuned
 
 
@@ -92,6 +94,13 @@ class FedETF(Tuned):
         gamma = self.params.gamma
         counts = torch.bincount(client.train_labels, minlength=client.task.num_classes)
         return lambda inputs, labels: balanced_softmax(model(inputs), labels, counts, gamma)
+
+    def local_work(self) -> LocalWork:
+        """Return the passes of training, and the stages of fine-tuning."""
+        params = self.params
+        in_turns = 2 * params.tune_rounds * params.tune_epochs
+        end = (Stage("all parts", params.local_epochs), Stage("classifier and projection in turns", in_turns))
+        return replace(super().local_work(), end=end)
 
     def tune(self, client: Client) -> None:
         """Run E epochs as in training, then classifier and projection in turns by plain cross entropy."""

@@ -27,7 +27,7 @@ from ..core.task import State, Task, Tensors
 from ..training.finetune import copy_tensors, second
 from ..training.loops import cross_entropy, evaluate, train
 from ..training.parts import Parts, load_arrays, to_arrays
-from . import Client, MethodParams, Update, grades
+from . import Client, LocalWork, MethodParams, Stage, Update, grades
 from .base import is_learned
 from .families import TwoNetworks, names_in, rng_of, with_rows
 
@@ -140,6 +140,13 @@ class FedFomo(TwoNetworks):
         return {**state, **mean, **rows, _ROUND: number, _AFFINITY: affinities}
 
     # --- client ----------------------------------------------------------------------------------------------------
+
+    def local_work(self) -> LocalWork:
+        """Return the passes over the samples that are not held out."""
+        params = self.params
+        learns = "all parts, on four fifths of the samples"
+        schedule = f"times {params.lr_decay:g} each round"
+        return LocalWork((Stage(learns, 0.8 * params.local_epochs),), schedule=schedule)
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:
         """Mix the received models into the client's own, then E epochs on the training part."""

@@ -19,7 +19,7 @@ from pydantic import Field
 from ..core.task import Tensors
 from ..training.finetune import on_features
 from ..training.loops import TrainingOptions, cross_entropy, train
-from . import Client, MethodParams, grades
+from . import Client, LocalWork, MethodParams, Stage, grades
 from .fedper import FedPer
 
 
@@ -52,6 +52,11 @@ class FedRep(FedPer):
             ),
         ),
     )
+
+    def local_work(self) -> LocalWork:
+        """Return the passes of the head, and the encoder's."""
+        params = self.params
+        return LocalWork((Stage("head", params.head_epochs, lr=params.head_lr), Stage("encoder", params.local_epochs)))
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:
         """Train the head for ``head_epochs`` with a frozen encoder, then the encoder for E epochs, the head frozen."""

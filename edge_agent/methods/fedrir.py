@@ -23,9 +23,9 @@ may be shared; the CSFE stays as published. Step size, batch size, the width of 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -33,6 +33,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ..core.errors import ConfigError
+from ..core.published import Published
 from ..core.task import Task, Tensors
 from ..models import create
 from ..training.augment import mask_patches
@@ -50,7 +51,7 @@ from ..training.loops import (
 from ..training.losses import GaussianPredictor, gaussian_misfit, vclub
 from ..training.networks import Generator, SpecificEncoder, kl_to_standard_normal, sample, unfit_images
 from ..training.parts import Parts, channels_last, encoder_and_head, feature_dim
-from . import Client, Method, MethodParams, grades, ours, refreshed_stats
+from . import Client, LocalWork, Method, MethodParams, Stage, grades, ours, refreshed_stats
 
 
 class FedRIRParams(MethodParams):
@@ -83,6 +84,23 @@ class FedRIRParams(MethodParams):
     refresh_stats: bool = refreshed_stats()
     without_mcsl: bool = Field(False, description="ablation: no CSFE and no ID, the head sees g only (paper, 4.8)")
     without_id: bool = Field(False, description="ablation: cross entropy alone, L_id = 0 (paper, 4.8)")
+
+    published: ClassVar[Mapping[str, tuple[Published, ...]]] = {
+        "lr": (Published(5e-4, "paper", "Sec. 4.2"),),
+        "optimizer": (Published("adam", "paper", "Sec. 4.2"),),
+        "batch_size": (Published(100, "paper", "Sec. 4.2"),),
+        "local_epochs": (Published(1, "paper", "Sec. 4.2"),),
+        "drop_last": (Published(True, "authors' code"),),
+        "optimizer_state": (Published("persist", "authors' code"),),
+        "mask_ratio": (Published(0.6, "paper", "Sec. 4.2 and 4.7.1"),),
+        "patch": (Published(4, "authors' code"),),
+        "specific_dim": (Published(512, "authors' code"),),
+        "kld_weight": (Published(0.1, "authors' code", "Eq. 5 has no such term"),),
+        "id_mode": (Published("official", "authors' code"), Published("vclub", "paper", "Eq. 7, made sound here")),
+        "id_weight": (Published(1.0, "paper", "Eq. 10, and the sentence before Algorithm 1"),),
+        "frozen_bn": (Published("train", "authors' code"),),
+        "refresh_stats": (Published(False, "not published", "nothing says that statistics are computed again"),),
+    }
 
 
 class FedRIR(Method):
@@ -132,6 +150,16 @@ class FedRIR(Method):
             ends = (shared, specific) if self.params.id_mode == "official" else (specific, shared)
             parts["distiller"] = GaussianPredictor(*ends)
         return channels_last(_Joined(encoder=encoder, head=nn.Linear(shared + specific, task.num_classes), **parts))
+
+    def local_work(self) -> LocalWork:
+        """Return the passes of both stages, as far as the ablations leave them."""
+        params = self.params
+        masked = Stage("client-specific encoder and generator", params.local_epochs, uses_labels=False)
+        learns = "encoder, head and distiller" if self.distills else "encoder and head"
+        stages: tuple[Stage, ...] = (masked, Stage(learns, params.local_epochs))
+        if params.without_mcsl:
+            stages = stages[1:]
+        return LocalWork(stages, drops_last=params.drop_last)
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:
         """Run E epochs of MCSL, then E epochs of ID; returns the encoder.

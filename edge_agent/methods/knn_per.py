@@ -13,6 +13,7 @@ it.
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Annotated, Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from ..core.task import Tensors
 from ..heads.knn import MIXES, count_votes, quality
 from ..training.finetune import fingerprint
 from ..training.loops import evaluate, features_of
-from . import Client, Method, MethodParams, grades
+from . import Client, LocalWork, Method, MethodParams, Stage, grades
 
 _STAMP = "memorized.from"
 _FEATURES = "memorized.features"
@@ -61,6 +62,11 @@ class KNNPer(Method):
             ),
         ),
     )
+
+    def local_work(self) -> LocalWork:
+        """Return the passes of training, and the memory."""
+        memory = "memory of all features, its numbers chosen on a held-out part"
+        return replace(super().local_work(), end=(Stage(memory),))
 
     def personalize(self, client: Client, received: Tensors) -> None:
         """Store features and labels, and choose k, scale and lambda."""

@@ -10,13 +10,14 @@ Differs from the paper: nothing known.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from pydantic import Field
 
 from ..core.task import State, Task, Tensors
 from ..training.parts import Parts, encoder_alone
-from . import Client, MethodParams, grades
+from . import Client, LocalWork, MethodParams, grades
 from .families import FittedHead
 
 
@@ -46,6 +47,10 @@ class LinearProbe(FittedHead):
     def build(self, task: Task) -> Parts:
         """Return the encoder alone."""
         return encoder_alone(task)
+
+    def local_work(self) -> LocalWork:
+        """Return no training, and the fit of the head."""
+        return replace(super().local_work(), rounds=())
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:
         """Return nothing: the head is fitted after the last round, by `personalize`.

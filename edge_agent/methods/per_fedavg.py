@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from ..core.task import Tensors
 from ..training.loops import TrainingOptions, cross_entropy, local_optimizer, train, train_by_steps
 from ..training.optimizers import SGD
-from . import Client, MethodParams, grades
+from . import Client, LocalWork, MethodParams, Stage, grades
 from .families import Tuned
 
 if TYPE_CHECKING:
@@ -59,6 +59,16 @@ class PerFedAvg(Tuned):
             "one linear layer fitted on the shared encoder; the paper adapts all weights by one step",
         ),
     )
+
+    def local_work(self) -> LocalWork:
+        """Return the passes of meta steps, each with two batches, and the steps of adaptation."""
+        params = self.params
+        return LocalWork(
+            (Stage("all parts, half of each batch for the look ahead", params.local_epochs),),
+            end=(Stage("all parts", steps=params.adapt_steps, lr=params.adapt_lr),),
+            batch_size=2 * params.batch_size,
+            smallest_batch=4,
+        )
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:
         """Run E epochs of meta steps."""

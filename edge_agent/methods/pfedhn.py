@@ -28,7 +28,7 @@ from ..core.errors import ConfigError
 from ..core.task import State, Tensors
 from ..training.loops import TrainingOptions, cross_entropy, train
 from ..training.parts import load_arrays, to_arrays
-from . import Client, Method, MethodParams, Update, grades
+from . import Client, LocalWork, Method, MethodParams, Stage, Update, grades
 from .base import is_learned
 from .families import names_in, rng_of, with_rows
 from .values import Norm
@@ -177,6 +177,14 @@ class PFedHN(Method):
         return fresh
 
     # --- client ----------------------------------------------------------------------------------------------------
+
+    def local_work(self) -> LocalWork:
+        """Return the steps, or passes, of a client from the weights that the server makes for it."""
+        params = self.params
+        stage = Stage("all parts", steps=params.local_steps)
+        if not params.local_steps:
+            stage = Stage("all parts", params.local_epochs)
+        return LocalWork((stage,), start="its own from the server's network, close to each other")
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:
         """Take K steps of SGD from H(e)."""

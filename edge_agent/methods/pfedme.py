@@ -24,7 +24,7 @@ from ..core.weighted_sum import WeightedSum
 from ..training.finetune import copy_tensors, pairs, second
 from ..training.loops import TrainingOptions, local_optimizer, train_by_steps
 from ..training.losses import proximal_gradient
-from . import Client, MethodParams
+from . import Client, LocalWork, MethodParams, Stage
 from .families import TwoNetworks, towards
 
 
@@ -52,6 +52,15 @@ class PFedMe(TwoNetworks):
     def next_state(self, state: State, total: WeightedSum) -> State:
         """Return beta of the way from the state to the even mean."""
         return {**state, **towards(state, total.mean(), self.params.server_rate)}
+
+    def local_work(self) -> LocalWork:
+        """Return the batches, or passes, each with several steps of the personal network."""
+        params = self.params
+        learns = f"both networks, {params.inner_steps} steps of the personal one each"
+        stage = Stage(learns, steps=params.local_steps, lr=params.personal_lr)
+        if not params.local_steps:
+            stage = Stage(learns, params.local_epochs, lr=params.personal_lr)
+        return LocalWork((stage,))
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:
         """Run R batches: K steps of theta, then one of w; returns w."""

@@ -14,19 +14,22 @@ without labels has something to start from; off by default.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
 from torch.nn import functional as F
 
 from .. import heads
+from ..core.published import Published
 from ..core.task import Task, Tensors
 from ..training import augment
 from ..training.loops import Loss, local_optimizer, train
 from ..training.losses import supervised_contrastive
 from ..training.parts import Parts, encoder_alone, encoder_and_head
-from . import Client, MethodParams, grades
+from . import Client, LocalWork, MethodParams, Stage, grades
 from .families import FittedHead
 
 
@@ -53,6 +56,21 @@ class RepPerParams(MethodParams):
     global_head: bool = Field(False, description="also train and share a linear classifier on detached features")
     global_head_lr: float = Field(0.01, gt=0, description="step size of Adam for that classifier")
 
+    published: ClassVar[Mapping[str, tuple[Published, ...]]] = {
+        "lr": (Published(1e-3, "paper", "Implementation"),),
+        "optimizer": (Published("adam", "paper", "Implementation"),),
+        "weight_decay": (Published(1e-4, "paper", "Implementation"),),
+        "batch_size": (Published(256, "paper", "Implementation"),),
+        "local_epochs": (Published(10, "paper", "Implementation, and E = 20 in Table 1"),),
+        "temperature": (Published(0.1, "paper", "Implementation"),),
+        "sc_variant": (Published("in", "paper", "Eq. 5"),),
+        "lr_decay": (Published(0.1, "paper", "Implementation; it takes effect where decay_at says when"),),
+        "decay_at": (Published(None, "not published", "the paper's decay of 0.1 has no time"),),
+        "augment": (Published(True, "paper", "two views of each image; which is not said"),),
+        "feature_norm": (Published(None, "not published", "r or z is not said"),),
+        "head": (Published("mlp", "paper", "one linear layer; Table 3 has svm and lr, too"),),
+    }
+
 
 class RepPer(FittedHead):
     """Supervised contrastive learning of the encoder; heads on devices."""
@@ -75,6 +93,17 @@ class RepPer(FittedHead):
     def build(self, task: Task) -> Parts:
         """Return the encoder, and the shared classifier where asked for."""
         return encoder_and_head(task) if self.params.global_head else encoder_alone(task)
+
+    def local_work(self) -> LocalWork:
+        """Return the contrastive passes, and the fit of the head."""
+        params = self.params
+        learns = "encoder and shared classifier" if params.global_head else "encoder"
+        schedule = ""
+        if params.decay_at:
+            shares = ", ".join(f"{share:g}" for share in params.decay_at)
+            schedule = f"times {params.lr_decay:g} after {shares} of the rounds"
+        work = replace(super().local_work(), rounds=(Stage(learns, params.local_epochs),), schedule=schedule)
+        return replace(work, augmentation="two random views of each image" if params.augment else "none")
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:
         """Run stage CRL: E epochs of the supervised contrastive loss."""

@@ -16,8 +16,9 @@ over classes) are ours. A last batch of one sample joins the batch before it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -26,12 +27,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from ..core.errors import ConfigError
+from ..core.published import Published
 from ..core.task import State, Task, Tensors
 from ..heads import get as head_called
 from ..training.loops import Loss, TrainingOptions, features_of, train
 from ..training.networks import orthonormal
 from ..training.parts import Parts, encoder_and_head
-from . import Client, Method, MethodParams, Update
+from . import Client, LocalWork, Method, MethodParams, Stage, Update
 from .families import MOST_SAMPLES
 from .values import ClassStatistics
 
@@ -49,6 +51,17 @@ class SphereFedParams(MethodParams):
     calibrate: bool = Field(True, description="solve for W after training; takes the place of the last round")
     ridge: float = Field(1.0, gt=0, description="added to the diagonal of sum A; lost in what is known of the paper")
     min_class_count: int = Field(2, ge=1, description="classes of fewer samples are left out of A and B; the paper: 1")
+
+    published: ClassVar[Mapping[str, tuple[Published, ...]]] = {
+        "lr": (
+            Published(0.1, "others' code", "DualFed's comparison, its Sec. 5.3", data="pacs"),
+            Published(0.1, "others' code", "DualFed's comparison, its Sec. 5.3", data="domainnet"),
+            Published(1.0, "others' code", "DualFed's comparison, its Sec. 5.3", data="officehome"),
+        ),
+        "loss": (Published("mse", "recalled"),),
+        "ridge": (Published(None, "not published", "no code was found"),),
+        "min_class_count": (Published(1, "recalled", "all samples; not taken by --paper, as it shows single samples"),),
+    }
 
 
 class Spherical(nn.Module):
@@ -159,6 +172,12 @@ class SphereFed(Method):
         return {"feature_norm": "l2"} if "feature_norm" in head_called(head).Params.model_fields else {}
 
     # --- client ----------------------------------------------------------------------------------------------------
+
+    def local_work(self) -> LocalWork:
+        """Return the passes of the encoder, and the classifier that is worked out from all clients' features."""
+        if not self.params.calibrate:
+            return super().local_work()
+        return replace(super().local_work(), end=(Stage("classifier worked out from all clients' features"),))
 
     def local_update(self, client: Client, received: Tensors) -> Tensors:
         """Run E epochs of the encoder; in the last round none, but A and B of what was received."""

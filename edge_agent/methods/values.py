@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, get_args
 
 import numpy as np
 from pydantic import Field
 
 from ..core.errors import TrainingFailed
+from ..core.published import Published
 from ..core.task import Frozen, Task, Tensors
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def refreshed_stats() -> Any:
 
 
 def paper_values(params: type[MethodParams]) -> dict[str, Any]:
-    """Name -> published value of the parameters whose default is ours; all others have the paper's as their default."""
+    """Name -> published value of the parameters whose default is ours; ``--paper`` leaves all others as they are."""
     return {
         name: field.json_schema_extra["paper"]
         for name, field in params.model_fields.items()
@@ -81,6 +82,80 @@ class MethodParams(Frozen):
         "none: what the method's source says",
     )
     refresh_stats: bool = Field(False, description=REFRESH)
+
+    published: ClassVar[Mapping[str, tuple[Published, ...]]] = {}
+    """Field -> its published values, each with its source; those of a class that is derived from are added to."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage of a client's work: what learns, and how often the client's training samples are gone through."""
+
+    learns: str
+    """What learns, such as ``encoder and head``; or what is done, where nothing takes gradient steps."""
+
+    passes: float = 0.0
+    """The number of passes over the client's training samples with gradient steps."""
+
+    steps: int = 0
+    """The number of batches, where those are counted and not passes."""
+
+    lr: float | None = None
+    """The step size, where it is not that of the parameters; None: it is."""
+
+    uses_labels: bool = True
+    """Whether the loss depends on labels."""
+
+    @property
+    def takes_steps(self) -> bool:
+        """Whether an optimizer takes steps."""
+        return bool(self.passes or self.steps)
+
+    def describe(self) -> str:
+        """Return the stage in a few words, such as ``1 of head (step size 0.1)``."""
+        text = self.learns
+        if self.steps:
+            text = f"{self.steps} {'batch' if self.steps == 1 else 'batches'} of {self.learns}"
+        elif self.passes:
+            text = f"{self.passes:g} of {self.learns}"
+        remarks = []
+        if self.lr is not None:
+            remarks.append(f"step size {self.lr:g}")
+        if not self.uses_labels:
+            remarks.append("without labels")
+        return f"{text} ({', '.join(remarks)})" if remarks else text
+
+
+@dataclass(frozen=True)
+class LocalWork:
+    """What a method does with a client's samples, in a round and at the end of a run.
+
+    Tables that compare methods show it, so that rows which train more, or otherwise, are recognised.
+    """
+
+    rounds: tuple[Stage, ...]
+    """The stages of each round, in their order; empty: nothing is trained."""
+
+    end: tuple[Stage, ...] = ()
+    """What follows the last round, and precedes each evaluation between rounds."""
+
+    augmentation: str = "none"
+    """How images are varied in training."""
+
+    batch_size: int | None = None
+    """The samples of a batch, where they are not the parameter ``batch_size``; None: they are."""
+
+    smallest_batch: int = 2
+    """A last batch of fewer samples joins the one before it."""
+
+    drops_last: bool = False
+    """Whether a last batch that is not whole sits out."""
+
+    schedule: str = ""
+    """How the step size changes over rounds; empty: it does not."""
+
+    start: str = "the same for all clients"
+    """Whose first weights a client has."""
 
 
 class TrainingCheckpoint(Protocol):
@@ -136,6 +211,8 @@ class Client:
     memory: Tensors = field(default_factory=dict)
     log: dict[str, float] = field(default_factory=dict)
     control: TrainingControl = TrainingControl()
+    augment: Callable[[torch.Tensor, torch.Generator], torch.Tensor] | None = None
+    """The random views of the inputs that every step of training sees; None: the inputs as they are."""
 
     @property
     def samples(self) -> int:

@@ -25,6 +25,7 @@ from ..core.graph import FLOAT, LEAST_OPSET, Graph, Node, Value
 from ..core.storage import read_regular
 from ..core.task import ImageInput, InputSpec
 from ..data.preprocess import for_channels, normalise_images, normalise_windows
+from ..heads import Head
 from ..heads.saved import SavedHead, SavedNumeric
 from ..version import __version__
 from .batch_norm import encoder_with_statistics
@@ -89,7 +90,7 @@ def write_one_file(bundle: Bundle, encoder: Encoder, head: SavedHead | SavedNume
     head_graph = _write_head(head)
     # Step 1: assemble the graph, and check it by the rules of ONNX.
     model = load_model_from_string(_encoder_bytes(bundle, head))
-    _assemble(model, spec, head_graph)
+    _assemble(model, spec, head_graph, input_dtype(spec))
     checker.check_model(model, full_check=True)
     # Step 2: compare its answers with those of the head, for random inputs.
     runner = _Runner(model.SerializeToString(), spec.kind)
@@ -102,6 +103,33 @@ def write_one_file(bundle: Bundle, encoder: Encoder, head: SavedHead | SavedNume
     entry.key = METADATA
     entry.value = json.dumps(about)
     return OneFile(model.SerializeToString(), about, largest_difference)
+
+
+def add_raw_input(model: onnx.ModelProto, spec: InputSpec, classes: int, *, head: Head | None, dtype: str) -> None:
+    """Make a traced model one that takes pixels or values of a sensor, and answers with ``probabilities``, in place.
+
+    Args:
+        model: A graph from prepared inputs to features, or to probabilities where there is no ``head``.
+        spec: The input of the task.
+        classes: Number of the classes.
+        head: A head on the features; None: the graph answers with probabilities itself.
+        dtype: Of the file's input, ``uint8`` or ``float32``; pixels are 0 to 255 in both.
+
+    Raises:
+        UsageError: The opset of the graph is too old, or the head has no form as ONNX operators.
+    """
+    graph = Graph()
+    answer = _FEATURES if head is None else graph.cast(head.write(graph, _FEATURES), FLOAT)
+    _assemble(model, spec, _HeadGraph(graph, (_Output("probabilities", answer, FLOAT, classes),)), dtype)
+
+
+def describe_input(spec: InputSpec, dtype: str) -> dict[str, Any]:
+    """Return what the metadata of a file say of its input: name, dtype and shape, and what an image has to be."""
+    about: dict[str, Any] = {"name": spec.kind, "dtype": dtype, "shape": ["n", *input_shape(spec)]}
+    if isinstance(spec, ImageInput):
+        about["channels"] = "RGB" if spec.channels == 3 else "grey, ITU-R 601"
+        about["resize"] = f"{spec.resize}, {'with' if spec.antialias else 'without'} antialiasing"
+    return about
 
 
 # --- the parts of the graph ------------------------------------------------------------------------------------------
@@ -232,8 +260,10 @@ def _encoder_bytes(bundle: Bundle, head: SavedHead | SavedNumeric) -> bytes:
     return read_regular(bundle.folder / bundle.variant(head.precision).file)
 
 
-def _assemble(model: onnx.ModelProto, spec: InputSpec, head_graph: _HeadGraph) -> None:
+def _assemble(model: onnx.ModelProto, spec: InputSpec, head_graph: _HeadGraph, dtype: str) -> None:
     """Add the preparation of the input before the encoder, and the head behind it; ``model`` is changed in place.
+
+    ``dtype`` is that of the file's input.
 
     Raises:
         UsageError: The opset of the encoder is too old.
@@ -262,7 +292,7 @@ def _assemble(model: onnx.ModelProto, spec: InputSpec, head_graph: _HeadGraph) -
     # Step 3: declare the input and the outputs, under the names that the metadata describe.
     graph.name = "headwater"
     del graph.input[:]
-    graph.input.append(_declare(spec.kind, _input_dtype(spec), ("n", *input_shape(spec))))
+    graph.input.append(_declare(spec.kind, dtype, ("n", *input_shape(spec))))
     del graph.output[:]
     for output in head_graph.outputs:
         if output.value != output.name:
@@ -329,7 +359,8 @@ def input_shape(spec: InputSpec) -> tuple[int, ...]:
     return (spec.channels, spec.length)
 
 
-def _input_dtype(spec: InputSpec) -> str:
+def input_dtype(spec: InputSpec) -> str:
+    """Return the dtype of a file's input: uint8 for images, float32 for windows."""
     return "uint8" if isinstance(spec, ImageInput) else FLOAT
 
 
@@ -401,17 +432,14 @@ def _describe(bundle: Bundle, head: SavedHead | SavedNumeric, head_graph: _HeadG
     spec = bundle.manifest.task.input
     about: dict[str, Any] = {
         "format": 1,
-        "input": {"name": spec.kind, "dtype": _input_dtype(spec), "shape": ["n", *input_shape(spec)]},
-        "preparation": _PREPARATION[spec.kind],
-        "outputs": {output.name: _OUTPUTS[output.name] for output in head_graph.outputs},
+        "input": describe_input(spec, input_dtype(spec)),
+        "preparation": PREPARATION[spec.kind],
+        "outputs": {output.name: OUTPUTS[output.name] for output in head_graph.outputs},
         "bundle_id": bundle.manifest.bundle_id,
         "head": head.title if isinstance(head, SavedHead) else head.head.name,
         "precision": head.precision,
         "own_batch_norm": head.norm is not None,
     }
-    if isinstance(spec, ImageInput):
-        about["input"]["channels"] = "RGB" if spec.channels == 3 else "grey, ITU-R 601"
-        about["input"]["resize"] = f"{spec.resize}, {'with' if spec.antialias else 'without'} antialiasing"
     if isinstance(head, SavedNumeric):
         if not head.head.predicts_targets:
             about["threshold"] = head.head.threshold
@@ -424,13 +452,13 @@ def _describe(bundle: Bundle, head: SavedHead | SavedNumeric, head_graph: _HeadG
     return about
 
 
-_PREPARATION = {
+PREPARATION = {
     "image": "resize the image to height and width; the input is its pixels, 0 to 255, which the file normalises",
     "window": "the input is the values in the units of the sensor, by channel, which the file normalises",
 }
 """How to prepare an input, by kind of input."""
 
-_OUTPUTS = {
+OUTPUTS = {
     "probabilities": "the probabilities of the labels, in their order; they add up to 1",
     "features": "the features that the encoder computes from the input",
     "distance": "how far the input is from the training samples; unknown_threshold belongs to it",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch.nn import functional as F
@@ -85,6 +85,34 @@ def flips_and_turns(task: Task, degrees: float = 30.0) -> Augment:
     return _on_pixels(turned, spec)
 
 
+def crops_and_flips(task: Task, pad: int = 4) -> Augment:
+    """Crop images out of a black frame of ``pad`` pixels at a random place, and flip half of them left to right.
+
+    With 4 pixels these are the usual views of CIFAR's images in training. Windows are returned unchanged.
+    """
+    spec = task.input
+    if not isinstance(spec, ImageInput):
+        return lambda inputs, _: inputs
+
+    def cropped(pixels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        n = len(pixels)
+        (height, width) = pixels.shape[-2:]
+        moves = torch.randint(0, 2 * pad + 1, (2, n, 1), generator=generator, device=generator.device)
+        is_flipped = _uniform(n, generator, 0.0, 1.0) < 0.5
+        # The rows and columns of each image in its frame; a flip reads the columns from right to left.
+        rows = torch.arange(height, device=moves.device) + moves[0]
+        columns = torch.arange(width, device=moves.device).expand(n, width)
+        columns = torch.where(is_flipped[:, None], width - 1 - columns, columns) + moves[1]
+        framed = F.pad(pixels, (pad, pad, pad, pad))
+        image = torch.arange(n, device=pixels.device)[:, None, None, None]
+        channel = torch.arange(pixels.shape[1], device=pixels.device)[None, :, None, None]
+        at_row = rows.to(pixels.device)[:, None, :, None]
+        at_column = columns.to(pixels.device)[:, None, None, :]
+        return framed[image, channel, at_row, at_column]
+
+    return _on_pixels(cropped, spec)
+
+
 def window_views(windows: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Return views of standardised sensor windows (n, channels, length)."""
     n, channels, _ = windows.shape
@@ -93,6 +121,14 @@ def window_views(windows: torch.Tensor, generator: torch.Generator) -> torch.Ten
     kept = (_uniform((n, channels, 1), generator, 0.0, 1.0) >= 0.1).float()
     noise = 0.05 * _normal(tuple(windows.shape), generator)
     return cropped * (scale * kept).to(windows) + noise.to(windows)
+
+
+AUGMENTATIONS: Mapping[str, Callable[[Task], Augment]] = {
+    "crop_flip": crops_and_flips,
+    "flip_turn": flips_and_turns,
+    "views": for_task,
+}
+"""Name -> views for a task, by which a simulation varies the inputs of all methods."""
 
 
 def _time_crop(windows: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

@@ -220,10 +220,11 @@ def train_by_steps(
             if steps:
                 split = split[: steps - position.before_epoch]
             position.restore_random_numbers(client)
-            # 3. The steps of this epoch that are not done yet.
-            for indices in split[position.batch :]:
+            # 3. The steps of this epoch that are not done yet. Their rows go to the device at once: a copy in each step
+            # would wait for a GPU.
+            for indices in _on_device(split, client.device)[position.batch :]:
                 check_not_cancelled(client)
-                value = _run_step(client, step, torch.from_numpy(indices).to(client.device))
+                value = _run_step(client, step, indices)
                 position.add(value, options.terms, len(indices))
                 save_if_due(client, optimizers, position)
             # 4. The means of the epoch, by which a training that diverges ends here.
@@ -261,6 +262,14 @@ def check_not_cancelled(client: Client) -> None:
         raise TrainingCancelled(f"client '{client.id}': training of round {client.round} was cancelled")
 
 
+def _on_device(split: Sequence[np.ndarray], device: torch.device) -> Sequence[torch.Tensor]:
+    """Return the index arrays of an epoch's batches as tensors on the device, parts of one that is copied once."""
+    if not split:
+        return ()
+    order = torch.from_numpy(np.concatenate(split)).to(device)
+    return torch.split(order, [len(indices) for indices in split])
+
+
 def _run_step(client: Client, step: Step, indices: torch.Tensor) -> torch.Tensor:
     """Run one step on the training samples with these indices (b,), in the client's precision; returns its loss.
 
@@ -269,10 +278,17 @@ def _run_step(client: Client, step: Step, indices: torch.Tensor) -> torch.Tensor
     Raises:
         TrainingFailed: The batch has a single sample, and the model has batch norm.
     """
-    is_mixed = client.precision != "float32"
+    inputs = client.train_inputs[indices]
+    labels = client.train_labels[indices]
+    # What stands on features that were computed once gets them in the place of inputs: they are not varied.
+    if client.augment is not None and inputs.shape[1:] == client.task.input_shape:
+        inputs = client.augment(inputs, client.generator)
     try:
-        with torch.autocast(client.device.type, torch.bfloat16, enabled=is_mixed):
-            return step(client.train_inputs[indices], client.train_labels[indices])
+        # Entering and leaving a context that changes nothing costs as much as a small layer.
+        if client.precision == "float32":
+            return step(inputs, labels)
+        with torch.autocast(client.device.type, torch.bfloat16):
+            return step(inputs, labels)
     except ValueError as error:
         # Torch's layers of normalization refuse a batch that has one number for each channel.
         if raiser_of(error) != ("torch.nn.functional", "_verify_batch_size"):
@@ -323,9 +339,11 @@ class Position:
 
     def add(self, loss: torch.Tensor, terms: Mapping[str, torch.Tensor], samples: int) -> None:
         """Note that one batch of so many samples is done, with its mean loss and the mean terms of it."""
-        zero = torch.zeros_like(self.sums[""])
-        for name, term in {"": loss, **terms}.items():
-            self.sums[name] = self.sums.get(name, zero) + term.detach() * samples
+        self.sums[""] = self.sums[""] + loss.detach() * samples
+        for name, term in terms.items():
+            if name not in self.sums:
+                self.sums[name] = torch.zeros_like(self.sums[""])
+            self.sums[name] = self.sums[name] + term.detach() * samples
         self.batch += 1
 
     def mean_losses(self, samples: int) -> dict[str, float]:
@@ -636,6 +654,8 @@ def evaluate(
     model.eval()
     try:
         with torch.no_grad():
+            if torch.jit.is_tracing():  # an exported graph is for any number of inputs at once
+                return function(inputs)
             return torch.cat([function(piece) for piece in torch.split(inputs, batch)])
     finally:
         model.train(was_training)

@@ -108,12 +108,14 @@ def feature_mask(
     through). Without noise, for inference, and with threshold 0.5 it is exactly 1 where logits > 0. Otherwise m itself.
     """
     noisy = logits if noise is None else logits + noise
-    soft = torch.sigmoid(noisy / temperature)
     if not hard:
-        return soft
-    picked = (noisy > cut(temperature, threshold)).to(soft.dtype)
+        return torch.sigmoid(noisy / temperature)
+    picked = (noisy > cut(temperature, threshold)).to(noisy.dtype)
+    if noise is None:
+        return picked
     # soft - soft is exactly 0, so the mask is exactly 0 or 1; (mask + soft) - soft would not be.
-    return picked if noise is None else picked + (soft - soft.detach())
+    soft = torch.sigmoid(noisy / temperature)
+    return picked + (soft - soft.detach())
 
 
 def cut(temperature: float, threshold: float) -> float:

@@ -5,8 +5,11 @@ Slow, and a busy machine misses budgets through no fault of the code, so what fa
 
 from __future__ import annotations
 
+from statistics import median
+
 import pytest
 import yardstick_install
+import yardstick_local_steps
 import yardstick_memory
 import yardstick_precision
 import yardstick_scikit_learn
@@ -28,6 +31,11 @@ BUDGETS = {
     "coordinator peak above idle": 300.0,
     "fedavg: round over bare loop": 1.05,
     "fedpac: round over bare loop": 1.25,
+    "fedavg: local round over a plain loop": 1.05,
+    "fedpac: local round over a plain loop": 1.05,
+    "dualfed: local round over a plain loop": 1.1,
+    "fedpick: local round over a plain loop": 1.1,
+    "fedrir: local round over a plain loop": 1.1,
     "fedavg: CPU of a round with evaluation over one without": 1.2,
     "fedpac: CPU of a round with evaluation over one without": 1.2,
     "ResNet18, 100 clients over 4, as many updates": 1.1,
@@ -89,6 +97,14 @@ def test_simulated_rounds_over_a_bare_loop(method, tmp_path):
     size = SimulationSize()
     show(method, yardstick_simulate.measure(method, simulate.data_source(tmp_path, size), size, tmp_path / "r").rows())
     show(method, simulate.report(SimulationSize(method=method), tmp_path)["rows"])
+
+
+@pytest.mark.parametrize("method", sorted(yardstick_local_steps.CASES))
+def test_local_rounds_over_plain_loops(method):
+    mine, theirs = yardstick_local_steps.Turns(method).measure(9)
+    ratio = median(yardstick_local_steps.ratios_of(mine, theirs))
+    show(method, [Row(f"{method}: local round over a plain loop", ratio, "x")])
+    assert ratio > 0
 
 
 def test_memory_of_a_simulation_by_its_clients(tmp_path):

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from coordinator import simulate
-from coordinator.api import SimulationResult, TrainedModel
+from coordinator import SimulationResult, simulate
 from coordinator.research.bench.workloads import FASHION
+from coordinator.simulation.trained import TrainedModel
 from edge_agent import heads
 from edge_agent.core.storage import write_tensors
 from edge_agent.data import partition

@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from coordinator import simulate
-from coordinator.api import SimulationResult, TrainedModel
+from coordinator import SimulationResult, simulate
 from coordinator.research.bench.workloads import FASHION
+from coordinator.simulation.trained import TrainedModel
 from edge_agent import data, methods
 from edge_agent.client import Arrays, Built, ClientState, Session
 from edge_agent.core.errors import TrainingFailed

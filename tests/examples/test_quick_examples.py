@@ -61,7 +61,7 @@ def test_a_notebook_of_two_methods_ends_in_a_bundle_and_a_head_without_torch(tmp
         assert done.returncode == 0, done.stderr
     assert {path.name for path in (tmp_path / "notebook").iterdir()} >= {
         "fedavg.svg",
-        "fedper.svg",
+        "personal.onnx",
         "encoder.hwb",
         "head",
     }

@@ -32,7 +32,7 @@ ORDER = (
     {"state", "processes"},
     {"views"},
     {"config"},
-    {"journal"},
+    {"journal", "loggers"},
     {"shadowed", "text"},
 )
 """Folders and root modules of ``coordinator``, the upper ones first; each imports only lower ones.

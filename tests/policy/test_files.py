@@ -46,6 +46,8 @@ REMOVALS = {
         "below the opened folder, by descriptors; no other mount"
     ),
     ("coordinator.rounds.server_side", "OwnFunctions.next_state", "remove_folder"): "answers, by their mark",
+    ("coordinator.loggers.log_files", "LineFile.append", ".truncate"): "its own file, behind the last whole batch",
+    ("coordinator.loggers.wandb_log", "WandbLogger._set_aside", ".rename"): "folders of the very run, by its id",
     ("coordinator.aggregators.open_round", "write_round", ".unlink"): "files of earlier rounds, by their names",
     ("coordinator.aggregators.remote", "RemoteAggregators._remove_partial", ".rmdir"): "empty folders of uploads",
     ("coordinator.aggregators.requests", "PassFiles.remove", ".unlink"): "a request and its answer, by their number",
@@ -261,6 +263,8 @@ REMOVALS = {
 READS = {
     ("edge_agent.core.installation", "read_text"): "metadata of the installed package",
     ("edge_agent.core.limits", "read_text"): "files of the system below /proc and /sys",
+    ("coordinator.simulation.memory_plan", "read_text"): "files of the system below /proc",
+    ("coordinator.simulation.memory_watch", "read_text"): "files of the system below /proc",
     ("edge_agent.core.own_folders", "read_text"): "the system's note about a descriptor, below /proc",
     ("edge_agent.core.storage", "open"): "`open_regular` itself, on Windows, and a file of a random name",
     ("edge_agent.core.own_folders", "read_bytes"): "a mark, on Windows",

@@ -116,7 +116,7 @@ class SimulationTarget(StoredRun):
             names = [self._joined_names(group) for group in GROUPS]
             for index, client in enumerate(self.clients):
                 groups[client] = names[index % len(names)]
-        elif division.rule == "pathological":
+        elif division.rule in {"pathological", "fedrir_pathological"}:
             labels = self._prepared.pools.train.labels
             for client, share in division.clients.items():
                 groups[client] = self._joined_names(np.unique(labels[np.asarray(share.train)]))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean, stdev
 from typing import Any
 
+from edge_agent import methods
 from edge_agent.core.storage import write_atomic, write_json
 
 from ...report.charts import CLASSES, Axis, Lines, Series, ends
@@ -15,10 +16,12 @@ from ...report.pictures import picture
 from ...simulation.plan import Plan
 from ...simulation.results import best_of, curve, scored_clients
 from ...text import counted, listed
+from ..footing import Footing, SharedFooting, in_words
 from .cells import Cell, Column, Promise, Reproduction, Row, Table
 
 HUNDRED = 100.0
 REASON_CHARS = 160
+FOOTING = "What the rows rest on; ≠ marks what a row has in place of the usual:"
 CAVEAT = "One machine, few seeds: differences below a point are noise; `last` is after the last round, never the best."
 
 
@@ -63,6 +66,9 @@ class Outcome:
 
     under_way: str = ""
     """In which round an unfinished run is; empty: there is none."""
+
+    footing: Mapping[str, str] = field(default_factory=dict)
+    """What the cell rests on, as `Footing.named` has it: aspect -> what it is."""
 
     @property
     def difference(self) -> float | None:
@@ -111,7 +117,8 @@ class Outcome:
 
     def as_json(self) -> dict[str, Any]:
         """Return the cell as a JSON object of table.json."""
-        numbers = {name: value for name, value in vars(self).items() if name not in {"row", "column", "under_way"}}
+        left_out = {"row", "column", "under_way", "footing"}
+        numbers = {name: value for name, value in vars(self).items() if name not in left_out}
         return {
             "row": self.row.name,
             "method": self.row.method,
@@ -123,6 +130,7 @@ class Outcome:
             "verdict": self.verdict,
             "doubt": self.column.doubt,
             "note": self.row.note,
+            "footing": dict(self.footing),
         }
 
 
@@ -160,7 +168,32 @@ def _outcome(table: Table, cells: Sequence[Cell]) -> Outcome:
         missing=max((len(result.get("failed", ())) for result in results), default=0),
         under_way=_first_under_way(cells),
         trouble=_first_failure(cells),
+        footing=_footing(table, cells[0]),
     )
+
+
+def _footing(table: Table, cell: Cell) -> dict[str, str]:
+    """Return what a cell rests on, metric and counted round included."""
+    method = methods.create(cell.plan.method, cell.plan.params, paper=cell.plan.paper)
+    footing = Footing.of(cell.plan, method, average=table.average, scope=cell.row.scope, when=table.when)
+    return footing.named()
+
+
+def footing_lines(table: Table, footing: SharedFooting) -> Iterator[str]:
+    """Yield what the rows of a column rest on, and last what the paper has in all its rows where it says that."""
+    yield from footing.sentences()
+    if table.published_footing:
+        names = {name: str(aspect.description) for name, aspect in Footing.model_fields.items()}
+        published = {names[name]: value for name, value in table.published_footing.items()}
+        yield f"the paper: {in_words(published)}"
+
+
+def footings(compared: Sequence[Outcome]) -> dict[str, SharedFooting]:
+    """Return for each column what its rows have in common, and where each of them differs."""
+    by_column: dict[str, dict[str, Mapping[str, str]]] = {}
+    for cell in compared:
+        by_column.setdefault(cell.column.name, {})[cell.row.name] = cell.footing
+    return {column: SharedFooting.among(rows) for column, rows in by_column.items()}
 
 
 def _first_failure(cells: Sequence[Cell]) -> str:
@@ -283,6 +316,7 @@ def as_json(reproduction: Reproduction, compared: Sequence[Outcome]) -> dict[str
         "when": table.when,
         "cells": [cell.as_json() for cell in compared],
         "promises": promises(table, compared),
+        "footing": {column: footing.to_json() for column, footing in footings(compared).items()},
         "notes": list(table.notes),
         "folder": str(reproduction.folder),
     }
@@ -324,10 +358,15 @@ def _markdown_of_column(table: Table, column: Column, compared: Sequence[Outcome
     yield f"## {column.name}\n"
     if column.doubt:
         yield f"*Doubtful:* {column.doubt}\n"
-    yield "| method | paper | ours | ± | difference | verdict | best | after training | rounds | seeds |"
-    yield "|---|---|---|---|---|---|---|---|---|---|"
+    footing = footings(cells)[column.name]
+    yield "| method | paper | ours | ± | difference | verdict | best | after training | rounds | seeds | ≠ |"
+    yield "|---|---|---|---|---|---|---|---|---|---|---|"
     for cell in cells:
-        yield f"| {' | '.join(_markdown_row(cell))} |"
+        aspects = footing.differences.get(cell.row.name, {})
+        yield f"| {' | '.join([*_markdown_row(cell), ', '.join(aspects)])} |"
+    yield ""
+    yield f"{FOOTING}\n"
+    yield from (f"- {line}" for line in footing_lines(table, footing))
     yield ""
     for claim in promises(table, compared):
         if claim["column"] == column.name:

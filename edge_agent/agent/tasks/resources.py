@@ -26,10 +26,14 @@ class Resources:
     """Samples, model, outbox and client state of a device, which its tasks use."""
 
     evaluate_after = False
+    augmentation = ""
     """Whether clients are evaluated once more after local training, whatever the method says."""
 
     counts_updates = True
     """Whether updates without noise are counted on disk, for a device that adds noise later."""
+
+    logs_better_alone = True
+    """Whether a device that is better off alone says so in its log."""
 
     def __init__(self, config: AgentConfig) -> None:
         self.config = config

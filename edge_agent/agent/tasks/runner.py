@@ -211,6 +211,7 @@ class TaskRunner:
             model=self.resources.model(job),
             evaluate_after=self.resources.evaluate_after,
             precision=self.config.training.precision,
+            augmentation=self.resources.augmentation,
         )
         if session.precision == "bfloat16":
             session.precision = self.resources.precision(job.run, session)
@@ -253,7 +254,8 @@ class TaskRunner:
         is_wanted = self.config.head.local and right is not None
         local = alone(train, test, job.task.num_classes) if is_wanted else None
         scores = Scores.of(right, overall, local)
-        log_if_better_alone(scores)
+        if self.resources.logs_better_alone:
+            log_if_better_alone(scores)
         report = Report(
             run=job.run,
             samples=len(train),

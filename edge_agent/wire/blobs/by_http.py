@@ -10,31 +10,21 @@ of the agent through a short queue and waits while that is full.
 from __future__ import annotations
 
 import contextlib
-import logging
 import queue
 import re
 import ssl
-import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
-from urllib.parse import SplitResult, urlsplit
 
-from ...core.errors import ChunkError, HeadwaterError, cause
-from ...core.formats import printable
+from ...core.errors import ChunkError
 from ..messages.fields import BlobRef
 from .chunks import Frame, chunk_count, transfer_id
+from .http_attempt import HttpAttempt, HttpAttempts, Missing, check_url
 
 if TYPE_CHECKING:
     from http.client import HTTPConnection, HTTPResponse
-
-log = logging.getLogger(__name__)
-
-CONNECT_S = 3.0
-"""The seconds that a connection may take: where a firewall drops it, chunks are requested after that."""
-
-ANSWER_S = 10.0
-"""The seconds that a server may be silent within an answer."""
 
 PIECE_BYTES = 256 * 1024
 """The most bytes that are read at once."""
@@ -71,38 +61,18 @@ class Piece:
         return Frame(transfer_id(ref.digest), self.index, chunk_count(ref), self.index * ref.chunk_bytes, self.data)
 
 
-class Fetch:
-    """One attempt to fetch what is missing of a blob, from one URL after another.
-
-    The owner calls `take_pieces` until `is_over`; `stop` ends it early.
-    """
+class Fetch(HttpAttempt):
+    """One attempt to fetch what is missing of a blob. The owner calls `take_pieces` until `is_over`."""
 
     def __init__(self, ref: BlobRef) -> None:
-        self.ref = ref
-        self.host = ""
-        """The host that the last request went to; empty before the first."""
-
-        self.problems: list[str] = []
-        """Why URLs were of no use, for the log."""
-
+        super().__init__(ref)
         self._pieces: queue.Queue[Piece] = queue.Queue(MOST_PIECES)
-        self._is_stopped = threading.Event()
-        self._has_ended = threading.Event()
 
     @property
     def is_over(self) -> bool:
         """Whether nothing more will come: all pieces are taken, and the thread has ended."""
         # In this order: a piece may come between the two looks, but none after the end.
-        return self._has_ended.is_set() and self._pieces.empty()
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether the owner wants no more pieces."""
-        return self._is_stopped.is_set()
-
-    def stop(self) -> None:
-        """Take no more pieces; the thread ends with its next piece, or when the server has been silent for too long."""
-        self._is_stopped.set()
+        return super().is_over and self._pieces.empty()
 
     def take_pieces(self) -> Iterator[Piece]:
         """Yield the pieces that have arrived, at most `MOST_PIECES` of them."""
@@ -118,19 +88,11 @@ class Fetch:
         Raises:
             ChunkError: The owner wants no more.
         """
-        while not self._is_stopped.is_set():
+        while not self.is_stopped:
             with contextlib.suppress(queue.Full):
                 self._pieces.put(piece, timeout=LOOK_S)
                 return
         raise ChunkError("the fetch was stopped")
-
-    def end(self) -> None:
-        """Note that no piece will come any more."""
-        self._has_ended.set()
-
-
-Missing = Sequence[tuple[int, int]]
-"""The half-open ranges of chunks that are to be fetched, in ascending order."""
 
 
 class BlobFetcher:
@@ -149,108 +111,25 @@ class BlobFetcher:
             tls_context: Returns the certificates to trust and to show; called for each fetch, as they get renewed.
             hosts: The hosts that may be asked; empty: all that the coordinator names.
         """
+        allowed = frozenset(host.lower() for host in hosts)
+        check = partial(check_url, hosts=allowed, setting="[downloads] hosts")
+        self._attempts = HttpAttempts(wake, tls_context, check)
         self._wake = wake
-        self._tls_context = tls_context
-        self._hosts = frozenset(host.lower() for host in hosts)
 
     def begin(self, ref: BlobRef, urls: Sequence[str], missing: Missing) -> Fetch:
         """Return a fetch of these chunks that has just begun; the URLs are tried in their order."""
         fetch = Fetch(ref)
-        work = (fetch, tuple(urls), tuple(missing))
-        thread = threading.Thread(target=self._run, args=work, name="fetch", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError as error:  # the system gives no more threads
-            fetch.problems.append(cause(error))
-            fetch.end()
+        self._attempts.begin(fetch, urls, missing, partial(self._fetch_range, fetch))
         return fetch
 
-    def _run(self, fetch: Fetch, urls: tuple[str, ...], missing: Missing) -> None:
-        """Try the URLs one after another until nothing is missing; whatever goes wrong ends the fetch alone."""
-        try:
-            for url in urls:
-                missing = self._fetch_from(fetch, url, missing)
-                if not missing or fetch.is_stopped:
-                    return
-        except Exception as error:  # a bug: the blob still comes in chunks
-            log.exception("fetch_broke digest=%s", fetch.ref.digest[:12])
-            fetch.problems.append(cause(error))
-        finally:
-            fetch.end()
+    def _fetch_range(
+        self, fetch: Fetch, connection: HTTPConnection, target: str, start: int, stop: int
+    ) -> Iterator[int]:
+        """Fetch the chunks ``start..stop`` by one request, and hand them to the owner as they arrive."""
+        for piece in _pieces_of_range(connection, target, fetch.ref, start, stop):
+            fetch.put(piece)
             self._wake()
-
-    def _fetch_from(self, fetch: Fetch, url: str, missing: Missing) -> Missing:
-        """Fetch ranges from one URL, over one connection; return those that have not arrived."""
-        from http.client import HTTPException  # brings the email package, which an idle agent does without
-
-        remaining = list(missing)
-        connection: HTTPConnection | None = None
-        try:
-            parts = check_url(url, self._hosts, "[downloads] hosts")
-            fetch.host = parts.netloc
-            connection = open_connection(parts, self._tls_context)
-            target = target_of(parts)
-            while remaining:
-                start, stop = remaining[0]
-                for piece in _pieces_of_range(connection, target, fetch.ref, start, stop):
-                    fetch.put(piece)
-                    self._wake()
-                    arrived_until = piece.index + -(-len(piece.data) // fetch.ref.chunk_bytes)
-                    remaining[0] = (arrived_until, stop)
-                remaining.pop(0)
-        except (OSError, ValueError, HTTPException, HeadwaterError) as error:
-            # The address holds a proof that must not be in a log, so the host stands for it.
-            fetch.problems.append(f"{fetch.host or 'URL'}: {printable(cause(error))[:200]}")
-        finally:
-            if connection is not None:
-                connection.close()
-        return remaining
-
-
-def check_url(url: str, hosts: Collection[str], setting: str) -> SplitResult:
-    """Return the parts of a URL that may be asked.
-
-    Args:
-        url: The URL.
-        hosts: The hosts that may be asked, in lower case; empty: all.
-        setting: The key of the device's configuration that names them, for the message.
-
-    Raises:
-        ChunkError: It is of another scheme, or of a host that this device's configuration does not allow.
-        ValueError: It is malformed.
-    """
-    parts = urlsplit(url)
-    host = parts.hostname or ""
-    if parts.scheme not in {"http", "https"} or not host or parts.username is not None:
-        raise ChunkError("not a URL of HTTP without a user; expected http://host/path or https://host/path")
-    if hosts and host.lower() not in hosts:
-        raise ChunkError(f"host '{host[:80]}' is none of {setting}; add it there if it is to be used")
-    return parts
-
-
-def target_of(parts: SplitResult) -> str:
-    """Return path and query of a URL, as the first line of a request has them."""
-    path = parts.path or "/"
-    return f"{path}?{parts.query}" if parts.query else path
-
-
-def open_connection(parts: SplitResult, tls_context: Callable[[], ssl.SSLContext]) -> HTTPConnection:
-    """Return an open connection to the host of a URL, never through a proxy.
-
-    Raises:
-        OSError: The host does not answer, or cannot prove who it is.
-    """
-    from http.client import HTTPConnection, HTTPSConnection
-
-    host = parts.hostname or ""
-    if parts.scheme == "https":
-        connection: HTTPConnection = HTTPSConnection(host, parts.port, timeout=CONNECT_S, context=tls_context())
-    else:
-        connection = HTTPConnection(host, parts.port, timeout=CONNECT_S)
-    connection.connect()
-    connection.timeout = ANSWER_S  # for a connection that is opened again, as the server closed this one
-    connection.sock.settimeout(ANSWER_S)
-    return connection
+            yield piece.index + -(-len(piece.data) // fetch.ref.chunk_bytes)
 
 
 def _pieces_of_range(connection: HTTPConnection, target: str, ref: BlobRef, start: int, stop: int) -> Iterator[Piece]:

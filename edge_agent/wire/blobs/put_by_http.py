@@ -9,24 +9,20 @@ receipt. Each attempt has a thread of its own, which reads the update through a 
 from __future__ import annotations
 
 import base64
-import logging
 import socket
 import ssl
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 from urllib.parse import SplitResult
 
-from ...core.errors import ChunkError, HeadwaterError, cause
-from ...core.formats import printable
+from ...core.errors import ChunkError
 from ..messages.fields import BlobRef
-from .by_http import Missing, check_url, open_connection, target_of
 from .chunks import Outgoing
+from .http_attempt import HttpAttempt, HttpAttempts, Missing, check_url
 
 if TYPE_CHECKING:
     from http.client import HTTPConnection
-
-log = logging.getLogger(__name__)
 
 SLICE_BYTES = 16 * 1024
 """The bytes that are sent at once."""
@@ -50,46 +46,16 @@ TAKEN = frozenset({200, 201, 204})
 """The statuses of an answer by which bytes were taken."""
 
 
-class Put:
-    """One attempt to send what is missing of a blob, to one URL after another; `stop` ends it early."""
+class Put(HttpAttempt):
+    """One attempt to send what is missing of a blob. It is complete when answers said that all of it has arrived."""
 
     def __init__(self, ref: BlobRef, *, whole: bool) -> None:
-        self.ref = ref
+        super().__init__(ref)
         self.whole = whole
         """Whether it goes in one request, to a store."""
 
-        self.host = ""
-        """The host that the last request went to; empty before the first."""
-
-        self.problems: list[str] = []
-        """Why URLs were of no use, for the log."""
-
         self.sent_bytes = 0
         """The bytes that were handed to the system; some of them may be lost."""
-
-        self.is_complete = False
-        """Whether answers said that all that was missing has arrived."""
-
-        self._is_stopped = threading.Event()
-        self._has_ended = threading.Event()
-
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing more will be sent."""
-        return self._has_ended.is_set()
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether the owner wants nothing more to be sent."""
-        return self._is_stopped.is_set()
-
-    def stop(self) -> None:
-        """Send no more; the thread ends with its next slice, or when the server takes none for too long."""
-        self._is_stopped.set()
-
-    def end(self) -> None:
-        """Note that nothing will be sent any more."""
-        self._has_ended.set()
 
 
 class BlobSender:
@@ -111,8 +77,7 @@ class BlobSender:
             hosts: The hosts that updates may go to; empty: all that the coordinator names.
             needs_tls: Whether URLs without TLS are of no use, because updates are encrypted on the other way, too.
         """
-        self._wake = wake
-        self._tls_context = tls_context
+        self._attempts = HttpAttempts(wake, tls_context, self._check)
         self._hosts = frozenset(host.lower() for host in hosts)
         self._needs_tls = needs_tls
 
@@ -127,51 +92,8 @@ class BlobSender:
         """
         put = Put(blob.ref, whole=whole)
         ranges = ((0, blob.count),) if whole else tuple(missing)
-        work = (put, blob, tuple(urls), ranges)
-        thread = threading.Thread(target=self._run, args=work, name="upload", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError as error:  # the system gives no more threads
-            put.problems.append(cause(error))
-            put.end()
+        self._attempts.begin(put, urls, ranges, partial(_send_range, put, blob))
         return put
-
-    def _run(self, put: Put, blob: Outgoing, urls: tuple[str, ...], missing: Missing) -> None:
-        """Try the URLs one after another until nothing is missing; whatever goes wrong ends the upload alone."""
-        try:
-            for url in urls:
-                missing = self._send_to(put, blob, url, missing)
-                if not missing or put.is_stopped:
-                    break
-            put.is_complete = not missing
-        except Exception as error:  # a bug: the update still goes in chunks
-            log.exception("upload_broke digest=%s", put.ref.digest[:12])
-            put.problems.append(cause(error))
-        finally:
-            put.end()
-            self._wake()
-
-    def _send_to(self, put: Put, blob: Outgoing, url: str, missing: Missing) -> Missing:
-        """Send ranges to one URL, over one connection; return those that were not taken."""
-        from http.client import HTTPException  # brings the email package, which an idle agent does without
-
-        remaining = list(missing)
-        connection: HTTPConnection | None = None
-        try:
-            parts = self._check(url)
-            put.host = parts.netloc
-            connection = open_connection(parts, self._tls_context)
-            _end_when_unacknowledged(connection.sock)
-            while remaining:
-                _send_range(put, connection, target_of(parts), blob, *remaining[0])
-                remaining.pop(0)
-        except (OSError, ValueError, HTTPException, HeadwaterError) as error:
-            # The address holds a proof that must not be in a log, so the host stands for it.
-            put.problems.append(f"{put.host or 'URL'}: {printable(cause(error))[:200]}")
-        finally:
-            if connection is not None:
-                connection.close()
-        return remaining
 
     def _check(self, url: str) -> SplitResult:
         """Return the parts of a URL that an update may go to.
@@ -196,8 +118,10 @@ def _end_when_unacknowledged(sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, option, int(SLICE_S * 1000))
 
 
-def _send_range(put: Put, connection: HTTPConnection, target: str, blob: Outgoing, start: int, stop: int) -> None:
-    """Send the chunks ``start..stop`` in one request, and wait for the answer.
+def _send_range(
+    put: Put, blob: Outgoing, connection: HTTPConnection, target: str, start: int, stop: int
+) -> Iterator[int]:
+    """Send the chunks ``start..stop`` in one request, wait for the answer, and yield ``stop``.
 
     Raises:
         ChunkError: The server refuses, or the upload was stopped.
@@ -215,6 +139,7 @@ def _send_range(put: Put, connection: HTTPConnection, target: str, blob: Outgoin
         connection.putheader("Content-Range", f"bytes {first_byte}-{end_byte - 1}/{ref.size_bytes}")
     connection.endheaders()
     # 2. The bytes.
+    _end_when_unacknowledged(connection.sock)
     connection.sock.settimeout(SLICE_S)
     for position in range(first_byte, end_byte, SLICE_BYTES):
         if put.is_stopped:
@@ -229,3 +154,4 @@ def _send_range(put: Put, connection: HTTPConnection, target: str, blob: Outgoin
     response.read(MOST_ANSWER_BYTES)
     if response.status not in TAKEN:
         raise ChunkError(f"the answer has status {response.status}, expected 200, 201 or 204")
+    yield stop

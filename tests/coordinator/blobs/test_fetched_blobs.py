@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from blob_site import Site, endpoint
 
-from edge_agent.wire.blobs import by_http
+from edge_agent.wire.blobs import http_attempt
 from edge_agent.wire.blobs.chunks import Outgoing
 
 SIZE = 3_000_000
@@ -151,7 +151,7 @@ def test_chunks_go_on_where_http_has_stopped(site):
 def test_a_server_that_stands_still_is_left(site, monkeypatch):
     blob = blob_of(13, 200_000)
     monkeypatch.setattr(site.urls, "_send", lambda sock, *_: sock.recv(1))  # waits until the agent ends it
-    monkeypatch.setattr(by_http, "ANSWER_S", 60.0)
+    monkeypatch.setattr(http_attempt, "ANSWER_S", 60.0)
     site.offer(blob)
     assert site.until_here(blob) == bytes(blob.data)
     assert site.now >= 15.0

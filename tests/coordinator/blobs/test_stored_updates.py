@@ -15,7 +15,7 @@ from s3_site import use_keys
 from upload_site import TENSORS, UploadSite
 
 from coordinator.blobs import ledger as ledger_module
-from coordinator.blobs import object_store, stored_uploads
+from coordinator.blobs import store_thread, stored_uploads
 from coordinator.blobs.inflow import Inflow
 from coordinator.blobs.ledger import StoreLedger
 from coordinator.blobs.object_store import Bucket, ServedFolder, StoredBlobs
@@ -30,8 +30,7 @@ FOREIGN = "photo.jpg"
 @pytest.fixture(autouse=True)
 def often(monkeypatch):
     """The threads look often at whether there is something to remove."""
-    monkeypatch.setattr(object_store, "LOOK_S", 0.02)
-    monkeypatch.setattr(stored_uploads, "LOOK_S", 0.02)
+    monkeypatch.setattr(store_thread, "LOOK_S", 0.02)
 
 
 class Stores:
@@ -187,6 +186,14 @@ def test_after_a_restart_of_the_agent_the_update_counts_once(stores):
     assert site.mqtt_bytes == 0
 
 
+def let_it_sweep(stored):
+    """Wait until the thread of a store has swept, where a sweep is due."""
+    stored._thread.do(lambda: None)  # the thread looks after each thing that it does
+    is_done = threading.Event()
+    stored._thread.do(is_done.set)
+    assert is_done.wait(NO_PROGRESS_S)
+
+
 def test_an_update_that_nobody_collects_is_removed_when_its_url_has_ended(stores):
     """Its round is closed, or its coordinator was killed; what is expected meanwhile is not removed."""
     site = stores.site()
@@ -200,14 +207,11 @@ def test_an_update_that_nobody_collects_is_removed_when_its_url_has_ended(stores
     expected = site.collector._expected("a", site.train("a", 5.0))
     site.site.expect(expected)
     stores.bucket().put(stored_uploads.name_of(expected), memoryview(b"still needed"))
-    stores.now += 59.0
-    site.step()
-    assert len(stores.names()) == 2
-    stores.now += 2.0
-    site.until(lambda: left not in stores.names())
-    stores.now += 120.0
-    site.until(lambda: site.site._sweep_at > stores.now)
-    assert stores.names() == {stored_uploads.name_of(expected)}
+    needed = stored_uploads.name_of(expected)
+    for pass_s, remaining in ((59.0, {left, needed}), (2.0, {needed}), (120.0, {needed})):
+        stores.now += pass_s
+        let_it_sweep(site.site)
+        assert stores.names() == remaining
 
 
 def test_blobs_that_a_killed_coordinator_has_left_are_removed_and_those_on_offer_are_not(stores, tmp_path):
@@ -228,8 +232,7 @@ def test_blobs_that_a_killed_coordinator_has_left_are_removed_and_those_on_offer
     for blob in (left, needed):
         killed.offered(blob)
         site.until(lambda blob=blob: bool(killed.urls("a", blob.ref.digest)))
-    killed._work.put(None)  # it ends, and removes nothing
-    killed._thread.join()
+    killed._thread.close(NO_PROGRESS_S)  # it ends, and removes nothing
     assert stores.names() == {left.ref.digest, needed.ref.digest}
     stored = start()
     stored.offered(needed)
@@ -264,7 +267,7 @@ def test_what_could_not_be_removed_is_removed_later(stores, tmp_path):
     store.remove = fails
     stored.withdrawn(blob.ref.digest)
     has_tried = threading.Event()
-    stored._work.put(has_tried.set)
+    stored._thread.do(has_tried.set)
     assert has_tried.wait(NO_PROGRESS_S)
     assert stores.names() == {blob.ref.digest}
     store.remove = remove
@@ -281,7 +284,7 @@ def test_an_update_that_comes_after_it_was_given_up_is_removed_too(stores):
     (url,) = site.site.expect(expected).urls
     site.site.release("a")
     is_removed = threading.Event()
-    site.site._work.put(is_removed.set)
+    site.site._thread.do(is_removed.set)
     assert is_removed.wait(NO_PROGRESS_S)
     content = site.outboxes["a"].path_of(manifest.blob.digest).read_bytes()
     assert put(url, content, base64.b64encode(bytes.fromhex(manifest.blob.digest)).decode()) == 200

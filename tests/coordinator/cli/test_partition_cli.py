@@ -11,8 +11,12 @@ import pytest
 
 from coordinator.report.pictures import picture
 from coordinator.report.run_charts import MOST_CELLS, partition
+from coordinator.simulation.datasets import Pools, divide
 from coordinator.simulation.plan import Plan
 from coordinator.simulation.setup import Prepared
+from edge_agent.core.errors import UsageError
+from edge_agent.core.task import ImageInput
+from edge_agent.data import Samples
 from edge_agent.data.partition import Division
 
 
@@ -90,6 +94,8 @@ def test_a_partition_of_any_size_is_one_picture(clients):
         (("iid", "--data", "npz:i.npz", "--classes-each", 3), "classes_each = 3 has no effect on partition iid"),
         (("iid", "--data", "npz:i.npz", "--clients", 200), "90 samples for 200 clients"),
         (("pathological", "--data", "npz:i.npz", "--clients", 60), "client 0 gets"),
+        (("fedrir_dirichlet", "--data", "npz:i.npz"), "partition fedrir_dirichlet needs alpha"),
+        (("fedrir_dirichlet", "--alpha", 1, "--data", "digits:optdigits", "--size", 3), "size = 3 has no effect on"),
     ],
 )
 def test_what_cannot_be_is_told_in_words(call, words, said):
@@ -97,6 +103,34 @@ def test_what_cannot_be_is_told_in_words(call, words, said):
     assert code == 2
     assert said in err
     assert "Traceback" not in err
+
+
+def test_fedrirs_rules_draw_test_samples_at_random_from_one_pool(call):
+    words = ("--clients", 3, "--data", "npz:i.npz", "--json")
+    code, out, err = call("fedrir_dirichlet", "--alpha", 5, *words)
+    assert code == 0, err
+    clients = json.loads(out)["clients"]
+    for client in clients:
+        held = sum(client["train"]) + sum(client["test"])
+        assert sum(client["train"]) == int(0.75 * held)
+        assert held >= 15, "half of an equal share of 90"
+    code, out, err = call("fedrir_pathological", *words, "--out", "other.json", "--classes-each", 1)
+    assert code == 0, err
+    assert all(sum(count > 0 for count in client["train"]) == 1 for client in json.loads(out)["clients"])
+
+
+@pytest.mark.parametrize(
+    "tested, groups, said",
+    [(True, None, r"give both as one pool, for example npz:i.npz\?split=all"), (False, np.arange(40), "recordings")],
+)
+def test_fedrirs_rules_refuse_a_test_part_of_the_datas_own_and_recordings(tested, groups, said):
+    labels = np.arange(40) % 2
+    pool = Samples(
+        np.zeros((40, 1, 4, 4), np.uint8), labels, ("a", "b"), ImageInput(channels=1, height=4, width=4), groups
+    )
+    plan = Plan(data=("npz:i.npz",), partition="fedrir_pathological", clients=2)
+    with pytest.raises(UsageError, match=said):
+        divide(plan, Pools(pool, pool if tested else None))
 
 
 def test_a_partition_that_others_rely_on_is_not_replaced(call, tmp_path):

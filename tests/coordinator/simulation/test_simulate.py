@@ -155,6 +155,21 @@ def test_a_share_of_the_clients_takes_part_in_each_round(tmp_path, images):
     assert [agent["id"] for agent in agents] == [f"c{n}" for n in range(6)]
 
 
+def test_training_on_varied_images_is_another_training_and_repeats_bit_by_bit(tmp_path, images):
+    hashes = []
+    for folder, augment in (("plain", None), ("first", "crop_flip"), ("again", "crop_flip"), ("turned", "flip_turn")):
+        result = run(small_plan(images, augment=augment), tmp_path / folder)
+        hashes.append(result["encoder_sha256"])
+    plain, first, again, turned = hashes
+    assert first == again
+    assert len({plain, first, turned}) == 3
+
+
+def test_all_clients_take_part_in_the_last_round_where_that_is_asked_for(tmp_path, images):
+    plan = small_plan(images, clients=6, fraction=0.3, rounds=3, full_last_round=True)
+    assert [figures["clients"] for figures in run(plan, tmp_path / "sim")["rounds"]] == [2, 2, 6]
+
+
 def test_evaluation_every_other_round_and_after_training(tmp_path, images):
     result = run(small_plan(images, rounds=4, evaluate_every=2, evaluate_after=True), tmp_path / "sim")
     assert [sorted(one["acc"]) for one in result["rounds"]] == [[], ["after", "global", "personal"]] * 2

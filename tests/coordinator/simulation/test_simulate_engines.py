@@ -393,6 +393,8 @@ def test_somebody_has_to_train(images):
         ({"workers": 2}, "workers = 2 has no effect on engine serial"),
         ({"fraction": 0.5, "fraction_max": 0.2}, "fraction from 0.5 to 0.2: expected the smaller one first"),
         ({"dropout": 1.0}, "less than 1"),
+        ({"augment": "crop_flip", "engine": "stacked"}, "augment = crop_flip with engine stacked"),
+        ({"full_last_round": True}, "full_last_round has no effect where fraction is 1"),
     ],
 )
 def test_what_cannot_be_asked_for_is_told(images, changes, words):

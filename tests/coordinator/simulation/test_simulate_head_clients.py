@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from coordinator import simulate
-from coordinator.api import TrainedModel
 from coordinator.simulation import device_heads
+from coordinator.simulation.trained import TrainedModel
 from edge_agent.core.errors import UnknownName, UsageError
 from edge_agent.personal.choice import candidates
 

@@ -254,7 +254,7 @@ def test_a_full_disk_while_pruning_is_told_and_tried_again(tmp_path, monkeypatch
 
 def test_export_of_a_pruned_run_says_what_removed_its_checkpoint(tmp_path):
     pytest.importorskip("torch")
-    from coordinator.api import TrainedModel
+    from coordinator.simulation.trained import TrainedModel
 
     with Federation(tmp_path, agents=1, retention={"runs": 1}) as fed:
         ended(fed, 2)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sklearn.model_selection import train_test_split
 
 from edge_agent.core.errors import ConfigError, DataError, UnknownName
 from edge_agent.data import partition
@@ -41,12 +42,12 @@ def test_fedpac_shares_as_many_samples_as_the_papers_code_does(labels, clients, 
     assert distinct(rows) == different
 
 
-def papers_own(labels, users, size):
+def papers_own(labels, users, size, share=0.2):
     """The algorithm of FedPAC's published code, written down once more from its loop, with a stable sort."""
     groups = [[0, 1, 2], [2, 3, 4], [4, 5, 6], [6, 7, 8], [8, 9, 0]]
     per_label = len(labels) // 10
     order = np.argsort(labels, kind="stable")
-    iid = int(size * 0.2)
+    iid = int(size * share)
     used = [0] * 10
     result = []
     for user in range(users):
@@ -68,6 +69,14 @@ def papers_own(labels, users, size):
 @pytest.mark.parametrize("clients, size", [(20, 600), (37, 607), (100, 600), (3, 33)])
 def test_fedpac_takes_the_rows_that_the_papers_loop_takes(clients, size):
     assert [rows.tolist() for rows in partition.fedpac(TEST, clients, size=size)] == papers_own(TEST, clients, size)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.75, 1.0])
+def test_fedpac_takes_them_with_any_share_of_even_samples(share):
+    rows = partition.fedpac(TEST, 20, size=600, iid_share=share)
+    assert [mine.tolist() for mine in rows] == papers_own(TEST, 20, 600, share)
+    classes = {len(np.unique(TEST[mine])) for mine in rows}
+    assert classes == ({3} if share == 0 else {10})
 
 
 def test_fedpac_pointers_may_start_later_as_for_cifar():
@@ -187,6 +196,61 @@ def test_pathological_says_whom_it_leaves_with_too_little():
     """Two clients share the 16 samples of each class: at most one of the two can have ten."""
     with pytest.raises(DataError, match=r"gets \d samples, expected at least 10 \([4-8] of 8 clients fall short\)"):
         partition.pathological(np.repeat(np.arange(4), 16), 8, np.random.default_rng(0), classes_each=1)
+
+
+def plain_fedrir_counts(labels, clients, alpha, rng, least):
+    """FedRIR's split as its code makes it, one sample count at a time in plain lists: client -> class -> samples."""
+    totals = [int((labels == label).sum()) for label in range(int(labels.max()) + 1)]
+    while True:
+        counts = [[0] * len(totals) for _ in range(clients)]
+        for label, total in enumerate(totals):
+            shares = rng.dirichlet([alpha] * clients).tolist()
+            for client in range(clients):
+                if sum(counts[client]) >= sum(totals) / clients:
+                    shares[client] = 0.0
+            before = 0
+            running = 0.0
+            for client in range(clients):
+                running += shares[client]
+                end = total if client == clients - 1 else int(running / sum(shares) * total)
+                counts[client][label] = end - before
+                before = end
+        if min(map(sum, counts)) >= least:
+            return counts
+
+
+@pytest.mark.parametrize("alpha", [0.1, 0.5])
+def test_the_rule_of_fedrir_is_the_authors_generator(alpha):
+    """Every client has 400 of the 70,000 samples; who gets how many is worked out again by a plain loop."""
+    pool = np.concatenate([TRAIN, TEST])
+    rows = partition.fedrir_dirichlet(pool, 20, alpha, np.random.default_rng(7))
+    counts = np.stack([np.bincount(pool[mine], minlength=10) for mine in rows])
+    expected = plain_fedrir_counts(pool, 20, alpha, np.random.default_rng(7), 400)
+    assert np.abs(counts - np.array(expected)).max() <= 1, "sums of shares are rounded in another order"
+    assert counts.sum(axis=1).min() >= 400
+    assert sorted(np.concatenate(rows).tolist()) == list(range(70_000))
+
+
+def test_the_least_of_fedrirs_rule_is_half_an_equal_share_of_few_samples():
+    rows = partition.fedrir_dirichlet(TEST[:1000], 4, 1.0, np.random.default_rng(0))
+    assert min(map(len, rows)) >= 125
+    assert min(map(len, partition.fedrir_dirichlet(TEST[:1000], 4, 1.0, np.random.default_rng(0), min_size=230))) >= 230
+
+
+@given(st.integers(1, 300))
+def test_a_random_split_has_the_sizes_of_scikit_learns(samples):
+    rows = np.arange(samples) + 5
+    train, test = partition.split_at_random(rows, 0.25, np.random.default_rng(samples))
+    assert sorted([*train.tolist(), *test.tolist()]) == rows.tolist()
+    if samples > 1:
+        expected, _ = train_test_split(rows, train_size=0.75, random_state=0)
+        assert len(train) == len(expected)
+
+
+def test_a_random_split_is_not_one_by_class():
+    labels = np.repeat([0, 1], 200)
+    _, test = partition.split_at_random(np.arange(400), 0.25, np.random.default_rng(1))
+    assert np.bincount(labels[test]).tolist() != [50, 50]
 
 
 def test_iid_is_a_random_cut_into_equal_parts():

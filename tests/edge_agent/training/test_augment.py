@@ -168,3 +168,34 @@ def test_windows_are_not_turned():
     task = Task(input=WindowInput(channels=1, length=4), class_names=("a",))
     windows = torch.randn(3, 1, 4)
     assert torch.equal(augment.flips_and_turns(task)(windows, torch.Generator()), windows)
+
+
+# --- crops and flips -------------------------------------------------------------------------------------------------
+
+
+def test_crops_and_flips_are_those_cut_by_hand_from_a_black_frame():
+    """Every view is one of the 81 places times two in an image that is framed with black, found by comparing them."""
+    spec = ImageInput(channels=3, height=6, width=5, mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.4))
+    inputs = inputs_for(spec, 40)
+    views = augment.crops_and_flips(Task(input=spec, class_names=("a",)))(inputs, torch.Generator().manual_seed(1))
+    mean, std = (np.array(value)[:, None, None] for value in (spec.mean, spec.std))
+    places = set()
+    for image, view in zip(inputs.numpy(), views.numpy(), strict=True):
+        framed = np.pad(image * std + mean, ((0, 0), (4, 4), (4, 4)))
+        candidates = {}
+        for top in range(9):
+            for left in range(9):
+                cut = (framed[:, top : top + 6, left : left + 5] - mean) / std
+                candidates[top, left, False] = cut
+                candidates[top, left, True] = cut[:, :, ::-1]
+        matches = [place for place, cut in candidates.items() if np.abs(cut - view).max() < 1e-5]
+        assert len(matches) >= 1
+        places.add(matches[0])
+    assert len(places) > 30
+    assert {flipped for _, _, flipped in places} == {False, True}
+
+
+def test_windows_are_not_cropped():
+    windows = inputs_for(WINDOW)
+    task = Task(input=WINDOW, class_names=("a",))
+    assert torch.equal(augment.crops_and_flips(task)(windows, torch.Generator()), windows)

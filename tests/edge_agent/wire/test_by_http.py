@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from edge_agent.wire.blobs import by_http
+from edge_agent.wire.blobs import by_http, http_attempt
 from edge_agent.wire.blobs.by_http import BlobFetcher
 from edge_agent.wire.blobs.chunks import Outgoing
 
@@ -146,7 +146,7 @@ def test_the_whole_blob_without_a_range_is_taken_where_all_of_it_is_missing(serv
 
 
 def test_a_silent_server_is_left(serve, monkeypatch):
-    monkeypatch.setattr(by_http, "ANSWER_S", 0.1)
+    monkeypatch.setattr(http_attempt, "ANSWER_S", 0.1)
     url, _ = serve(part(0, SIZE)[:200], stays_open=True)
     found, problems = fetched(url)
     assert found == {}

@@ -66,6 +66,29 @@ def test_a_table_is_run_written_and_compared_with_the_paper(place, call):
     assert ET.parse(folder / "curves.svg").getroot().tag.endswith("svg")
 
 
+def test_what_the_rows_rest_on_stands_in_all_outputs_and_differences_are_marked(place, call):
+    text = (place / "t.toml").read_text()
+    stated = '[published_footing]\naugmentation = "flips"\n[[rows]]\nname = "Local"'
+    (place / "t.toml").write_text(text.replace('[[rows]]\nname = "Local"', stated, 1))
+    code, out, _ = call("t.toml", "--column", "even")
+    assert code == 0
+    shared = "augmentation: none · encoder: linear (feature_dim 4)"
+    local = "≠ Local: optimizer: SGD, step size 0.05, momentum 0.5, weight decay 0 · metric: personal model"
+    other = "≠ Fed Avg: optimizer: SGD, step size 0.01, momentum 0.5, weight decay 0 · metric: shared model"
+    paper = "the paper: augmentation: flips"
+    page = (place / "reproduce-t" / "table.md").read_text()
+    for words in (shared, local, other, paper):
+        assert words in page
+        assert words in " ".join(out.split())
+    assert [line.rpartition("| ")[2] for line in page.splitlines() if line.startswith(("| Local", "| Fed Avg"))] == [
+        "optimizer, metric |", "optimizer, metric |",
+    ]  # fmt: skip
+    table = json.loads((place / "reproduce-t" / "table.json").read_text())
+    assert table["footing"]["even"]["all_rows"]["encoder"] == "linear (feature_dim 4)"
+    assert set(table["footing"]["even"]["differences"]["Fed Avg"]) == {"optimizer", "metric"}
+    assert table["cells"][0]["footing"]["partition"] == "iid, 3 clients"
+
+
 def test_what_is_done_is_not_done_again_and_one_more_seed_is_added(place, call):
     assert call("t.toml", "--column", "even")[0] == 0
     _, _, err = call("t.toml", "--column", "even", "--seeds", "0,1")
@@ -227,6 +250,10 @@ def test_a_request_that_cannot_be_is_told(place, call, words, said):
         (("paper = { even = 33.3 }", "paper = { eve = 33.3 }"), "no column 'eve'"),
         (('[[promises]]\nrow = "Local"', '[[promises]]\nrow = "Best"'), "'Best', which is no row"),
         (("tolerance = 5", "tolerance = 0"), "tolerance"),
+        (
+            ("tolerance = 5", 'tolerance = 5\npublished_footing = { augment = "flips" }'),
+            "'augment', expected one of opt",
+        ),
     ],
 )
 def test_a_table_with_mistakes_is_refused(place, change, words):

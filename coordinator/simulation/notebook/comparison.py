@@ -1,0 +1,294 @@
+"""Two results on the same test samples, client by client: the mean difference, its interval, and a test.
+
+The mean of a method over clients varies from one choice of clients to the next, and the clients are the same in both
+results, so what is judged is the mean of the differences of each client. It counts as not distinguishable from 0 below
+two standard errors. The interval is Student's; the test does not assume a distribution: the sign test over clients, or,
+where fewer than `LEAST_CLIENTS` differ, McNemar's over their test samples.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from statistics import fmean, stdev
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from edge_agent.core.errors import UsageError
+
+from ...text import counted
+from .run_folder import RunFolder
+from .tables import ShownTable, cut, data_frame, joined, name_of, share, spread_out
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+LEAST_CLIENTS = 6
+"""Clients that have to differ for a sign test: of five, all in one direction, it would be 0.0625 at best."""
+
+CLEAR_ERRORS = 2.0
+"""Standard errors below which a mean difference is not distinguishable from 0."""
+
+LEVEL = 0.95
+"""Of the interval."""
+
+TestName = Literal["sign test over clients", "McNemar's test over test samples"]
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What is compared of a result.
+
+    Attributes:
+        summary: The figures of ``result.json``.
+        accuracies: Client -> accuracy (0..1) of the model that it answers with; None: it has no test samples.
+        run: The folder of the run, with its models and samples.
+    """
+
+    summary: Mapping[str, Any]
+    accuracies: Mapping[str, float | None]
+    run: RunFolder
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One client in both results: accuracies 0..1 on its own test samples."""
+
+    client: str
+    first: float
+    second: float
+
+    @property
+    def gain(self) -> float:
+        """How much more the first result has; negative: less."""
+        return self.first - self.second
+
+
+@dataclass(frozen=True)
+class Test:
+    """An exact test of "neither is better": how many cases speak for each side, and the two-sided p value, 0..1."""
+
+    name: TestName
+    first: int
+    second: int
+    p: float
+
+    __test__ = False  # pytest collects classes of this name
+
+    @classmethod
+    def of(cls, name: TestName, first: int, second: int) -> Test:
+        """Return the test for so many cases in which the first is better, and the second."""
+        from scipy.stats import binomtest
+
+        p = float(binomtest(first, first + second).pvalue) if first + second else 1.0
+        return cls(name, first, second, p)
+
+
+@dataclass(frozen=True, repr=False)
+class PairedComparison:
+    """How much more accurate the clients of one result are than those of another, on the same test samples.
+
+    Attributes:
+        names: What each of the two is called.
+        clients: The clients with accuracies in both.
+        test: The test; None: the models, which McNemar's test needs, are not there any more.
+    """
+
+    names: tuple[str, str]
+    clients: tuple[Difference, ...]
+    test: Test | None
+
+    @property
+    def mean(self) -> float:
+        """Mean over clients of the first accuracy minus the second, -1..1."""
+        return fmean(client.gain for client in self.clients)
+
+    @property
+    def standard_error(self) -> float | None:
+        """Standard error of that mean; None: there is one client."""
+        if len(self.clients) < 2:
+            return None
+        return stdev(client.gain for client in self.clients) / math.sqrt(len(self.clients))
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """Student's 95 % interval of that mean; None: there is one client."""
+        error = self.standard_error
+        if error is None:
+            return None
+        from scipy.stats import t
+
+        reach = float(t.ppf((1 + LEVEL) / 2, len(self.clients) - 1)) * error
+        return self.mean - reach, self.mean + reach
+
+    @property
+    def is_distinguishable(self) -> bool:
+        """Whether the mean is at least two standard errors from 0; of one client, whether its test has p < 0.05."""
+        error = self.standard_error
+        if error is None:
+            return self.test is not None and self.test.p < 1 - LEVEL
+        # Clients that all differ by the very same amount have no error.
+        return self.mean != 0 and abs(self.mean) >= CLEAR_ERRORS * error
+
+    @property
+    def verdict(self) -> str:
+        """What follows, in one sentence."""
+        if not self.is_distinguishable:
+            return "not distinguishable"
+        better, worse = self.names if self.mean > 0 else self.names[::-1]
+        return f"{better} is better than {worse}"
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Return one row for each client: both accuracies and their difference.
+
+        Raises:
+            MissingCapability: pandas is not installed.
+        """
+
+        def make(pd: Any) -> pd.DataFrame:
+            rows = [(one.client, one.first, one.second, one.gain) for one in self.clients]
+            return pd.DataFrame(rows, columns=["client", *self.names, "difference"]).set_index("client")
+
+        return data_frame(make, "a table of clients")
+
+    def __repr__(self) -> str:
+        return self._table().text()
+
+    def _repr_html_(self) -> str:
+        return self._table().html()
+
+    def _table(self) -> ShownTable:
+        shown = [self.clients[position] for position in spread_out(len(self.clients))]
+        rows = [(name_of(one.client), share(one.first), share(one.second), f"{one.gain:+.4f}") for one in shown]
+        means = fmean(one.first for one in self.clients), fmean(one.second for one in self.clients)
+        rows.append(("mean", *map(share, means), f"{self.mean:+.4f}"))
+        what = f"{counted(len(self.clients), 'client')}, accuracy on the same test samples"
+        columns = ("client", *(name_of(name, 20) for name in self.names), "difference")
+        return ShownTable(what, columns, tuple(rows), tuple(map(cut, self._notes())))
+
+    def _notes(self) -> Iterator[str]:
+        hidden = len(self.clients) - len(spread_out(len(self.clients)))
+        if hidden:
+            yield f"{hidden} more clients; .to_pandas() has all"
+        interval = self.interval
+        if interval is not None:
+            low, high = interval
+            error = self.standard_error
+            reach = f"95 % interval {low:+.4f} to {high:+.4f}"
+            yield f"mean difference {self.mean:+.4f}, {reach}, standard error {error:.4f}"
+        if self.test is not None:
+            cases = f"{self.test.first} to {self.test.second}"
+            yield f"{self.test.name}: {cases}, p = {self.test.p:.3g}"
+        yield self.verdict
+
+
+def compare(first: Compared, second: Compared) -> PairedComparison:
+    """Compare the clients of two results.
+
+    Raises:
+        UsageError: They are of different tasks, partitions or test samples.
+    """
+    _check_same(first, second)
+    clients = []
+    for name, one in first.accuracies.items():
+        other = second.accuracies.get(name)
+        if one is not None and other is not None:
+            clients.append(Difference(name, one, other))
+    if not clients:
+        raise UsageError("compare: no client has test samples in both results; give them some (test_fraction)")
+    names = _names_of(first, second)
+    better = sum(client.gain > 0 for client in clients)
+    worse = sum(client.gain < 0 for client in clients)
+    if better + worse >= LEAST_CLIENTS:
+        return PairedComparison(names, tuple(clients), Test.of("sign test over clients", better, worse))
+    return PairedComparison(names, tuple(clients), _mcnemar(first, second, clients))
+
+
+def _mcnemar(first: Compared, second: Compared, clients: list[Difference]) -> Test | None:
+    """Return McNemar's test over the test samples of these clients; None: models are not there any more."""
+    runs = first.run, second.run
+    if not all(run.path.is_dir() for run in runs):
+        return None
+    restored = [run.restored() for run in runs]
+    names = [one.client for one in clients if not any(one.client in run.without_model for run in restored)]
+    only_first = only_second = 0
+    for name in names:
+        right = [answers.labels == answers.answers for answers in (run.answers_of(name) for run in restored)]
+        only_first += int(np.sum(right[0] & ~right[1]))
+        only_second += int(np.sum(right[1] & ~right[0]))
+    return Test.of("McNemar's test over test samples", only_first, only_second)
+
+
+def _names_of(first: Compared, second: Compared) -> tuple[str, str]:
+    """Return what tells the two apart: their methods, with their parameters or their numbers where those are equal."""
+    methods = [str(result.summary["method"]) for result in (first, second)]
+    if methods[0] != methods[1]:
+        return methods[0], methods[1]
+    return f"{methods[0]} (first)", f"{methods[1]} (second)"
+
+
+def _check_same(first: Compared, second: Compared) -> None:
+    """Check that the accuracies of both results are of the same samples.
+
+    Raises:
+        UsageError: They are not; the message says all that differs.
+    """
+    mistakes = []
+    for key, what in (("clients", "clients"), ("scored_on", "samples that are scored")):
+        values = first.summary.get(key), second.summary.get(key)
+        if values[0] != values[1]:
+            mistakes.append(f"{what}: {values[0]} and {values[1]}")
+    tasks = [result.summary["task"] for result in (first, second)]
+    classes = [task.get("class_names") for task in tasks]
+    if classes[0] != classes[1]:
+        mistakes.append(f"classes: {_shown(classes[0])} and {_shown(classes[1])}")
+    # How inputs are normalised or resized is part of a method's own preparation.
+    shapes = [{name: task["input"].get(name) for name in _SHAPE if name in task["input"]} for task in tasks]
+    if shapes[0] != shapes[1]:
+        mistakes.append(f"inputs: {_shown(shapes[0])} and {_shown(shapes[1])}")
+    hashes = [str(result.summary["partition_hash"]) for result in (first, second)]
+    if hashes[0] != hashes[1]:
+        mistakes.append(f"partition: {_partition(first)} and {_partition(second)} give clients other samples")
+    if not mistakes and first.summary["data"] != second.summary["data"]:
+        mistakes.extend(_other_samples(first, second))
+    if mistakes:
+        raise UsageError(
+            f"compare: the results are not of the same test samples ({'; '.join(mistakes)}); simulate both with the "
+            "same data, partition and seed"
+        )
+
+
+_SHAPE = ("kind", "height", "width", "channels", "length")
+"""Fields of an input that say what it is."""
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, list | tuple):
+        return f"{len(value)} ({joined([str(one) for one in value])})"
+    return cut(str(value))
+
+
+def _partition(result: Compared) -> str:
+    summary = result.summary
+    return f"{name_of(summary['partition'])} of seed {summary['seed']} (hash {summary['partition_hash'][:8]})"
+
+
+def _other_samples(first: Compared, second: Compared) -> Iterator[str]:
+    """Yield why the samples behind two names of data are not, or may not be, the same.
+
+    The partition has a hash of labels and rows; only the samples themselves tell whether their inputs are equal.
+    """
+    data = [joined([str(source) for source in result.summary["data"]], 2) for result in (first, second)]
+    runs = first.run, second.run
+    missing = [str(run.path) for run in runs if not run.path.is_dir()]
+    if missing:
+        yield f"data: {data[0]} and {data[1]}, whose samples cannot be compared without {' and '.join(missing)}"
+        return
+    restored = [run.restored() for run in runs]
+    names = [name for name in restored[0].prepared.division.clients if name in restored[1].prepared.division.clients]
+    differing = [name for name in names if len({run.digest_of_tests(name) for run in restored}) > 1]
+    if differing:
+        yield f"data: {data[0]} and {data[1]}: other test samples of {joined(differing)}"

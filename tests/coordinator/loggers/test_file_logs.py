@@ -1,0 +1,225 @@
+"""Logs that are files, read by other programs: complete, once, and never half a line."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pandas as pd
+import pytest
+from simulation_harness import small_plan, write_images
+
+import coordinator
+from coordinator.api import Watching, finish
+from coordinator.loggers.log_files import LineFile
+from coordinator.loggers.records import RoundResult, RunDescription, RunEnd, Spread, clients_table
+from coordinator.loggers.run_logs import RunLogs, open_parent
+from coordinator.simulation.run import open_simulation
+from coordinator.simulation.setup import Prepared
+from edge_agent.core.errors import RunFailed
+
+SETTINGS = {
+    "clients": 3, "rounds": 4, "encoder": "linear", "encoder_params": {"feature_dim": 4}, "device": "cpu",
+    "engine": "serial", "local": False,
+}  # fmt: skip
+
+
+@pytest.fixture
+def images(tmp_path):
+    return write_images(tmp_path / "images.npz", 90)
+
+
+def only(folder):
+    (path,) = folder.iterdir()
+    return path
+
+
+def test_the_tables_have_the_figures_of_the_result(tmp_path, images):
+    pytest.importorskip("pyarrow")
+    rows = []
+    result = coordinator.simulate(
+        "fedper", data=images, out=tmp_path / "sim", log=["csv", "jsonl", "parquet"], on_round=rows.append,
+        name="Bäche: first", tags={"goal": "try"}, note="nothing", evaluate_every=2, **SETTINGS,
+    )  # fmt: skip
+    logs = tmp_path / "sim" / "logs"
+    by_csv = pd.read_csv(only(logs / "csv") / "rounds.csv")
+    by_parquet = pd.read_parquet(only(logs / "parquet") / "rounds.parquet")
+    pd.testing.assert_frame_equal(by_csv, by_parquet, check_dtype=False)
+    assert list(by_csv["round"]) == [1, 2, 3, 4]
+    assert list(by_csv["bytes_up"]) == [figures["bytes_up"] for figures in result.summary["rounds"]]
+    evaluated = by_csv[by_csv["acc.personal.mean"].notna()]
+    means = {f["round"]: f["acc"]["personal"]["clients_mean"] for f in result.summary["rounds"] if f["acc"]}
+    assert dict(zip(evaluated["round"], evaluated["acc.personal.mean"], strict=True)) == means
+    assert by_csv["acc.global.mean"].isna().all(), "a column for each scope, so that all runs have the same"
+
+    reported = {
+        (row.round, c, name): v for row in rows for c, them in row.per_client.items() for name, v in them.items()
+    }
+    for table in (
+        pd.read_csv(only(logs / "csv") / "clients.csv"),
+        pd.read_parquet(only(logs / "parquet") / "clients.parquet"),
+    ):
+        assert {(one.round, one.client, one.metric): one.value for one in table.itertuples()} == reported
+
+    lines = [json.loads(line) for line in (only(logs / "jsonl") / "run.jsonl").read_text().splitlines()]
+    assert [line["kind"] for line in lines] == ["run", *["round"] * 4, "end"]
+    assert lines[0]["name"] == "Bäche: first"
+    assert lines[0]["tags"] == {"goal": "try"}
+    assert lines[0]["params"]["params.lr"] == result.summary["params"]["lr"]
+    assert [line["clients"] for line in lines[1:-1]] == [row.per_client for row in rows]
+    assert lines[-1]["metrics"]["last.acc.personal.mean"] == result.summary["last"]["acc"]["personal"]["clients_mean"]
+
+    final = pd.read_csv(only(logs / "csv") / "final_clients.csv").set_index("client")["acc.personal"]
+    assert dict(final) == {client: scores["acc.personal"] for client, scores in result.clients.items()}
+    assert list(final) == sorted(final), "the worst first"
+    pd.testing.assert_series_equal(
+        pd.read_parquet(only(logs / "parquet") / "final_clients.parquet").set_index("client")["acc.personal"], final,
+        check_index_type=False,
+    )  # fmt: skip
+    described = json.loads((only(logs / "csv") / "run.json").read_text())
+    assert (described["status"], described["rounds_done"], described["note"]) == ("finished", 4, "nothing")
+    for name in ("report.html", "curves.svg", "result.json"):
+        assert (only(logs / "csv") / name).exists()
+    assert [one["is_complete"] for one in result.summary["logs"]] == [True] * 3
+    assert json.loads((tmp_path / "sim" / "result.json").read_text()) == result.summary
+
+
+KILLED = """
+import os, signal, sys
+from coordinator.api import Watching, finish
+from coordinator.loggers.run_logs import RunLogs
+from coordinator.simulation.plan import Plan
+from coordinator.simulation.run import open_simulation
+from coordinator.simulation.setup import Prepared
+from pathlib import Path
+
+def on_round(row):
+    if row.round == 3:
+        logs.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+plan = Plan.model_validate_json(sys.argv[1])
+folder = Path(sys.argv[2])
+with open_simulation(Prepared.of(plan), folder) as simulation:
+    logs = RunLogs.open(plan.log, folder)
+    finish(simulation, folder, Watching(on_round=on_round, logs=logs))
+"""
+
+
+def test_a_run_that_is_killed_and_resumed_has_each_row_once_and_no_torn_line(tmp_path, images):
+    pytest.importorskip("pyarrow")
+    plan = small_plan(images, "fedper", rounds=4, local=False, log=("csv", "jsonl", "parquet"))
+    folder = tmp_path / "sim"
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(KILLED), plan.model_dump_json(), str(folder)],
+        check=False, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    logs = folder / "logs"
+    lines = [json.loads(line) for line in (only(logs / "jsonl") / "run.jsonl").read_text().splitlines()]
+    assert [line.get("round") for line in lines] == [None, 1, 2, 3]
+    assert list(pd.read_csv(only(logs / "csv") / "rounds.csv")["round"]) == [1, 2, 3]
+    assert list(pd.read_parquet(only(logs / "parquet") / "rounds.parquet")["round"]) == [1, 2, 3]
+    with open_simulation(Prepared.of(plan), folder) as simulation:
+        result = finish(simulation, folder, Watching(logs=RunLogs.open(plan.log, folder)))
+    assert list(pd.read_csv(only(logs / "csv") / "rounds.csv")["round"]) == [1, 2, 3, 4]
+    assert list(pd.read_parquet(only(logs / "parquet") / "rounds.parquet")["round"]) == [1, 2, 3, 4]
+    lines = [json.loads(line) for line in (only(logs / "jsonl") / "run.jsonl").read_text().splitlines()]
+    assert [line.get("round") for line in lines] == [None, 1, 2, 3, 4, None]
+    assert [line["metrics"]["loss"] for line in lines[1:-1]] == [figures["loss"] for figures in result["rounds"]]
+    clients = pd.read_csv(only(logs / "csv") / "clients.csv")
+    assert not clients.duplicated(["round", "client", "metric"]).any()
+    assert len(clients) == 4 * 3 * 2, "four rounds, three clients, loss and accuracy"
+
+
+def test_a_run_that_fails_says_so_in_its_logs_and_ends_well_when_it_is_resumed(tmp_path, images):
+    folder = tmp_path / "sim"
+
+    def broken(row):
+        raise ValueError("no")
+
+    plan = small_plan(images, "fedper", local=False)
+    for on_round, status in ((broken, "failed"), (None, "finished")):
+        with open_simulation(Prepared.of(plan), folder) as simulation:
+            logs = RunLogs.open(["csv", "jsonl"], folder)
+            fails = pytest.raises(RunFailed, match="ValueError") if on_round else contextlib.nullcontext()
+            with fails:
+                finish(simulation, folder, Watching(on_round=on_round, logs=logs))
+        described = json.loads((only(folder / "logs" / "csv") / "run.json").read_text())
+        assert described["status"] == status
+        assert ("ValueError" in described["reason"]) == (status == "failed")
+
+
+def test_runs_of_a_parent_are_in_its_folder_and_two_of_one_name_stay_apart(tmp_path, images):
+    parent = open_parent("jsonl", RunDescription("a parent", "three seeds", tmp_path / "parent"))
+    for seed in range(2):
+        coordinator.simulate(
+            "fedper", data=images, seed=seed, out=tmp_path / f"sim{seed}", log=parent.child, name="the same",
+            **{**SETTINGS, "rounds": 1},
+        )  # fmt: skip
+    (outcome,) = parent.end(RunEnd("finished", figures={"acc.personal.mean": 0.5}))
+    assert outcome.is_complete
+    folder = only(tmp_path / "parent" / "logs" / "jsonl")
+    assert folder.name.startswith("three-seeds-")
+    children = sorted(path for path in folder.iterdir() if path.is_dir())
+    assert [path.name.rpartition("-")[0] for path in children] == ["the-same", "the-same"]
+    seeds = set()
+    for child in children:
+        lines = [json.loads(line) for line in (child / "run.jsonl").read_text().splitlines()]
+        seeds.add(lines[0]["params"]["seed"])
+        assert json.loads((child / "run.json").read_text())["parent"] == {"uid": "a parent", "name": "three seeds"}
+    assert seeds == {0, 1}
+    assert json.loads((folder / "run.json").read_text())["figures"] == {"acc.personal.mean": 0.5}
+
+
+def test_a_batch_that_a_full_disk_took_in_part_is_cut_off_before_it_is_tried_again(tmp_path, monkeypatch):
+    file = LineFile(tmp_path / "lines", "head\n")
+    real = os.fsync
+
+    def failing(descriptor):
+        os.truncate(tmp_path / "lines", os.fstat(descriptor).st_size - 3)  # as if only a part had fitted
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", failing)
+    with pytest.raises(OSError, match="No space left"):
+        file.append("one\n")
+    assert (tmp_path / "lines").read_text() == "head\no"
+    monkeypatch.setattr(os, "fsync", real)
+    file.append("one\n")
+    file.append("two\n")
+    assert (tmp_path / "lines").read_text() == "head\none\ntwo\n"
+
+
+def test_parquet_files_are_replaced_seldom_and_are_whole_at_the_end(tmp_path):
+    pytest.importorskip("pyarrow")
+    from coordinator.loggers.parquet_log import ParquetLogger
+
+    log = ParquetLogger(str(tmp_path))
+    log.check()
+    writes = []
+    write = log._write
+    log._write = lambda: (writes.append(1), write())
+    log.begin(RunDescription("uid", "name", tmp_path))
+    for number in range(1, 401):
+        spread = Spread(number / 400, 0.0, 0.0, 0.0, 1)
+        log.log_round(RoundResult(number, 400, 1, {"global": spread}, per_client={"a": {"loss": float(number)}}))
+    assert len(writes) < 100
+    log.end(RunEnd("finished", round=400, clients={"a": {"acc.local": 0.5}, "b": {}}))
+    rounds = pd.read_parquet(only(tmp_path) / "rounds.parquet")
+    assert list(rounds["acc.global.mean"]) == [number / 400 for number in range(1, 401)]
+    assert list(pd.read_parquet(only(tmp_path) / "clients.parquet")["value"]) == list(range(1, 401))
+
+
+def test_the_table_of_clients_begins_with_the_worst_and_ends_with_those_without_a_figure():
+    end = RunEnd(
+        "finished", clients={"a": {"acc.personal": 0.5}, "b": {}, "c": {"acc.personal": 0.25, "acc.local": 1.0}}
+    )
+    assert clients_table(end) == (
+        ["client", "acc.local", "acc.personal"],
+        [["c", 1.0, 0.25], ["a", None, 0.5], ["b", None, None]],
+    )

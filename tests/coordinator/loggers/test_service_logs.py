@@ -1,0 +1,310 @@
+"""Logs of other programs, read by those programs: TensorBoard, a real MLflow server, an offline run of W&B."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+from simulation_harness import small_plan, write_images
+
+import coordinator
+from coordinator.api import Watching, finish
+from coordinator.loggers import delivery
+from coordinator.loggers.records import RunDescription, RunEnd
+from coordinator.loggers.run_logs import RunLogs, open_parent
+from coordinator.simulation.run import open_simulation
+from coordinator.simulation.setup import Prepared
+
+pytestmark = pytest.mark.filterwarnings("default")  # of packages of others, which are not ours to mend
+SETTINGS = {
+    "clients": 3, "rounds": 4, "encoder": "linear", "encoder_params": {"feature_dim": 4}, "device": "cpu",
+    "engine": "serial", "local": False,
+}  # fmt: skip
+
+
+@pytest.fixture
+def images(tmp_path):
+    return write_images(tmp_path / "images.npz", 90)
+
+
+def losses(result):
+    return [figures["loss"] for figures in result["rounds"]]
+
+
+# --- TensorBoard -----------------------------------------------------------------------------------------------------
+
+
+def test_tensorboard_reads_each_round_once_also_after_a_resume(tmp_path, images):
+    pytest.importorskip("tensorboard")
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    plan = small_plan(images, "fedper", rounds=4, local=False, log=(f"tensorboard:{tmp_path / 'tb'}",), note="a note")
+    folder = tmp_path / "sim"
+
+    def broken(row):
+        if row.round == 3 and not row.is_replayed:
+            raise ValueError("once")
+
+    with pytest.raises(Exception, match="once"):
+        with open_simulation(Prepared.of(plan), folder) as simulation:
+            finish(simulation, folder, Watching(on_round=broken, logs=RunLogs.open(plan.log, folder)))
+    with open_simulation(Prepared.of(plan), folder) as simulation:
+        result = finish(simulation, folder, Watching(on_round=broken, logs=RunLogs.open(plan.log, folder)))
+    (run,) = (tmp_path / "tb").iterdir()
+    assert len(list(run.glob("events.out.tfevents.*"))) == 2, "one of each process"
+    read = accumulator.EventAccumulator(str(run)).Reload()
+    points = read.Scalars("loss")
+    assert [point.step for point in points] == [1, 2, 3, 4]
+    assert [point.value for point in points] == pytest.approx(losses(result))
+    worst = read.Scalars("acc.personal/worst_tenth")
+    assert [point.value for point in worst] == pytest.approx(
+        [f["acc"]["personal"]["worst10"] for f in result["rounds"]]
+    )
+    (end,) = read.Scalars("last.acc.personal/mean")
+    assert (end.step, end.value) == (4, pytest.approx(result["last"]["acc"]["personal"]["clients_mean"]))
+    texts = {tag: read.Tensors(tag)[-1].tensor_proto.string_val[0].decode() for tag in read.Tags()["tensors"]}
+    assert texts["note/text_summary"] == "a note"
+    assert "| params.lr |" in texts["parameters/text_summary"]
+    assert texts["clients/text_summary"].startswith("| client |")
+
+
+# --- MLflow ----------------------------------------------------------------------------------------------------------
+
+
+class MlflowServer:
+    """A server of this machine, whose runs are in a database below a folder."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        folder.mkdir(exist_ok=True)
+        with socket.socket() as listening:
+            listening.bind(("127.0.0.1", 0))
+            self.port = listening.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.process = None
+
+    def start(self):
+        environment = {**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true"}
+        command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(self.port)]
+        command += ["--backend-store-uri", f"sqlite:///{self.folder / 'mlflow.db'}", "--workers", "1"]
+        command += ["--artifacts-destination", str(self.folder / "artefacts")]
+        with (self.folder / "server.log").open("ab") as out:
+            self.process = subprocess.Popen(
+                command, stdout=out, stderr=out, env=environment, cwd=self.folder, start_new_session=True
+            )
+        deadline = time.monotonic() + 180
+        waiting = threading.Event()
+        while True:
+            assert self.process.poll() is None, (self.folder / "server.log").read_text()[-3000:]
+            assert time.monotonic() < deadline, (self.folder / "server.log").read_text()[-3000:]
+            try:
+                urllib.request.urlopen(f"{self.url}/health", timeout=5).close()
+            except (urllib.error.URLError, OSError):
+                waiting.wait(0.2)
+            else:
+                return
+
+    def kill(self):
+        """Kill the server and its workers, which are a group of their own."""
+        if self.process is not None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait(30)
+            self.process = None
+
+
+@pytest.fixture
+def mlflow_server(tmp_path):
+    for package in ("mlflow", "flask", "sqlalchemy"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"a server of MLflow needs {package}")
+    server = MlflowServer(tmp_path / "server")
+    server.start()
+    yield server
+    server.kill()
+
+
+def mlflow_client(server):
+    from mlflow.tracking import MlflowClient
+
+    return MlflowClient(tracking_uri=server.url)
+
+
+def runs_at(server, experiment="headwater"):
+    client = mlflow_client(server)
+    found = client.get_experiment_by_name(experiment)
+    return client.search_runs([found.experiment_id])
+
+
+def history(server, run, name):
+    points = mlflow_client(server).get_metric_history(run.info.run_id, name)
+    return sorted((point.step, point.value) for point in points)
+
+
+@pytest.mark.slow
+def test_mlflow_has_a_parent_with_a_child_for_each_seed(tmp_path, images, mlflow_server):
+    choice = f"mlflow:{mlflow_server.url}?experiment=tables"
+    parent = open_parent(choice, RunDescription("a parent", "fedper, two seeds", tmp_path, tags={"table": "1"}))
+    shared = {"log": parent.child, "tags": {"goal": "try"}, "note": "a note", **SETTINGS}
+    results = [
+        coordinator.simulate("fedper", data=images, seed=seed, out=tmp_path / f"s{seed}", name=f"seed {seed}", **shared)
+        for seed in range(2)
+    ]
+    (outcome,) = parent.end(RunEnd("finished", figures={"acc.personal.mean": 0.5}))
+    assert outcome.is_complete, outcome
+    runs = {run.info.run_name: run for run in runs_at(mlflow_server, "tables")}
+    assert set(runs) == {"fedper, two seeds", "seed 0", "seed 1"}
+    above = runs["fedper, two seeds"]
+    assert above.data.metrics["acc.personal.mean"] == 0.5
+    assert above.data.tags["table"] == "1"
+    for seed, result in enumerate(results):
+        run = runs[f"seed {seed}"]
+        assert run.data.tags["mlflow.parentRunId"] == above.info.run_id
+        assert run.data.tags["mlflow.note.content"] == "a note"
+        assert run.data.tags["goal"] == "try"
+        assert run.info.status == "FINISHED"
+        assert run.data.params["seed"] == str(seed)
+        assert float(run.data.params["params.lr"]) == result.summary["params"]["lr"]
+        assert history(mlflow_server, run, "loss") == list(enumerate(losses(result.summary), 1))
+        mean = result.summary["last"]["acc"]["personal"]["clients_mean"]
+        assert run.data.metrics["last.acc.personal.mean"] == mean
+        artefacts = {file.path for file in mlflow_client(mlflow_server).list_artifacts(run.info.run_id)}
+        assert artefacts == {"clients.csv", "curves.svg", "report.html", "result.json"}
+
+
+@pytest.mark.slow
+def test_an_mlflow_server_that_is_killed_in_the_middle_costs_a_warning_and_gets_the_rest_later(
+    tmp_path, images, mlflow_server, monkeypatch, caplog
+):
+    monkeypatch.setattr(delivery, "AWAY_LIMIT_S", 3.0)
+    monkeypatch.setattr(delivery, "FIRST_PAUSE_S", 0.2)
+    choice = f"mlflow:{mlflow_server.url}"
+    plan = small_plan(images, "fedper", rounds=8, local=False, log=(choice,))
+    folder = tmp_path / "sim"
+    logs = RunLogs.open(plan.log, folder)
+
+    def on_round(row):
+        if row.round == 3:
+            logs.flush()
+            mlflow_server.kill()
+
+    began = time.monotonic()
+    with caplog.at_level(logging.WARNING, "coordinator.loggers"):
+        with open_simulation(Prepared.of(plan), folder) as simulation:
+            result = finish(simulation, folder, Watching(on_round=on_round, logs=logs))
+    assert time.monotonic() - began < 60
+    assert [record.getMessage().split()[0] for record in caplog.records] == ["log_away"]
+    (outcome,) = result["logs"]
+    assert (outcome["rounds"], outcome["unsent"], outcome["is_complete"]) == (3, 5, False)
+    assert outcome["reason"]
+    assert json.loads((folder / "result.json").read_text())["logs"] == [outcome]
+
+    mlflow_server.start()
+    (run,) = runs_at(mlflow_server)
+    assert history(mlflow_server, run, "loss") == list(enumerate(losses(result)[:3], 1))
+    assert run.info.status == "RUNNING"
+    monkeypatch.undo()
+    with open_simulation(Prepared.of(plan), folder) as simulation:  # the run is over: it is logged once more
+        again = finish(simulation, folder, Watching(logs=RunLogs.open(plan.log, folder)))
+    assert again["logs"][0]["is_complete"], again["logs"]
+    (run,) = runs_at(mlflow_server)
+    assert history(mlflow_server, run, "loss") == list(enumerate(losses(result), 1)), "none missing, none twice"
+    assert history(mlflow_server, run, "round") == [(number, float(number)) for number in range(1, 9)]
+    assert run.info.status == "FINISHED"
+
+
+# --- W&B -------------------------------------------------------------------------------------------------------------
+
+
+def records_of(path):
+    """Yield the records of an offline run: blocks of 32 KiB, in which a record is in pieces with seven bytes before."""
+    from wandb.proto import wandb_internal_pb2
+
+    content = path.read_bytes()
+    assert content[:4] == b":W&B"
+    position = 7
+    whole = b""
+    while position + 7 <= len(content):
+        left = 32768 - position % 32768
+        if left < 7:
+            position += left
+            continue
+        length = int.from_bytes(content[position + 4 : position + 6], "little")
+        kind = content[position + 6]
+        whole += content[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in {1, 4}:  # whole, or the last piece
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(whole)
+            yield record
+            whole = b""
+
+
+@pytest.mark.slow
+def test_wandb_writes_a_run_that_it_can_send_later(tmp_path, images):
+    pytest.importorskip("wandb")
+    parent = open_parent(f"wandb:tables?dir={tmp_path / 'wb'}", RunDescription("a parent", "two", tmp_path))
+    result = coordinator.simulate(
+        "fedper", data=images, out=tmp_path / "sim", log=parent.child, name="a run", tags={"goal": "try"},
+        note="a note", **SETTINGS,
+    )  # fmt: skip
+    parent.end(RunEnd("finished"))
+    (outcome,) = result.summary["logs"]
+    assert outcome["is_complete"], outcome
+    assert "wandb sync" in outcome["where"]
+    runs = {}
+    for path in (tmp_path / "wb" / "wandb").glob("offline-run-*/run-*.wandb"):
+        records = list(records_of(path))
+        (run,) = (record.run for record in records if record.HasField("run"))
+        runs[run.display_name] = (run, records)
+    assert set(runs) == {"two", "a run"}
+    run, records = runs["a run"]
+    assert (run.project, run.notes, list(run.tags), run.job_type) == ("tables", "a note", ["goal=try"], "run")
+    assert run.run_group == runs["two"][0].run_group
+    assert run.run_group.startswith("two-")
+    config = {item.key: json.loads(item.value_json) for item in run.config.update}
+    assert config["params.lr"] == result.summary["params"]["lr"]
+    rows = []
+    for record in records:
+        if record.HasField("history"):
+            items = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+            if "loss" in items:
+                rows.append((items["_step"], items["loss"]))
+    assert rows == list(enumerate(losses(result.summary), 1))
+
+
+@pytest.mark.slow
+def test_a_resumed_wandb_run_is_written_again_and_the_first_folder_is_not_sent(tmp_path, images):
+    pytest.importorskip("wandb")
+    plan = small_plan(images, "fedper", rounds=3, local=False, log=(f"wandb:tables?dir={tmp_path / 'wb'}",))
+    folder = tmp_path / "sim"
+
+    def broken(row):
+        if row.round == 2 and not row.is_replayed:
+            raise ValueError("once")
+
+    with pytest.raises(Exception, match="once"):
+        with open_simulation(Prepared.of(plan), folder) as simulation:
+            finish(simulation, folder, Watching(on_round=broken, logs=RunLogs.open(plan.log, folder)))
+    with open_simulation(Prepared.of(plan), folder) as simulation:
+        result = finish(simulation, folder, Watching(on_round=broken, logs=RunLogs.open(plan.log, folder)))
+    assert result["logs"][0]["is_complete"], result["logs"]
+    folders = sorted(path.name for path in (tmp_path / "wb" / "wandb").glob("offline-run-*"))
+    assert len(folders) == 2
+    (current,) = (name for name in folders if not name.endswith(".superseded"))
+    (path,) = (tmp_path / "wb" / "wandb" / current).glob("run-*.wandb")
+    steps = []
+    for record in records_of(path):
+        if record.HasField("history"):
+            items = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+            steps += [items["_step"]] if "loss" in items else []
+    assert steps == [1, 2, 3]
