@@ -213,10 +213,10 @@ class AFL(Method):
         Raises:
             TrainingFailed: The client has no samples, or its features are not finite.
         """
-        from ..training.loops import features_of
+        from ..training import feature_cache
 
         client.require_samples()
-        features = features_of(client.model, client.train_inputs).cpu().numpy()
+        features = feature_cache.of_process.features_of(client.model, client.train_inputs).cpu().numpy()
         labels = client.train_labels.cpu().numpy()
         return statistics(features, labels, client.task.num_classes, self.params.model_dump())
 

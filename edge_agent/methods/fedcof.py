@@ -147,10 +147,10 @@ class FedCOF(Method):
         Raises:
             TrainingFailed: The client has no samples, or its features are not finite.
         """
-        from ..training.loops import features_of
+        from ..training import feature_cache
 
         client.require_samples()
-        features = features_of(client.model, client.train_inputs).cpu().numpy()
+        features = feature_cache.of_process.features_of(client.model, client.train_inputs).cpu().numpy()
         labels = client.train_labels.cpu().numpy()
         return _statistics(features, labels, client.task.num_classes, self.params.model_dump())
 

@@ -117,6 +117,8 @@ REMOVALS = {
     ("coordinator.broker", "MosquittoBroker.start", "tempfile.TemporaryDirectory"): CHILD_FILES,
     ("coordinator.processes.cluster", "connect_to_cluster", "tempfile.TemporaryDirectory"): CHILD_FILES,
     ("coordinator.processes.pipe", "SharedBuffer.of", "tempfile.TemporaryFile"): "a file without a name",
+    ("edge_agent.core.large_arrays", "new_array", "tempfile.TemporaryFile"): "a file without a name",
+    ("edge_agent.core.large_arrays", "reserve", ".truncate"): "the same file, which is new, and made longer",
     ("coordinator.research.analyze.targets", "_open_bundle", "tempfile.TemporaryDirectory"): CHILD_FILES,
     ("coordinator.research.bench.measuring", "scratch", "tempfile.TemporaryDirectory"): CHILD_FILES,
     ("coordinator.state.release_keys", "file_to_release", "tempfile.TemporaryDirectory"): CHILD_FILES,

@@ -8,5 +8,5 @@ Read in this order: `records` (what a comparison has found so far, as its file k
 `comparing` (what is due, and what it has found), `runners` (where simulations run), `interface` (the whole, as a call),
 `row_statistics` (what its runs say: means, paired differences, hurt clients), `tables` (one model of a table, in five
 forms), `findings` (the same in a few sentences), `plots` (charts), `page` (all of it in one page), `outputs` (all files
-that people read, made of the records alone).
+that people read, made of the records alone), `logged` (the same for logs of experiments, with all rounds of its runs).
 """
