@@ -591,7 +591,7 @@ def text_lines(table: Table, width: int) -> list[str]:
     from rich.table import Table as Screen
     from rich.text import Text
 
-    screen = Screen(box=SIMPLE_HEAD, pad_edge=False, title=Text(table.title), title_justify="left")
+    screen = Screen(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, title=Text(table.title), title_justify="left")
     for column in table.columns:
         side: Literal["left", "right"] = "right" if column.is_number else "left"
         screen.add_column(Text(column.title), justify=side, overflow="fold")
