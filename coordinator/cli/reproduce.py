@@ -60,8 +60,8 @@ def reproduce(
     """Run the cells of a published table, and compare with the published values.
 
     A whole table takes hours to days; --row and --rounds make it minutes, and each line says how long all cells take.
-    The same command again continues where it was stopped. Writes table.md, table.json and curves.svg into --out after
-    each cell. Exit code 1 where a cell failed.
+    The same command again continues where it was stopped. Writes table.md, table.json, curves.svg and, for print,
+    curves.pdf into --out after each cell. Exit code 1 where a cell failed.
 
     Example: headwater reproduce fedpac-t1-fmnist-20 --row fedpac --row local --rounds 20
     """

@@ -40,6 +40,7 @@ from .charts import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.image import AxesImage
 
 Format = Literal["svg", "png", "pdf"]
 FORMATS: tuple[Format, ...] = get_args(Format)
@@ -598,16 +599,29 @@ def _matrix(form: Form, panel: Axes, chart: Matrix) -> None:
     # 1. The cells.
     colours = LinearSegmentedColormap.from_list("headwater", [form.colours["sheet"], form.colours["personal"]])
     shades = [_shades(chart, line) for line in chart.values]
-    panel.imshow(shades, aspect="auto", cmap=colours, vmin=0.0, vmax=1.0, interpolation="nearest")
+    image = panel.imshow(shades, aspect="auto", cmap=colours, vmin=0.0, vmax=1.0, interpolation="nearest")
     # 2. Their numbers, and the names of rows and columns, as far as these have room.
     if len(chart.columns) <= _MOST_NUMBERED:
         _write_numbers(panel, chart)
+    else:
+        _scale_of_shades(panel, chart, image)
     if len(chart.columns) <= _MOST_NAMED:
         panel.set_xticks(range(len(chart.columns)), [clean(name, 20) for name in chart.columns], rotation=90)
     if len(chart.rows) <= _MOST_NAMED:
         panel.set_yticks(range(len(chart.rows)), [clean(name, 20) for name in chart.rows], rotation=0)
     panel.set(xlabel=clean(chart.column_label), ylabel=clean(chart.row_label))
     panel.grid(visible=False)
+
+
+def _scale_of_shades(panel: Axes, chart: Matrix, image: AxesImage) -> None:
+    """Draw a bar beside the cells with the values of a pale, a middle and a full one, in place of their numbers."""
+    deepest = float(_COLOURS["depth"].rstrip("%")) / 100
+    bar = panel.figure.colorbar(image, ax=panel, fraction=0.03, pad=0.01)
+    bar.ax.set_ylim(0.0, deepest)
+    middle = (chart.low + chart.high) / 2
+    values = (chart.low, middle, chart.high)
+    bar.set_ticks([0.0, deepest / 2, deepest], labels=[number(value) for value in values])
+    bar.outline.set_visible(False)
 
 
 def _write_numbers(panel: Axes, chart: Matrix) -> None:

@@ -29,7 +29,7 @@ from ..journal.store import facts_of
 from ..loggers.records import RoundResult, Spread
 from ..report import write_report
 from ..report.charts import Axis, Lines, Series, ends
-from ..report.pictures import Format, picture
+from ..report.pictures import PAGE, Form, Format, picture
 from ..report.run_charts import accuracy_floor
 from ..runs.result_notes import local_models
 from ..state.run_lines import AgentLine
@@ -297,8 +297,14 @@ _LINES = {
 """Scope -> name and role of its lines."""
 
 
-def curves(result: Mapping[str, Any], kind: Format = "svg") -> bytes:
-    """Return a picture file with the accuracies of the model that existed after so many rounds."""
+def curves(result: Mapping[str, Any], kind: Format = "svg", form: Form = PAGE) -> bytes:
+    """Return a picture file with the accuracies of the model that existed after so many rounds.
+
+    Args:
+        result: The content of ``result.json``.
+        kind: The format of the file.
+        form: For a page, or for one column of a paper.
+    """
     series = []
     for scope, (name, role) in _LINES.items():
         means = curve(result, scope, "clients_mean")
@@ -313,7 +319,7 @@ def curves(result: Mapping[str, Any], kind: Format = "svg") -> bytes:
     if series:
         summary = f"Accuracy by rounds done. {ends(series, 'after round')}"
     accuracy = Axis("accuracy on held-out samples", low=low, high=1.0)
-    return picture([Lines(title, summary, Axis("rounds done"), accuracy, tuple(series))], kind)
+    return picture([Lines(title, summary, Axis("rounds done"), accuracy, tuple(series))], kind, form=form)
 
 
 def curve(result: Mapping[str, Any], scope: str, average: str) -> list[tuple[float, float]]:

@@ -445,6 +445,7 @@ def test_readme_says_where_the_programs_are_and_leads_to_the_guides_before_anyth
         "blobs-by-reference",
         "capacity",
         "certificates",
+        "comparison-tables",
         "data-sets",
         "device-faults",
         "home-assistant",

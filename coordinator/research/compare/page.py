@@ -60,11 +60,14 @@ def render(
 
 def _section(table: Table, figures: Sequence[Figure]) -> _Section:
     """Return a table for the page, with the figures that belong to it."""
-    heading = "Methods" if table.key == "methods" else table.title  # the first table has the title of the page
+    heading = table.title
+    if table.key == "methods":  # its title is that of the page
+        heading = "Methods"
     drawings = [
         figure_html(figure.chart, figure.name, level=3) for figure in figures if _SECTIONS[figure.name] == table.key
     ]
-    columns = tuple((column.title, "n" if column.is_number else "") for column in table.columns)
+    styles = {True: "n", False: ""}
+    columns = tuple((column.title, styles[column.is_number]) for column in table.columns)
     rows = tuple(tuple(map(_html, row, table.columns)) for row in table.rows)
     return _Section(heading, columns, rows, tuple(note.marked_text for note in table.notes), tuple(drawings))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from statistics import fmean, stdev
 
 from ...report.charts import CLASSES, Axis, Chart, Key, Lines, Mark, Row, Rows, Series, ends, percent, points
@@ -148,9 +147,9 @@ def _curves(comparison: Comparison, statistics: ComparisonStatistics) -> Chart |
     has_band = False
     for index, row in enumerate(statistics.rows):
         curves = [dict(run.curve) for run in successful_runs(_record_of(comparison, row).runs).values() if run.curve]
-        rounds = sorted(set.intersection(*map(set, curves))) if curves else []
-        if not rounds:
+        if not curves:
             continue
+        rounds = sorted(set.intersection(*map(set, curves)))
         means = list[tuple[float, float | None]]()
         band = list[tuple[float, float]]()
         for done in rounds:
@@ -196,7 +195,9 @@ def _tuning(comparison: Comparison, statistics: ComparisonStatistics) -> Chart |
 
 def _best_so_far(record: MethodRecord) -> Iterator[tuple[float, float]]:
     """Yield (number of trials, best score among them) from the first trial on that has a score."""
-    scores = [-1.0 if trial.score is None else trial.score for trial in record.trials]
-    for index, best in enumerate(accumulate(scores, max)):
-        if best >= 0:
+    best: float | None = None
+    for index, trial in enumerate(record.trials):
+        if trial.score is not None and (best is None or trial.score > best):
+            best = trial.score
+        if best is not None:
             yield index + 1.0, best

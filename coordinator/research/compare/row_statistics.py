@@ -232,7 +232,10 @@ def compute_statistics(comparison: Comparison) -> ComparisonStatistics:
     baseline = _baseline(comparison)
     # 2. The differences of all rows to the same row, with a correction for their number.
     to_best = _differences_to(best, means)
-    to_baseline = _differences_to(None if baseline is None else baseline.name, means)
+    baseline_name = None
+    if baseline is not None:
+        baseline_name = baseline.name
+    to_baseline = _differences_to(baseline_name, means)
     # 3. The same of the runs with default parameters.
     default_means = {record.name: _client_means(default_runs(record)) for record in comparison.methods}
     default_ranks = rank_means(default_means)
@@ -268,7 +271,7 @@ def compute_statistics(comparison: Comparison) -> ComparisonStatistics:
     return ComparisonStatistics(
         tuple(rows),
         best,
-        None if baseline is None else baseline.name,
+        baseline_name,
         rule,
         has_tuning=any(record.untuned for record in comparison.methods),
         footing=footing,
@@ -353,7 +356,11 @@ def chance_of_distinguishing(count: int) -> float:
 def rank_means(means: Mapping[str, Mapping[int, float]]) -> dict[str, int]:
     """Return the rank of each row that has results by its mean over seeds: 1 is best, equal means share a rank."""
     by_row = {name: fmean(by_seed.values()) for name, by_seed in means.items() if by_seed}
-    return {name: 1 + sum(other > mean + EXACT for other in by_row.values()) for name, mean in by_row.items()}
+    ranks: dict[str, int] = {}
+    for name, mean in by_row.items():
+        better_means = [other for other in by_row.values() if other > mean + EXACT]
+        ranks[name] = 1 + len(better_means)
+    return ranks
 
 
 def mean_ranks_within_seeds(means: Mapping[str, Mapping[int, float]]) -> dict[str, float]:
@@ -368,9 +375,10 @@ def mean_ranks_within_seeds(means: Mapping[str, Mapping[int, float]]) -> dict[st
     ranks: dict[str, list[float]] = {name: [] for name in rows}
     for seed in common_seeds:
         for name, by_seed in rows.items():
-            better = sum(other[seed] > by_seed[seed] + EXACT for other in rows.values())
-            equal = sum(abs(other[seed] - by_seed[seed]) <= EXACT for other in rows.values())
-            ranks[name].append(better + (equal + 1) / 2)
+            leads = [other[seed] - by_seed[seed] for other in rows.values()]
+            better = [lead for lead in leads if lead > EXACT]
+            equal = [lead for lead in leads if abs(lead) <= EXACT]  # the row itself is one of them
+            ranks[name].append(len(better) + (len(equal) + 1) / 2)
     return {name: fmean(values) for name, values in ranks.items() if values}
 
 
@@ -495,14 +503,16 @@ def count_hurt_clients(
         scores = list[tuple[ClientScore, ClientScore]]()
         for pairs in cases.values():
             scores += pairs
-        hurt = sum(_is_hurt_by_samples(score, baseline) for score, baseline in scores)
-        lower = sum(score.accuracy < baseline.accuracy - EXACT for score, baseline in scores)
-        return HurtClients(len(scores), hurt / len(scores), lower / len(scores), HurtRule.TEST_SAMPLES, 1)
-    estimates = [Estimate.from_values(_differences(pairs)) for pairs in cases.values()]
-    hurt = sum(_is_hurt_over_seeds(estimate) for estimate in estimates)
-    lower = sum(estimate.mean < -EXACT for estimate in estimates)
-    fewest = min(estimate.count for estimate in estimates)
-    return HurtClients(len(estimates), hurt / len(estimates), lower / len(estimates), rule, fewest)
+        hurt = [score.id for score, baseline in scores if _is_hurt_by_samples(score, baseline)]
+        lower = [score.id for score, baseline in scores if score.accuracy < baseline.accuracy - EXACT]
+        count = len(scores)
+        return HurtClients(count, len(hurt) / count, len(lower) / count, HurtRule.TEST_SAMPLES, 1)
+    estimates = {client: Estimate.from_values(_differences(pairs)) for client, pairs in cases.items()}
+    hurt = [client for client, estimate in estimates.items() if _is_hurt_over_seeds(estimate)]
+    lower = [client for client, estimate in estimates.items() if estimate.mean < -EXACT]
+    fewest = min(estimate.count for estimate in estimates.values())
+    count = len(estimates)
+    return HurtClients(count, len(hurt) / count, len(lower) / count, rule, fewest)
 
 
 def client_pairs(
@@ -580,7 +590,7 @@ def _costs(record: MethodRecord) -> Costs:
         bytes_down = fmean(run.bytes_down for run in measured)
     return Costs(
         trials=len(record.trials),
-        failed_trials=sum(trial.score is None for trial in record.trials),
+        failed_trials=len([trial for trial in record.trials if trial.score is None]),
         trial_hours=math.fsum(trial.cpu_s for trial in record.trials) / SECONDS_PER_HOUR,
         run_hours=math.fsum(run.cpu_s for run in all_runs) / SECONDS_PER_HOUR,
         bytes_up=bytes_up,

@@ -7,6 +7,7 @@ import io
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from edge_agent.data.columns import import_pyarrow
 
@@ -192,7 +193,11 @@ def methods_table(comparison: Comparison, statistics: ComparisonStatistics) -> T
     )
     rows = []
     for row in statistics.rows:
-        hurt = row.hurt
+        hurt = None
+        lower = None
+        if row.hurt is not None:
+            hurt = row.hurt.hurt
+            lower = row.hurt.lower
         rows.append(
             (
                 Cell(row.name, marks=_marks_of_row(row)),
@@ -202,8 +207,8 @@ def methods_table(comparison: Comparison, statistics: ComparisonStatistics) -> T
                 _estimate(row.worst_tenth, is_best=_is_value(row.worst_tenth, best_tenth)),
                 _paired(row.to_best),
                 _paired(row.to_baseline),
-                Cell(None if hurt is None else hurt.hurt),
-                Cell(None if hurt is None else hurt.lower),
+                Cell(hurt),
+                Cell(lower),
                 Cell(len(row.seeds)),
             )
         )
@@ -586,9 +591,10 @@ def text_lines(table: Table, width: int) -> list[str]:
     from rich.table import Table as Screen
     from rich.text import Text
 
-    screen = Screen(box=SIMPLE_HEAD, pad_edge=False, title=Text(table.title), title_justify="left")
+    screen = Screen(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, title=Text(table.title), title_justify="left")
     for column in table.columns:
-        screen.add_column(Text(column.title), justify="right" if column.is_number else "left", overflow="fold")
+        side: Literal["left", "right"] = "right" if column.is_number else "left"
+        screen.add_column(Text(column.title), justify=side, overflow="fold")
     for row in table.rows:
         cells = zip(row, table.columns, strict=True)
         screen.add_row(*(Text(cell.marked_text(column)) for cell, column in cells))
@@ -607,7 +613,7 @@ def markdown(table: Table) -> str:
     """Return a table in Markdown with its notes; the best values are bold."""
     lines = [f"## {markdown_text(table.title)}", ""]
     lines.append(_markdown_row(markdown_text(column.title) for column in table.columns))
-    lines.append(_markdown_row("--:" if column.is_number else "---" for column in table.columns))
+    lines.append(_markdown_row(map(_markdown_side, table.columns)))
     lines += [_markdown_row(map(_markdown_cell, row, table.columns)) for row in table.rows]
     if table.notes:
         lines.append("")
@@ -618,6 +624,13 @@ def markdown(table: Table) -> str:
 def _markdown_row(cells: Iterable[str]) -> str:
     """Return a line of a table."""
     return f"| {' | '.join(cells)} |"
+
+
+def _markdown_side(column: Column) -> str:
+    """Return the mark of the side at which the cells of a column stand."""
+    if column.is_number:
+        return "--:"
+    return "---"
 
 
 def _markdown_cell(cell: Cell, column: Column) -> str:
@@ -644,9 +657,8 @@ def latex(tables: Sequence[Table], caption: str) -> str:
         caption: What is compared, as plain text.
     """
     parts = ["% Needs \\usepackage{booktabs}. Each table has the width of a page of two columns.\n"]
-    for index, table in enumerate(tables):
-        is_first = index == 0
-        parts.append(_latex_table(table, caption if is_first else table.title))
+    captions = [caption, *(table.title for table in tables[1:])]
+    parts += map(_latex_table, tables, captions)
     return "\n".join(parts)
 
 
@@ -661,8 +673,8 @@ def _latex_table(table: Table, caption: str) -> str:
         rf"\begin{{tabular}}{{@{{}}{places}@{{}}}}",
         r"\toprule",
     ]
-    heads = [_latex_head(column) for column in table.columns]
-    units = [latex_text(f"({column.unit})") if column.unit else "" for column in table.columns]
+    heads = [latex_text(column.head) for column in table.columns]
+    units = [_latex_unit(column) for column in table.columns]
     lines.append(f"{' & '.join(heads)} \\\\")
     if any(units):
         lines.append(f"{' & '.join(units)} \\\\")
@@ -693,9 +705,11 @@ LATEX_LINE_CHARS = 40
 """The most characters of a column of text in LaTeX that stand on one line."""
 
 
-def _latex_head(column: Column) -> str:
-    """Return the head of a column without its unit."""
-    return latex_text(column.head)
+def _latex_unit(column: Column) -> str:
+    """Return the unit of a column in brackets; empty where it has none."""
+    if not column.unit:
+        return ""
+    return latex_text(f"({column.unit})")
 
 
 def _latex_cell(cell: Cell, column: Column) -> str:

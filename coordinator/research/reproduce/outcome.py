@@ -12,7 +12,7 @@ from edge_agent import methods
 from edge_agent.core.storage import write_atomic, write_json
 
 from ...report.charts import CLASSES, Axis, Lines, Series, ends
-from ...report.pictures import picture
+from ...report.pictures import COLUMN, picture
 from ...simulation.plan import Plan
 from ...simulation.results import best_of, curve, scored_clients
 from ...text import counted, listed
@@ -323,14 +323,17 @@ def as_json(reproduction: Reproduction, compared: Sequence[Outcome]) -> dict[str
 
 
 def write(reproduction: Reproduction, cells: Sequence[Cell]) -> None:
-    """Write table.json, table.md and curves.svg: of these cells, and of others that have results in the folder."""
+    """Write table.json, table.md, curves.svg and, for print, curves.pdf: of these cells and others with results."""
     shown = reproduction.shown(cells)
     compared = outcomes(reproduction.table, shown)
     folder = reproduction.folder
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "table.json", as_json(reproduction, compared))
     write_atomic(folder / "table.md", "".join(f"{line}\n" for line in _markdown(reproduction, compared)).encode())
-    write_atomic(folder / "curves.svg", _curves(reproduction.table, shown))
+    title = f"{reproduction.table.title} ({reproduction.table.source})"
+    panels = _panels(reproduction.table, shown)
+    write_atomic(folder / "curves.svg", picture(panels, title=title))
+    write_atomic(folder / "curves.pdf", picture(panels, "pdf", form=COLUMN))
 
 
 def _markdown(reproduction: Reproduction, compared: Sequence[Outcome]) -> Iterator[str]:
@@ -421,14 +424,14 @@ def sentence(claim: Mapping[str, Any]) -> str:
 _AVERAGES = {"clients_mean": "mean over clients", "samples_mean": "over all test samples"}
 
 
-def _curves(table: Table, cells: Sequence[Cell]) -> bytes:
-    """Return an SVG with a panel for each column, with the accuracies of its rows by rounds done."""
+def _panels(table: Table, cells: Sequence[Cell]) -> list[Lines]:
+    """Return a chart for each column, with the accuracies of its rows by rounds done."""
     charts = []
     for column in table.columns:
         shown = [cell for cell in cells if cell.column.name == column.name]
         if shown:
             charts.append(panel(table, column, shown))
-    return picture(charts, title=f"{table.title} ({table.source})")
+    return charts
 
 
 def panel(table: Table, column: Column, cells: Sequence[Cell]) -> Lines:

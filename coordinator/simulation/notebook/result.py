@@ -99,15 +99,22 @@ class SimulationResult:
         scope = next((scope for scope in ("personal", "global") if scope in last), None)
         return None if scope is None else float(last[scope]["clients_mean"])
 
-    def plot(self, path: str | Path | None = None) -> Plot:
+    def plot(self, path: str | Path | None = None, *, for_print: bool = False) -> Plot:
         """Accuracy by round; with ``path`` also written there, as SVG, PNG or PDF by its suffix.
+
+        Args:
+            path: A file to write.
+            for_print: Draw it for one column of a paper: 3.3 inches wide, 8 pt, without a title, in colours, markers
+                and dashes that stay apart for readers with colour blindness.
 
         Raises:
             UsageError: ``path`` has another suffix, or cannot be written.
         """
+        from ...report.pictures import COLUMN, PAGE
         from ..results import curves
 
-        return Plot.of(lambda kind: curves(self.summary, kind), path)
+        form = COLUMN if for_print else PAGE
+        return Plot.of(lambda kind: curves(self.summary, kind, form), path)
 
     def confusion(self) -> Confusion:
         """Return how often test samples of each class were answered with each class, over all clients.

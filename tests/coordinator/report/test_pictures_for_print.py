@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 
-from coordinator.report.charts import CLASSES, ROLES, Axis, Key, Lines, Mark, Row, Rows, Series
+from coordinator.report.charts import CLASSES, ROLES, Axis, Key, Lines, Mark, Matrix, Row, Rows, Series
 from coordinator.report.pictures import COLUMN, OKABE_ITO, PAGE, _print_look, picture
 
 pytestmark = pytest.mark.usefixtures("pictures")
@@ -79,6 +79,21 @@ def test_each_of_ten_lines_differs_from_all_others_without_colour():
                    if COLUMN.colours[f"c{i}"] == COLUMN.colours[f"c{j}"]]  # fmt: skip
     assert same_colour == [(0, 7), (1, 8), (2, 9)]
     assert all(looks[i].linestyle != looks[j].linestyle for i, j in same_colour)
+
+
+def matrix(columns):
+    values = tuple(tuple(float(row * columns + column) for column in range(columns)) for row in range(3))
+    names = tuple(f"c{column}" for column in range(columns))
+    return Matrix("A title", "A summary.", "class", "client", ("a", "b", "c"), names, values, 0.0, 90.0, digits=0)
+
+
+def test_a_matrix_without_numbers_has_a_scale_instead():
+    """30 columns leave no room for numbers, 10 do; the scale ends at the value of a full cell."""
+    texts = {count: re.findall(r"<text[^>]*>([^<]+)</text>", picture([matrix(count)]).decode()) for count in (10, 30)}
+    assert "17" in texts[10]
+    assert "90" not in texts[10]
+    assert "17" not in texts[30]
+    assert {"0", "45", "90"} <= set(texts[30])
 
 
 def test_both_forms_have_a_colour_for_every_role():

@@ -224,6 +224,15 @@ def test_the_confusion_counts_each_test_sample_once(fedper, tmp_path):
     assert whole.plot(tmp_path / "a.svg").svg == (tmp_path / "a.svg").read_text(encoding="utf-8")
 
 
+@pytest.mark.usefixtures("pictures")
+def test_a_plot_for_print_is_one_column_wide_without_a_title(fedper, tmp_path):
+    plot = fedper.plot(tmp_path / "a.svg", for_print=True)
+    assert 'width="237.6pt"' in plot.svg
+    assert "partition" not in plot.svg
+    assert "partition" in fedper.plot().svg
+    assert plot.svg == (tmp_path / "a.svg").read_text(encoding="utf-8")
+
+
 # --- open, pickle, temporary folders ---------------------------------------------------------------------------------
 
 

@@ -64,6 +64,7 @@ def test_a_table_is_run_written_and_compared_with_the_paper(place, call):
     assert "headwater reproduce t.toml" in page
     assert json.loads((folder / "table.json").read_text()) == told
     assert ET.parse(folder / "curves.svg").getroot().tag.endswith("svg")
+    assert (folder / "curves.pdf").read_bytes().startswith(b"%PDF")
 
 
 def test_what_the_rows_rest_on_stands_in_all_outputs_and_differences_are_marked(place, call):
