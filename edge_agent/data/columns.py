@@ -9,6 +9,7 @@ pyarrow comes with the extra ``tables`` and is imported by `import_pyarrow` alon
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import io
 import json
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 from pydantic import Field
 
-from ..core.errors import DataError, MissingCapability
+from ..core.errors import DataError, HeadwaterError, MissingCapability, cause
 from .base import Integers, PartOptions, Raw, Strings, Users, labels_by_name, near
 
 if TYPE_CHECKING:
@@ -34,6 +35,9 @@ LABEL_KEYS = ("label", "labels", "y", "target", "class")
 
 _SHOWN = 20
 """Columns or rows that a message lists."""
+
+_LONGEST_NAME = 256
+"""The most characters of a class, a recording or a user."""
 
 _UNLABELLED = -1
 """The label by which Hugging Face's data sets say that a sample has none."""
@@ -67,6 +71,29 @@ def import_pyarrow(purpose: str) -> ModuleType:
         return importlib.import_module("pyarrow")
     except ImportError as error:
         raise MissingCapability.package("pyarrow", "tables", purpose) from error
+
+
+@contextlib.contextmanager
+def damage_as_data_error(where: str) -> Iterator[None]:
+    """Let an error that reading a damaged table raises be one about data.
+
+    Names and texts that are no UTF-8, and numbers that lead out of the file, are only noticed when they are used, and
+    pyarrow has many ways to say so.
+
+    Args:
+        where: What is read, with which the message begins.
+
+    Raises:
+        DataError: The table is damaged.
+    """
+    try:
+        yield
+    except HeadwaterError:
+        raise
+    except Exception as error:
+        raise DataError(
+            f"{where}: cannot be read: {cause(error)}; it is damaged or was not copied whole: copy or save it again"
+        ) from error
 
 
 class Table(Protocol):
@@ -160,7 +187,13 @@ class _Cells(Sequence[Any]):
         """Return the item at ``index``; DataError where its cell holds none."""
         if isinstance(index, slice):
             return _Cells(self._cells, self._rows[index], self._read)
-        return self._read(self._cells[int(self._rows[index])])
+        try:
+            return self._read(self._cells[int(self._rows[index])])
+        except DataError:
+            raise
+        # As `damage_as_data_error`; whoever asks for the item names it.
+        except Exception as error:
+            raise DataError(f"cannot be read: {cause(error)}; the file is damaged, copy or save it again") from error
 
 
 # --- which columns ---------------------------------------------------------------------------------------------------
@@ -464,6 +497,12 @@ def _codes(table: Table, name: str, rows: np.ndarray) -> tuple[np.ndarray, tuple
     codes: np.ndarray = np.concatenate([np.asarray(chunk.indices) for chunk in column.chunks])[rows]
     values = column.chunk(0).dictionary.to_pylist()
     used = np.unique(codes)
+    long = [code for code in used.tolist() if len(str(values[code])) > _LONGEST_NAME]
+    if long:
+        raise DataError(
+            f"{table.where}, column '{name}': {len(long)} values are longer than {_LONGEST_NAME} characters, the first "
+            f"begins '{str(values[long[0]])[:40]}'; expected names, name another column"
+        )
     # Integers in the order of numbers, text in that of the alphabet.
     order = sorted(used.tolist(), key=lambda code: values[code])
     positions: np.ndarray = np.full(len(values), -1, np.int64)
@@ -475,8 +514,13 @@ def _check_filled(table: Table, name: str, column: Any, rows: np.ndarray) -> Non
     """Check that a column has a value in each chosen row.
 
     Raises:
-        DataError: Cells are empty; their rows are listed.
+        DataError: Cells are empty; their rows are listed. Or there are not as many as rows.
     """
+    if len(column) != table.rows:
+        raise DataError(
+            f"{table.where}, column '{name}': {len(column)} cells in {table.rows} rows; the file is damaged, copy or "
+            "save it again"
+        )
     if not column.null_count:
         return
     empty = np.asarray(column.is_null())[rows]

@@ -257,7 +257,8 @@ def _samples_of(where: str, lists: Mapping[str, Any], options: LeafOptions, mist
     if isinstance(inputs[0], str):
         return _samples_of_texts(where, inputs, labels, mistakes)
     try:
-        numbers = np.array(inputs, np.float32)
+        with np.errstate(over="ignore"):  # beyond 32 bits they become infinite, which is refused below
+            numbers = np.array(inputs, np.float32)
         values = np.array(labels)
     except (ValueError, TypeError, OverflowError):
         mistakes.append(f"{where}: inputs are no lists of numbers of one length; the first is {str(inputs[0])[:40]}")
