@@ -114,7 +114,7 @@ def test_numbers_in_lists_become_windows_recordings_or_images(tmp_path):
     spec = WindowInput(channels=3, length=8, stride=8)
     for name, column, options in (
         ("flat", flat, "kind=window&shape=3,8"),
-        ("tensors", tensors, "kind=window&shape=3,8"),
+        ("tensors", tensors, "kind=window"),
         ("nested", nested, "kind=window"),
     ):
         pq.write_table(pa.table({"x": column, "y": ["a", "b"]}), tmp_path / f"{name}.parquet")
@@ -339,6 +339,13 @@ def test_without_pyarrow_the_message_names_the_extra(saved, monkeypatch):
     root, _ = saved
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(MissingCapability, match=r"needs 'pyarrow', which is not installed.*tables"):
+        load(f"arrow:{root}")
+
+
+def test_without_pillow_the_message_names_its_extra(saved, monkeypatch):
+    root, _ = saved
+    monkeypatch.setattr("edge_agent.data.columns.has_pillow", lambda: False)
+    with pytest.raises(MissingCapability, match=r"reading image files needs 'PIL'"):
         load(f"arrow:{root}")
 
 
