@@ -69,6 +69,7 @@ REMOVALS = {
         "remove_folder",
     ): "an earlier demo, by its mark, with nothing else in it",
     ("coordinator.research.reproduce.cells", "Cell.forgive", "remove_folder"): "a simulation to restart, by its mark",
+    ("coordinator.research.compare.simulated_runs", "forget", "remove_folder"): "a trial that is over, by its mark",
     ("coordinator.rounds.server_side", "OwnFunctions._answers", "remove_folder"): "answers of one call, by their mark",
     ("coordinator.state.backup", "back_up", "remove_folder"): "links of one backup in the state folder, by their mark",
     ("coordinator.state.backup", "_pin", "remove_folder"): "links of one backup in the state folder, by their mark",
