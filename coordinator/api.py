@@ -81,8 +81,8 @@ def simulate(
     its clients may also have ``(X, y, X_test, y_test)``. X holds images (n, h, w, c) or (n, c, h, w), integers 0..255
     or floats 0..1, or windows (n, channels, length) of floats; y integers or text.
 
-    ``partition``: a rule (see 'headwater partition'), the file of one, or a mapping: client -> rows of the data, or
-    -> ``(training rows, test rows)``.
+    ``partition``: a rule (see 'headwater partition'), the file of one or of an index table, or a mapping: client ->
+    rows of the data, or -> ``(training rows, test rows)``.
 
     ``encoder``: a name, ``"path.py:Name"``, or a class or function that makes a ``torch.nn.Module`` whose result are
     features (n, d); it is called with ``encoder_params``, and with ``task`` where it has such a parameter.

@@ -18,6 +18,7 @@ from ..simulation.plan import Plan
 from ..text import about_time
 from .options import INTERRUPTED, Given, Json, Verbose, from_model
 from .output import console, is_live, present, set_up_logging, sigterm_as_ctrl_c
+from .reading import drawn_reading, printed_reading
 from .simulate import sources
 
 if TYPE_CHECKING:
@@ -183,7 +184,8 @@ def shown_progress() -> Iterator[Callable[[Progress], object]]:
             _say(f"{progress.event}; {progress.done_rounds} of {progress.total_rounds} rounds, {left(progress)}")
 
     if not is_live(console):
-        yield print_line
+        with printed_reading():
+            yield print_line
         return
     from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bar
@@ -199,7 +201,8 @@ def shown_progress() -> Iterator[Callable[[Progress], object]]:
             text = f"{counts}; {progress.event}"
             bar.update(task, completed=progress.done_rounds, total=progress.total_rounds, description=text)
 
-        yield update
+        with drawn_reading(lambda text: bar.update(task, description=text)):
+            yield update
 
 
 def _shown(result: ComparisonResult) -> Iterator[str]:
