@@ -409,7 +409,7 @@ def _setting(arguments: Arguments, contenders: Sequence[Contender], command: str
         plan = run_plan(arguments, contender.choice, {}, arguments.seeds[0])
         try:
             register(plan)
-            method = registry.create(plan.method_name, plan.params, paper=plan.paper)
+            method = registry.create(plan.method_name, plan.params, paper=plan.paper, paper_for=plan.paper_for)
             method.check(task)
             method.check_peft(task)
         except ConfigError as error:
