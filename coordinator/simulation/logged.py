@@ -51,7 +51,9 @@ class Ending:
         if self._is_done or self._logs.is_empty:
             return
         reason = str(error) if isinstance(error, HeadwaterError) else reason_of(error)
-        closed = replay(self._simulation.state.journal, self._simulation.run).round
+        closed = 0
+        with contextlib.suppress(HeadwaterError, OSError):  # where the journal is what has failed
+            closed = replay(self._simulation.state.journal, self._simulation.run).round
         is_failure = isinstance(error, Exception)  # others are Ctrl-C, and exits of the program
         self._logs.abort(RunEnd("failed" if is_failure else "stopped", reason, closed))
 
@@ -109,7 +111,7 @@ def _end_of(state: StateFolder, run: str, result: Mapping[str, Any]) -> RunEnd:
     paths = (state.path / RESULT, state.path / "curves.svg", state.run(run).report_path)
     return RunEnd(
         status="finished",
-        reason=result["stopped"] or "",
+        reason=result.get("stopped") or "",
         round=result["last"]["rounds_done"],
         figures=final_figures(result),
         clients=clients,
