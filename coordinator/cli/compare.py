@@ -45,6 +45,10 @@ TuneSeed = Annotated[
 Untuned = Annotated[bool, typer.Option("--untuned", help="Also run the defaults: what tuning was worth.")]
 Parallel = Annotated[int, typer.Option("--parallel", "-j", min=1, max=1024, help="Simulations at a time.")]
 Out = Annotated[Path | None, typer.Option("--out", "-o", help="Folder; the same command continues there.")]
+Logs = Annotated[
+    list[str] | None,
+    typer.Option("--log", help="Also log it and its runs, as 'headwater simulate --log' does; repeatable."),
+]
 Again = Annotated[bool, typer.Option("--again", help="Try simulations that have failed once more.")]
 
 WITHOUT = (
@@ -76,6 +80,7 @@ def compare(
     parallel: Parallel = 1,
     out: Out = None,
     again: Again = False,
+    log: Logs = None,
     as_json: Json = False,
     verbose: Verbose = False,
 ) -> None:
@@ -111,6 +116,7 @@ def compare(
             untuned=untuned,
             out=folder,
             running=running,
+            log=log or (),
             **given,
         )
     present(result.comparison.model_dump(mode="json"), _shown(result), as_json=as_json)
@@ -210,4 +216,5 @@ def _shown(result: ComparisonResult) -> Iterator[str]:
     yield from summary_lines(comparison)
     yield from (f"{method.name}: {method.note}" for method in comparison.methods if method.note)
     yield from (f"note: {note}" for note in comparison.notes)
+    yield from (outcome.describe() for outcome in result.logs)
     yield f"tables: {result.folder}/table.md, table.tex and table.csv; all records: {result.folder}/comparison.json"

@@ -24,6 +24,10 @@ LOG_ID = "log-id.json"
 """File in the folder of a comparison with the id by which logs know it."""
 
 
+SHOWN = (".md", ".tex", ".csv", ".parquet", ".html", ".svg")
+"""Suffixes of the files of a comparison that people read."""
+
+
 def check_logs(choices: Sequence[str], folder: Path) -> None:
     """Return quietly where a comparison in ``folder`` can be logged; called before its first simulation.
 
@@ -33,9 +37,7 @@ def check_logs(choices: Sequence[str], folder: Path) -> None:
     RunLogs.open(tuple(choices), folder)
 
 
-def log_comparison(
-    choices: Sequence[str], comparison: Comparison, folder: Path, files: Sequence[Path] = ()
-) -> list[LogOutcome]:
+def log_comparison(choices: Sequence[str], comparison: Comparison, folder: Path) -> list[LogOutcome]:
     """Log a comparison as it is now, and return what the logs have: first of the parent, then of each run.
 
     Runs that have failed, or are not over, are left out.
@@ -43,8 +45,7 @@ def log_comparison(
     Args:
         choices: Names as behind ``--log``.
         comparison: What has been found so far.
-        folder: The folder of the comparison.
-        files: Its tables and page.
+        folder: The folder of the comparison, whose tables and page are logged with the parent.
 
     Raises:
         HeadwaterError: A choice names no log, or one that cannot be used.
@@ -73,7 +74,7 @@ def log_comparison(
             outcomes += log_finished(folder / run.folder, logs, name=f"{name}, seed {run.seed}", tags=tags)
         except StateError as error:
             outcomes.append(LogOutcome(name, str(folder / run.folder), 0, 0, is_complete=False, reason=str(error)))
-    artefacts = {path.name: path for path in files}
+    artefacts = {path.name: path for path in sorted(folder.iterdir()) if path.suffix in SHOWN and path.is_file()}
     return [*parent.end(RunEnd("finished", figures=_figures(comparison), artefacts=artefacts)), *outcomes]
 
 

@@ -47,7 +47,7 @@ def test_each_run_is_a_child_of_the_comparison_and_logging_again_adds_nothing(co
     table = folder / "table.md"
     table.write_text("| a table |\n")
     for _ in range(2):
-        outcomes = log_comparison([f"csv:{tmp_path / 'logs'}"], record, folder, [table])
+        outcomes = log_comparison([f"csv:{tmp_path / 'logs'}"], record, folder)
         assert [outcome.is_complete for outcome in outcomes] == [True] * 4, "the parent, and three runs"
     (parent,) = (tmp_path / "logs").iterdir()
     assert (parent / "table.md").read_text() == "| a table |\n"
