@@ -119,7 +119,7 @@ def compare(
             log=log or (),
             **given,
         )
-    present(result.comparison.model_dump(mode="json"), _shown(result), as_json=as_json)
+    present(result.comparison.model_dump(mode="json"), _shown(result, len(log or ())), as_json=as_json)
     if result.failures:
         raise typer.Exit(1)
 
@@ -208,13 +208,14 @@ def shown_progress() -> Iterator[Callable[[Progress], object]]:
         yield update
 
 
-def _shown(result: ComparisonResult) -> Iterator[str]:
-    """Yield the tables, and what a reader has to know beside them."""
+def _shown(result: ComparisonResult, logs: int) -> Iterator[str]:
+    """Yield the tables, and what a reader has to know beside them; ``logs``: the number of logs that were asked for."""
+    from ..research.compare.logged import describe_logs
     from ..research.compare.outputs import summary_lines
 
     comparison = result.comparison
     yield from summary_lines(comparison)
     yield from (f"{method.name}: {method.note}" for method in comparison.methods if method.note)
     yield from (f"note: {note}" for note in comparison.notes)
-    yield from (outcome.describe() for outcome in result.logs)
+    yield from describe_logs(result.logs, logs)
     yield f"tables: {result.folder}/table.md, table.tex and table.csv; all records: {result.folder}/comparison.json"
