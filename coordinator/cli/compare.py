@@ -46,6 +46,10 @@ TuneSeed = Annotated[
 Untuned = Annotated[bool, typer.Option("--untuned", help="Also run the defaults: what tuning was worth.")]
 Parallel = Annotated[int, typer.Option("--parallel", "-j", min=1, max=1024, help="Simulations at a time.")]
 Out = Annotated[Path | None, typer.Option("--out", "-o", help="Folder; the same command continues there.")]
+Logs = Annotated[
+    list[str] | None,
+    typer.Option("--log", help="Also log it and its runs, as 'headwater simulate --log' does; repeatable."),
+]
 Again = Annotated[bool, typer.Option("--again", help="Try simulations that have failed once more.")]
 
 WITHOUT = (
@@ -77,6 +81,7 @@ def compare(
     parallel: Parallel = 1,
     out: Out = None,
     again: Again = False,
+    log: Logs = None,
     as_json: Json = False,
     verbose: Verbose = False,
 ) -> None:
@@ -112,9 +117,10 @@ def compare(
             untuned=untuned,
             out=folder,
             running=running,
+            log=log or (),
             **given,
         )
-    present(result.comparison.model_dump(mode="json"), _shown(result), as_json=as_json)
+    present(result.comparison.model_dump(mode="json"), _shown(result, len(log or ())), as_json=as_json)
     if result.failures:
         raise typer.Exit(1)
 
@@ -205,12 +211,14 @@ def shown_progress() -> Iterator[Callable[[Progress], object]]:
             yield update
 
 
-def _shown(result: ComparisonResult) -> Iterator[str]:
-    """Yield the tables, and what a reader has to know beside them."""
+def _shown(result: ComparisonResult, logs: int) -> Iterator[str]:
+    """Yield the tables, and what a reader has to know beside them; ``logs``: the number of logs that were asked for."""
+    from ..research.compare.logged import describe_logs
     from ..research.compare.outputs import summary_lines
 
     comparison = result.comparison
     yield from summary_lines(comparison)
     yield from (f"{method.name}: {method.note}" for method in comparison.methods if method.note)
     yield from (f"note: {note}" for note in comparison.notes)
+    yield from describe_logs(result.logs, logs)
     yield f"tables: {result.folder}/table.md, table.tex and table.csv; all records: {result.folder}/comparison.json"

@@ -17,9 +17,12 @@ from edge_agent.core.locks import shared_folder_lock
 from edge_agent.core.registry import absolute
 from edge_agent.core.storage import check_writable, read_json, write_json
 
+from ...loggers.choice import absolute_choice
+from ...loggers.delivery import LogOutcome
 from ...shadowed import check_export
 from ...simulation.plan import Plan, is_saved_partition
 from .comparing import RECORD, Comparing, Setting
+from .logged import check_logs, log_comparison
 from .outputs import write_outputs
 from .records import Comparison, Trial
 from .runners import Event, Inline, LocalWorkers, RayRuns, Runner
@@ -120,6 +123,8 @@ class ComparisonResult:
 
     comparison: Comparison
     folder: Path
+    logs: tuple[LogOutcome, ...] = ()
+    """What the logs have of it, where some were asked for."""
 
     @property
     def failures(self) -> tuple[str, ...]:
@@ -155,6 +160,7 @@ def compare(
     untuned: bool = False,
     out: str | Path = "comparison",
     running: Running | None = None,
+    log: str | Sequence[str] = (),
     **settings: Any,
 ) -> ComparisonResult:
     """Compare methods: the same number of trials for each on validation samples, then runs with paired seeds.
@@ -175,6 +181,7 @@ def compare(
         untuned: Whether the defaults are run, too, to show what tuning was worth.
         out: Folder of the comparison.
         running: Where and how the simulations run.
+        log: Also log the comparison and its runs, once it is over, to names as behind ``simulate --log``.
         settings: Further fields of `coordinator.simulation.plan.Plan`, such as ``partition``, ``clients``, ``rounds``.
 
     Raises:
@@ -182,6 +189,8 @@ def compare(
         StateError: Files cannot be read or written; then the same call continues.
     """
     check_export()
+    choices = [absolute_choice(choice) for choice in ((log,) if isinstance(log, str) else log)]
+    check_logs(choices, Path(out))
     how = running or Running()
     references, is_local = _references(methods)
     how = dataclasses.replace(how, in_process=how.in_process or is_local)
@@ -201,7 +210,10 @@ def compare(
         raise UsageError(f"search {search}: it has another number of trials for each method; it is for sweep alone")
     if not tune and untuned:
         raise UsageError("untuned: nothing is tuned with tune = 0, so that all runs have the defaults; leave it out")
-    return run_comparison(arguments, Path(out), how)
+    result = run_comparison(arguments, Path(out), how)
+    if not choices:
+        return result
+    return dataclasses.replace(result, logs=tuple(log_comparison(choices, result.comparison, Path(out))))
 
 
 def sweep(
