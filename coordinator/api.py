@@ -64,6 +64,7 @@ def simulate(
     params: Mapping[str, Any] | None = None,
     encoder: str | Callable[..., nn.Module] | None = None,
     out: str | Path | None = None,
+    resume: bool = False,
     watch: Callable[[Job], None] = lambda _: None,
     on_round: OnRound | None = None,
     log: LogChoice | Sequence[LogChoice] | None = None,
@@ -87,6 +88,10 @@ def simulate(
 
     ``out``: folder of the run; default: a temporary one, removed with the result and kept where the run fails.
 
+    ``resume``: continue the simulation that is in ``out``, or begin it where there is none. The settings have to be
+    those that it began with, but for ``rounds``: more of them continue also a run that has finished, and the result is
+    that of a run which had as many from the beginning. A finished one with the same rounds is read, not repeated.
+
     ``watch`` is called after each finished task of a client, ``on_round`` after each closed round, with a
     `coordinator.loggers.records.RoundResult`: accuracies by scope, loss, seconds, bytes, and what each client has
     reported. It may raise `StopRun("why")`: then no further round begins, and the run ends as after its last one.
@@ -107,6 +112,8 @@ def simulate(
         RunFailed: the run failed otherwise.
     """
     check_export()
+    if resume and out is None:
+        raise UsageError("resume=True continues the simulation in a folder; name it with out=")
     logs = RunLogs.open(log, out if out is None else Path(out))
     given = {"partition": partition, "clients": clients, "rounds": rounds, "seed": seed, **settings}
     fields = {name: value for name, value in given.items() if value is not None}
@@ -117,7 +124,7 @@ def simulate(
         fields["log"] = names
     eyes = Watching(watch, on_round, logs)
     if out is not None:
-        return _run(_plan(method, encoder, data, fields, Path(out)), Path(out), eyes)
+        return _run(_plan(method, encoder, data, fields, Path(out), resume=resume), Path(out), eyes)
     # The folder that holds temporary ones may be reached by a link, and `remove_folder` follows none.
     temporary = Path(tempfile.mkdtemp(prefix="headwater-")).resolve()
     mark_folder(temporary, TEMPORARY_RUN, temporary.name)
@@ -144,13 +151,22 @@ def _plan(
     data: object,
     fields: dict[str, Any],
     folder: Path,
+    *,
+    resume: bool = False,
 ) -> Plan:
-    """Return the plan of a simulation in ``folder``; registers the caller's own parts and writes its samples."""
+    """Return the plan of a simulation in ``folder``; registers the caller's own parts and writes its samples.
+
+    With ``resume`` it may be the one that is there.
+    """
     from .simulation import own_parts
+    from .simulation.resuming import continued
     from .simulation.setup import read_plan
 
-    if read_plan(folder) is not None:
-        raise UsageError(f"{folder} holds a simulation; choose another folder with out=")
+    saved = read_plan(folder)
+    if saved is not None and not resume:
+        raise UsageError(
+            f"{folder} holds a simulation; continue it with resume=True, or choose another folder with out="
+        )
     in_process = []  # parts that worker processes cannot import
     for name, part, add in (
         ("method", method, own_parts.add_method),
@@ -172,7 +188,8 @@ def _plan(
     if "partition" in chosen:  # its file has the rows that are held out
         fields.pop("test_fraction", None)
     fields |= chosen
-    return parse(Plan, fields, where="simulate()")
+    plan = parse(Plan, fields, where="simulate()")
+    return plan if saved is None else continued(saved, plan, folder)
 
 
 def _data_fields(data: object, fields: Mapping[str, Any], folder: Path) -> dict[str, Any]:
@@ -213,11 +230,12 @@ def _run(plan: Plan, folder: Path, eyes: Watching) -> SimulationResult:
 
     from .simulation.notebook.result import SimulationResult
     from .simulation.run import open_simulation
-    from .simulation.setup import Prepared
+    from .simulation.setup import PARTITION, Prepared, read_plan
 
     threads = torch.get_num_threads()
     try:
-        prepared = Prepared.of(plan).shared()
+        saved = folder / PARTITION
+        prepared = Prepared.of(plan, saved if read_plan(folder) is not None else None).shared()
         with open_simulation(prepared, folder) as simulation:
             summary = finish(simulation, folder, eyes)
             recorded = simulation.state.run(simulation.run).summary() or {}

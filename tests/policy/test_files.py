@@ -193,6 +193,7 @@ REMOVALS = {
         "ClientStateFiles.write",
         ".unlink",
     ): "states of other rounds, named by their number",
+    ("edge_agent.run_folder.client_state", "ClientStateFiles.remove", ".unlink"): "the state of a round, by its number",
     ("edge_agent.run_folder.checkpoint", "TrainingCheckpointFile.remove", ".unlink"): STATE_FILE,
     ("edge_agent.agent.release_record", "ReleaseRecord.pin", ".unlink"): STATE_FILE,
     ("edge_agent.agent.release_record", "WaitFile.remove", ".unlink"): STATE_FILE,
