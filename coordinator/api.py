@@ -27,6 +27,7 @@ from .views.runs import replay
 
 if TYPE_CHECKING:
     from torch import nn
+    from typing_extensions import Unpack  # of `typing` since Python 3.11
 
     from edge_agent.methods import Method
     from edge_agent.wire.messages.down import Job
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from .simulation.notebook.result import SimulationResult
     from .simulation.observer import OnRound
     from .simulation.run import Simulation
+    from .simulation.settings import Settings
 
 
 class _Member(Protocol):
@@ -68,17 +70,17 @@ def simulate(
     watch: Callable[[Job], None] = lambda _: None,
     on_round: OnRound | None = None,
     log: LogChoice | Sequence[LogChoice] | None = None,
-    **settings: object,
+    **settings: Unpack[Settings],
 ) -> SimulationResult:
     """Run a method on many clients on this machine; the same as 'headwater simulate'.
 
     ``method``: a name (see 'headwater methods'), ``"path.py:Class"``, or a subclass of `edge_agent.methods.Method`.
 
     ``data``: a source such as ``"digits"`` (see `edge_agent.data`), several of them for ``partition="domains"``,
-    ``"path.py:function"``, or samples: ``(X, y)``, a torch ``Dataset``, or rows like ``{"image": …, "label": …}``, as
-    Hugging Face's data sets have them. A mapping client -> samples needs no partition; its clients may also have
-    ``(X, y, X_test, y_test)``. X holds images (n, h, w, c) or (n, c, h, w), integers 0..255 or floats 0..1, or windows
-    (n, channels, length) of floats; y integers or text.
+    ``"path.py:function"``, or samples: ``(X, y)``, a torch ``Dataset`` or ``DataLoader``, or rows like
+    ``{"image": …, "label": …}``, as Hugging Face's data sets have them. A mapping client -> samples needs no partition;
+    its clients may also have ``(X, y, X_test, y_test)``. X holds images (n, h, w, c) or (n, c, h, w), integers 0..255
+    or floats 0..1, or windows (n, channels, length) of floats; y integers or text.
 
     ``partition``: a rule (see 'headwater partition'), the file of one, or a mapping: client -> rows of the data, or
     -> ``(training rows, test rows)``.
@@ -100,7 +102,8 @@ def simulate(
     `coordinator.loggers.base.Logger`; or several.
 
     ``settings``: further fields of `coordinator.simulation.plan.Plan`, such as ``alpha``, ``fraction``, ``engine``,
-    ``workers``, ``device``, ``name``, ``tags``, ``note``.
+    ``workers``, ``device``, ``name``, ``tags``, ``note``; those of `coordinator.simulation.settings.Settings`, which
+    type checkers know.
 
     Classes of the calling program, or of a notebook, exist in this process only: they are trained by engine serial (or
     stacked). Put them into a file and give ``"path.py:Name"`` to train in several processes. No script needs an
@@ -122,14 +125,14 @@ def simulate(
     names = [absolute_choice(choice) for choice in choices_of(log) if isinstance(choice, str)]
     if names:
         fields["log"] = names
-    eyes = Watching(watch, on_round, logs)
+    watching = Watching(watch, on_round, logs)
     if out is not None:
-        return _run(_plan(method, encoder, data, fields, Path(out), resume=resume), Path(out), eyes)
+        return _run(_plan(method, encoder, data, fields, Path(out), resume=resume), Path(out), watching)
     # The folder that holds temporary ones may be reached by a link, and `remove_folder` follows none.
     temporary = Path(tempfile.mkdtemp(prefix="headwater-")).resolve()
     mark_folder(temporary, TEMPORARY_RUN, temporary.name)
     try:
-        result = _run(_plan(method, encoder, data, fields, temporary / "run"), temporary / "run", eyes)
+        result = _run(_plan(method, encoder, data, fields, temporary / "run"), temporary / "run", watching)
     except Exception as error:
         is_mistake = isinstance(error, HeadwaterError) and not isinstance(error, TrainingFailed | RunFailed)
         if is_mistake or not (temporary / "run").is_dir():
@@ -225,7 +228,7 @@ def _data_fields(data: object, fields: Mapping[str, Any], folder: Path) -> dict[
     return {"data": sources, "partition": file}
 
 
-def _run(plan: Plan, folder: Path, eyes: Watching) -> SimulationResult:
+def _run(plan: Plan, folder: Path, watching: Watching) -> SimulationResult:
     import torch
 
     from .simulation.notebook.result import SimulationResult
@@ -237,7 +240,7 @@ def _run(plan: Plan, folder: Path, eyes: Watching) -> SimulationResult:
         saved = folder / PARTITION
         prepared = Prepared.of(plan, saved if read_plan(folder) is not None else None).shared()
         with open_simulation(prepared, folder) as simulation:
-            summary = finish(simulation, folder, eyes)
+            summary = finish(simulation, folder, watching)
             recorded = simulation.state.run(simulation.run).summary() or {}
     finally:
         torch.set_num_threads(threads)
@@ -259,7 +262,7 @@ class Watching:
     logs: RunLogs = field(default_factory=lambda: RunLogs(()))
 
 
-def finish(simulation: Simulation, folder: Path, eyes: Watching) -> dict[str, Any]:
+def finish(simulation: Simulation, folder: Path, watching: Watching) -> dict[str, Any]:
     """Simulate to the end and write ``curves.svg`` and ``result.json``; returns the content of the latter.
 
     Raises:
@@ -267,10 +270,10 @@ def finish(simulation: Simulation, folder: Path, eyes: Watching) -> dict[str, An
     """
     from .simulation.logged import logged
 
-    with logged(simulation, eyes.logs) as ending:
-        if eyes.on_round is not None:
-            simulation.observer.add(eyes.on_round)  # after the logs: a round that it fails at is logged
-        result = _finish(simulation, folder, eyes.watch)
+    with logged(simulation, watching.logs) as ending:
+        if watching.on_round is not None:
+            simulation.observer.add(watching.on_round)  # after the logs: a round that it fails at is logged
+        result = _finish(simulation, folder, watching.watch)
         outcomes = ending.finish(result)
     if outcomes:
         # Once more, with what the logs have: they got the file as it was without that.

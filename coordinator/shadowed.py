@@ -1,4 +1,4 @@
-"""Whether ``import export`` finds Headwater's package, and not a file or folder of that name beside a user's script."""
+"""Whether ``import export`` and ``import headwater`` find our packages, and not a user's files of those names."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from pathlib import Path
 
 from edge_agent.core.errors import UsageError
 
-_OURS = Path(__file__).resolve().parents[1] / "export"
+_ROOT = Path(__file__).resolve().parents[1]
+_OURS = _ROOT / "export"
+_FRONT_DOORS = {_ROOT / "headwater" / "__init__.py", _ROOT / "configs" / "package" / "headwater" / "__init__.py"}
+"""The package that re-exports the others, as it is installed and in a clone."""
 
 
 def check_export() -> None:
@@ -32,6 +35,18 @@ def check_export() -> None:
         f"{locations[0]} shadows Headwater's package 'export' ({_OURS}): Python finds it first. Rename it, or move the "
         "script to another folder"
     )
+
+
+def file_before_headwater(folder: Path) -> Path | None:
+    """Return the file in ``folder`` that scripts there find by ``import headwater`` in place of our package, if any.
+
+    Such a file runs in place of our package, which therefore cannot say so itself. A folder without an ``__init__.py``
+    hides nothing.
+    """
+    for file in (folder / "headwater" / "__init__.py", folder / "headwater.py"):
+        if file.is_file() and file.resolve() not in _FRONT_DOORS:
+            return file
+    return None
 
 
 def _is_ours(location: Path) -> bool:

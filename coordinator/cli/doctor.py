@@ -29,6 +29,7 @@ from edge_agent.wire.transport import Message, Subscribed
 from ..broker import find_mosquitto
 from ..config import CoordinatorConfig, load_config
 from ..service.preflight import check_defaults, without_lost_weights
+from ..shadowed import file_before_headwater
 from ..state.journal_location import examine_database
 from ..state.status_file import read_status
 from .options import Json
@@ -66,6 +67,9 @@ def doctor(config: Config = None, as_json: Json = False) -> None:
     advice = [*device.advice(), *capabilities.torchvision_advice()]
     if mosquitto is None:
         advice.append("no mosquitto: the embedded broker serves trials and small fleets")
+    hiding = file_before_headwater(Path.cwd())
+    if hiding is not None:
+        advice.append(f"{hiding}: scripts here get it by 'import headwater', and not the package; rename it")
     # 2. Whether 'serve' would start with the configuration, if one is named.
     checks = _Checks()
     if settings is not None:

@@ -5,18 +5,23 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from importlib.resources import files
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 from rich.table import Table
 
 from edge_agent import methods as registry
 from edge_agent.core.errors import UsageError
+from edge_agent.core.published import published_of
 
 from ..text import listed, plain
 from .options import Json
 from .output import present, print_json, show, table
+
+if TYPE_CHECKING:
+    from edge_agent.methods import MethodParams
 
 Name = Annotated[str | None, typer.Argument(help="One method, with its parameters; default: all, in short.")]
 GRADE_MARKS: dict[str, str] = {"exact": "=", "same form": "≈", "approximate": "~"}
@@ -87,10 +92,38 @@ def parameters(name: str) -> list[dict[str, Any]]:
     params = registry.get(name).Params
     defaults = {key: field.get_default(call_default_factory=True) for key, field in params.model_fields.items()}
     published = defaults | registry.paper_values(params)
+    stated = published_of(params)
+    without_effect = without_effect_in(params)
     return [
-        {"name": key, "default": defaults[key], "paper": published[key], "meaning": field.description or ""}
+        {
+            "name": key,
+            "default": defaults[key],
+            "paper": published[key],
+            "published": [asdict(value) for value in stated.get(key, ())],
+            "has_effect": key not in without_effect,
+            "meaning": field.description or "",
+        }
         for key, field in params.model_fields.items()
     ]
+
+
+def without_effect_in(params: type[MethodParams]) -> frozenset[str]:
+    """Return the parameters that a method inherits and ignores: Adam, where it is the only choice, has no momentum."""
+    optimizers = get_args(params.model_fields["optimizer"].annotation)
+    return frozenset({"momentum"}) if optimizers == ("adam",) else frozenset()
+
+
+def said_by(published: Mapping[str, Any]) -> str:
+    """Return who says a published value, and for which data set: ``authors' code, pacs``."""
+    return ", ".join(word for word in (published["source"], published["data"]) if word)
+
+
+PUBLISHED = ("name", "value", "source", "data set", "where")
+
+
+def _where(published: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the data set of a published value, and where it is said."""
+    return published["data"] or "any", published["location"]
 
 
 def marked_heads(one: Mapping[str, Any]) -> str:
@@ -115,8 +148,20 @@ def _lines(one: dict[str, Any]) -> Iterator[Table | str]:
         yield f"head {head}: {', '.join(one['exactness'][head])}"
     yield ""
     rows = [
-        (p["name"], str(p["default"]), "" if p["paper"] == p["default"] else str(p["paper"]), p["meaning"])
+        (
+            p["name"],
+            str(p["default"]) if p["has_effect"] else "–",
+            "" if p["paper"] == p["default"] else str(p["paper"]),
+            p["meaning"],
+        )
         for p in one["params"]
     ]
     names = ("name", "default", "--paper", "meaning")
     yield table("parameters (--param name=value); --paper: the published value where ours differs", names, rows, left=4)
+    published = [
+        (p["name"], "?" if value["value"] is None else str(value["value"]), value["source"], *_where(value))
+        for p in one["params"]
+        for value in p["published"]
+    ]
+    if published:
+        yield table("published values: who says them, for which data", PUBLISHED, published, left=len(PUBLISHED))

@@ -25,11 +25,20 @@ if TYPE_CHECKING:
     from ..simulation.datasets import ClassCounts
 
 Rule = Annotated[
-    str,
+    str | None,
     typer.Argument(
         metavar="RULE",
         help="iid, dirichlet, pathological, quantity, fedpac, fedrir_dirichlet, fedrir_pathological, domains, "
-        "subjects, users, or a saved one to show.",
+        "subjects, users, or a saved partition.json to show.",
+    ),
+]
+From = Annotated[
+    Path | None,
+    typer.Option(
+        "--from",
+        metavar="TABLE",
+        help="Index table in place of a rule: CSV, Parquet or JSON with the columns client, row and perhaps part "
+        "(train, test or validation).",
     ),
 ]
 Out = Annotated[
@@ -46,7 +55,8 @@ SHOWN_CLASSES = 12
 @from_model(Plan, ("data", "clients", "alpha", "size", "test_size", "classes_each", "min_size", *SPLIT))
 def partition(
     given: Given,
-    rule: Rule,
+    rule: Rule = None,
+    table: From = None,
     out: Out = None,
     plot: Plot = None,
     as_json: Json = False,
@@ -58,6 +68,9 @@ def partition(
     its rows by partition = "partition.json" in the [data] of its configuration. Two files with the same hash give all
     clients the same samples.
 
+    Where an index table has rows for validation, a second file beside the first, partition-validation.json, evaluates
+    clients on these in place of the test samples: choose settings by it.
+
     Example: headwater partition dirichlet --alpha 0.3 --clients 10 --data digits:optdigits --plot who-has-what.svg
     """
     from ..report.page import source_name
@@ -65,12 +78,17 @@ def partition(
     from ..report.run_charts import MOST_PLOTTED
     from ..report.run_charts import partition as chart_of
     from ..simulation.datasets import class_counts, prepare
+    from ..simulation.index_tables import division_for_validation
 
     set_up_logging(verbose=verbose, quiet=True)
-    raw = {**given, "partition": rule, "data": sources(given.get("data")), "folder": str(Path.cwd())}
+    raw = {**given, "partition": _rule(rule, table), "data": sources(given.get("data")), "folder": str(Path.cwd())}
     plan = parse(Plan, raw, where="the partition")
-    file = out or (Path("partition.json") if plan.saved_partition is None else None)
+    is_saved = plan.saved_partition is not None and table is None
+    file = out or (None if is_saved else Path("partition.json"))
     kind = "svg" if plot is None else format_of(plot.suffix)
+    validation_file = None
+    if table is not None and file is not None:
+        validation_file = file.with_name(f"{file.stem}-validation{file.suffix}")
     for path in filter(None, (file, plot)):
         ready_for(path)
     with shown_reading():
@@ -85,9 +103,42 @@ def partition(
     if file is not None:
         _check_replaceable(file, division)
         division.write(file)
+    if table is not None and validation_file is not None:
+        validation = division_for_validation(table, pools)
+        if validation is not None:
+            _check_replaceable(validation_file, validation)
+            validation.write(validation_file)
+            result["validation_file"] = str(validation_file)
     if plot is not None:
         write_atomic(plot, picture([chart_of(result, MOST_PLOTTED)], kind))
-    present(result, _parts(counts, file, plot), as_json=as_json)
+    parts = [*_parts(counts, file, plot)]
+    if "validation_file" in result:
+        parts.append(f"evaluated on the samples for validation: {result['validation_file']}")
+    present(result, parts, as_json=as_json)
+
+
+def _rule(rule: str | None, table: Path | None) -> str:
+    """Return the rule, or the path of the index table that stands in its place.
+
+    Raises:
+        UsageError: Neither was given, or both; or the table is not there, or no table.
+    """
+    if table is None:
+        if rule is None:
+            raise UsageError("no rule: give one, for example 'headwater partition iid', or --from TABLE")
+        return rule
+    if rule is not None:
+        raise UsageError(f"rule {rule} and --from {table}: give one of them")
+    path = table.expanduser().absolute()
+    if not path.is_file():
+        raise UsageError(f"--from {table}: there is no such file; expected a table with the columns client and row")
+    from ..simulation.index_tables import is_table
+
+    if not is_table(path):
+        raise UsageError(
+            f"--from {table}: no index table; expected .csv, .parquet, or .json with the columns client and row"
+        )
+    return str(path)
 
 
 def _check_replaceable(path: Path, division: Division) -> None:

@@ -38,6 +38,14 @@ Paper = Annotated[
         "--paper", help="Parameters have the paper's values where our defaults differ; 'headwater methods NAME' shows."
     ),
 ]
+PaperFor = Annotated[
+    str | None,
+    typer.Option(
+        "--paper-for",
+        metavar="SET",
+        help="As --paper, with the values for this data set, such as pacs, where those of several differ.",
+    ),
+]
 Resume = Annotated[
     str | None, typer.Option("--resume", metavar="RUN", help="Resume this run instead of starting a new one.")
 ]
@@ -76,6 +84,7 @@ def run(
     config: Config = None,
     state: State = None,
     paper: Paper = False,
+    paper_for: PaperFor = None,
     resume: Resume = None,
     source: From = None,
     no_weights: NoWeights = False,
@@ -110,12 +119,18 @@ def run(
     invocation = Invocation(config, state)
     target: Request | str
     if resume is None:
-        target = request_for(settings, **given, paper=paper)
+        target = request_for(settings, **given, paper=paper, paper_for=paper_for)
         if no_wait:
             _put_into_queue(settings, target, invocation, as_json=as_json)
             return
     else:
-        switches = {"paper": paper, "no_wait": no_wait, "no_weights": no_weights, "no_warm_start": no_warm_start}
+        switches = {
+            "paper": paper,
+            "paper_for": paper_for,
+            "no_wait": no_wait,
+            "no_weights": no_weights,
+            "no_warm_start": no_warm_start,
+        }
         options = [*given, *peft, *(["weights"] if weights else []), *(["from"] if source else [])]
         options += [name for name, is_set in switches.items() if is_set]
         _check_resumable(settings, resume, options)
@@ -300,10 +315,11 @@ def request_for(
     keep_updates: bool | None = None,
     *,
     paper: bool = False,
+    paper_for: str | None = None,
 ) -> Request:
     """Return the run to request: the configuration's defaults under what the command line gives, all of it checked.
 
-    ``paper``: below both, the paper's values of the method's parameters.
+    ``paper``: below both, the paper's values of the method's parameters; ``paper_for``: those for that data set.
 
     Raises:
         UsageError: an unknown method or encoder, parameters that they do not have, data that are not there; all
@@ -320,7 +336,7 @@ def request_for(
     if is_reference(name):
         method_file = str(PinnedFile.of("method", name))
         name = method_file
-    made = checked_method(settings, name, {**base, **(params or {})}, paper=paper)
+    made = checked_method(settings, name, {**base, **(params or {})}, paper=paper, paper_for=paper_for)
     for overlap in overlaps(settings):
         console.print(f"note: {overlap}", soft_wrap=True)
     if defaults.weights is not None and (staying := fresh_on_devices(made, settings.run_task)):

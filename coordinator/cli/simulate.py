@@ -26,6 +26,7 @@ from ..simulation.plan import HOW_NOT_WHAT, Plan, is_saved_partition
 from ..state.store import StateFolder
 from ..text import about_time, counted, encoder_named
 from ..views.runs import replay
+from .methods import said_by
 from .options import INTERRUPTED, Given, Json, Verbose, from_model
 from .output import console, is_live, present, set_up_logging, sigterm_as_ctrl_c, table
 from .reading import shown_reading
@@ -413,10 +414,13 @@ def rounds_table(result: dict[str, Any]) -> Table:
 
 def reading(result: dict[str, Any]) -> Iterator[str]:
     """Yield lines about what the numbers are, and where the rest is."""
-    from edge_agent.core.next_steps import NextStep
+    yield from _about_accuracies(result)
+    yield from _about_trouble(result)
+    yield from _about_work(result)
 
-    from ..runs.result_notes import ResultWarning, describe_warnings
 
+def _about_accuracies(result: dict[str, Any]) -> Iterator[str]:
+    """Yield lines about accuracies: the last ones, those of each client alone, and the best ones."""
     yield "acc: mean over clients of what they received in that round; end: after the last round and personalizing"
     for scope, last in result["last"]["acc"].items():
         yield (
@@ -429,15 +433,33 @@ def reading(result: dict[str, Any]) -> Iterator[str]:
         after = counted(int(best["rounds_done"]), "round")
         chosen_on = f"chosen on the {result['scored_on']} samples"
         yield f"best {_NAMES[scope]}: {best['clients_mean']:.4f} after {after}, {chosen_on}"
+
+
+def _about_trouble(result: dict[str, Any]) -> Iterator[str]:
+    """Yield lines about warnings and what to try next, values of papers, and what is missing or ended early."""
+    from edge_agent.core.next_steps import NextStep
+
+    from ..runs.result_notes import ResultWarning, describe_warnings
+
     warnings = [ResultWarning.from_json(warning) for warning in result["warnings"]]
     yield from (f"warning: {line}" for line in describe_warnings(warnings, 0))
     steps = map(NextStep.from_json, result.get("next_steps", ()))
     yield from (f"to try next: {next_step.message}" for next_step in steps)
+    if published := result.get("published"):
+        values = (f"{name} {value['value']} ({said_by(value)})" for name, value in published.items())
+        yield f"published values in use: {', '.join(values)}; 'headwater methods {result['method']}' says where"
     yield from (f"missing at the end: client '{client}': {reason}" for client, reason in result["failed"].items())
     if result.get("stopped"):
         done = counted(result["last"]["rounds_done"], "round")
         yield f"ended early, after {done}: {result['stopped']}"
-    yield from (LogOutcome.from_json(outcome).describe() for outcome in result.get("logs", ()))
+    outcomes = [LogOutcome.from_json(outcome) for outcome in result.get("logs", ())]
+    yield from (outcome.describe() for outcome in outcomes)
+    if not all(outcome.is_complete for outcome in outcomes):
+        yield f"what is missing can be logged later: headwater simulate --resume --out {shlex.quote(result['folder'])}"
+
+
+def _about_work(result: dict[str, Any]) -> Iterator[str]:
+    """Yield lines about how the rounds were computed: engine, first weights, memory."""
     workers = f" with {counted(result['workers'], 'worker')}" if result["workers"] > 1 else ""
     start = f", {result['start_s']:.1f} s to start it" if result.get("start_s", 0.0) >= 0.1 else ""  # 0: it had none
     yield (
@@ -446,6 +468,11 @@ def reading(result: dict[str, Any]) -> Iterator[str]:
     )
     if result["weights"]:
         yield f"the encoder began with {result['weights']['path']} (SHA-256 {result['weights']['sha256'][:16]})"
+    if trial := result.get("engine_trial"):
+        yield f"engine: {trial['reason']}"
+    if memory := result.get("memory_bytes"):
+        taken = f"{memory['peak'] / 1e9:.2f} GB seen at most, {memory['expected'] / 1e9:.2f} GB expected"
+        yield f"memory: {taken}, {memory['limit'] / 1e9:.2f} GB allowed"
     if figures := result.get("stacked"):
         jobs = f"{figures['jobs']} of {counted(figures['of'], 'job')} of training in one pass on {figures['device']}"
         bits = "" if figures["bits_of_serial"] else "; equal to one after another up to rounding, not bit for bit"

@@ -31,6 +31,9 @@ class Logger(ABC):
     extra: ClassVar[str] = ""
     """The extra of Headwater that installs `package`; empty: people install it by its name."""
 
+    writes_files: ClassVar[bool] = False
+    """Whether it needs a folder that lasts where its target names no place."""
+
     takes_clients: ClassVar[bool] = True
     """Whether rows are to have the figures of single clients, which are many."""
 
@@ -72,7 +75,9 @@ class Logger(ABC):
     @property
     def where(self) -> str:
         """Where people find the log; after `begin` it may be more precise."""
-        return self.target or str(self.folder)
+        if self.target or not self.writes_files:
+            return self.target or type(self).__name__
+        return str(self.folder)
 
     @abstractmethod
     def begin(self, run: RunDescription) -> None:

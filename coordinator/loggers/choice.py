@@ -123,9 +123,10 @@ def _make_logger(choice: str | Logger, folder: Path | None) -> NamedLogger:
         )
     name, target = split_choice(choice)
     kind = _class_of(name)
-    if not target and folder is None:
+    if kind.writes_files and not target and folder is None:
         raise UsageError(f"log='{name}': the folder of this run is temporary; say where: '{name}:FOLDER', or give out=")
-    return NamedLogger(name, kind(target, (folder or Path()) / name))
+    shown = kind.__name__ if is_reference(name) else name
+    return NamedLogger(shown, kind(target, (folder or Path()) / shown))
 
 
 def _class_of(name: str) -> type[Logger]:

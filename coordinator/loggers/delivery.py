@@ -8,6 +8,7 @@ be logged later, for the journal of the run has all of it.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -29,7 +30,14 @@ FIRST_PAUSE_S = 2.0
 LONGEST_PAUSE_S = 60.0
 
 END_LIMIT_S = 30.0
-"""How long the end of a run waits for one log at most: a hundred rows and the artefacts take a server seconds."""
+"""How long the end of a run waits for its logs at most, beside `ROW_LIMIT_S` for each row that waits."""
+
+ROW_LIMIT_S = 0.05
+"""The time that a row may take: a server on the same machine takes 0.01 s."""
+
+AWAY_LIMIT_S = 5.0
+"""How long the end of a run tries a log whose calls fail: a server that restarts takes seconds, a broken one for ever.
+"""
 
 ABORT_LIMIT_S = 5.0
 """The same for a run that has failed or was stopped, which is resumed and logged again."""
@@ -83,7 +91,7 @@ class _Call:
 
 
 class Delivery:
-    """Gives rows to one log. Call `begin`, `log_round` for each row, and `end`."""
+    """Gives rows to one log. Call `begin`, `log_round` for each row, `end` and `wait`."""
 
     def __init__(self, name: str, logger: Logger, clock: Callable[[], float] = time.monotonic) -> None:
         """``name``: of the log, as in ``--log``; ``clock``: seconds that never go back."""
@@ -94,6 +102,9 @@ class Delivery:
         self._changed = threading.Condition()
         self._ends_at: float | None = None
         """When to give up, once the run has ended; None: it has not."""
+
+        self._spared_s = 0.0
+        """How much earlier to give up where calls fail."""
 
         self._logged = 0
         self._reason = ""
@@ -118,12 +129,22 @@ class Delivery:
             while self._calls and not self._reason and self._clock() < until:
                 self._changed.wait(max(0.0, until - self._clock()))
 
-    def end(self, end: RunEnd, limit_s: float = END_LIMIT_S) -> LogOutcome:
-        """Log the end, wait until all is logged, at most ``limit_s`` seconds, and return what was."""
+    def end(self, end: RunEnd, limit_s: float = END_LIMIT_S) -> None:
+        """Log the end soon, and give up what was not logged after ``limit_s`` seconds, and `ROW_LIMIT_S` for each row.
+
+        It returns at once.
+        """
         with self._changed:
+            self._ends_at = self._clock() + limit_s + ROW_LIMIT_S * len(self._calls)
             self._calls.append(_Call(lambda: self.logger.end(end)))
-            self._ends_at = self._clock() + limit_s
+            self._spared_s = max(0.0, limit_s - AWAY_LIMIT_S)
             self._changed.notify_all()
+
+    def wait(self) -> LogOutcome:
+        """Wait until all is logged, or is given up, and return what was; call `end` before."""
+        limit_s = 0.0
+        if self._ends_at is not None:
+            limit_s = max(0.0, self._ends_at - self._clock())
         if self._thread.ident is not None:
             self._thread.join(limit_s)
         with self._changed:
@@ -131,7 +152,7 @@ class Delivery:
             is_complete = not self._calls
             reason = self._reason
             if not is_complete and not reason:
-                reason = f"it did not answer within {limit_s:.0f} s"
+                reason = "it did not answer in time"
             self._calls.clear()  # a thread that hangs in a call finds nothing more to do
         return LogOutcome(self.name, self.logger.where, self._logged, unsent, is_complete, reason)
 
@@ -174,12 +195,14 @@ class Delivery:
         """Wait before the next try, and return whether there is one. The end of the run shortens the wait once."""
         with self._changed:
             was_over = self._ends_at is not None
-            until = self._clock() + pause_s
-            if self._ends_at is not None:
-                until = min(until, self._ends_at)
+            until = min(self._clock() + pause_s, self._gives_up_at())
             while self._clock() < until and was_over == (self._ends_at is not None):
                 self._changed.wait(until - self._clock())
-            return self._ends_at is None or self._clock() < self._ends_at
+            return self._clock() < self._gives_up_at()
+
+    def _gives_up_at(self) -> float:
+        """Return when calls that fail are not tried again."""
+        return math.inf if self._ends_at is None else self._ends_at - self._spared_s
 
     def _note_failure(self, error: Exception) -> None:
         """Keep the reason, and warn of the first failure of a series."""

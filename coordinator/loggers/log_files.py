@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import ClassVar
 
 from edge_agent.core.storage import check_writable, naming, read_regular, sync, sync_folder, write_atomic
 
@@ -53,6 +54,8 @@ class FolderLogger(Logger):
     A run that is resumed gives all rows again from the first, so the files are written again: they are the same as if
     it had not been stopped.
     """
+
+    writes_files: ClassVar[bool] = True
 
     @classmethod
     def absolute_target(cls, target: str, folder: Path) -> str:

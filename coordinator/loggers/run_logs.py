@@ -108,11 +108,17 @@ class RunLogs:
 
     def end(self, end: RunEnd) -> list[LogOutcome]:
         """Log how the run has ended, wait for all logs for a bounded time, and return what they have."""
-        return [delivery.end(end, END_LIMIT_S) for delivery in self._deliveries]
+        return self._end(end, END_LIMIT_S)
 
     def abort(self, end: RunEnd) -> list[LogOutcome]:
         """Do the same for a run that has failed or was stopped, and wait for less long."""
-        return [delivery.end(end, ABORT_LIMIT_S) for delivery in self._deliveries]
+        return self._end(end, ABORT_LIMIT_S)
+
+    def _end(self, end: RunEnd, limit_s: float) -> list[LogOutcome]:
+        """Give the end to all logs, whose time for it passes together, and return what they have."""
+        for delivery in self._deliveries:
+            delivery.end(end, limit_s)
+        return [delivery.wait() for delivery in self._deliveries]
 
 
 class ParentLogs:

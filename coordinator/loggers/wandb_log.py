@@ -42,6 +42,7 @@ class WandbLogger(Logger):
 
     package: ClassVar[str] = "wandb"
     extra: ClassVar[str] = "wandb"
+    writes_files: ClassVar[bool] = True
     takes_clients: ClassVar[bool] = False
 
     def __init__(self, target: str = "", folder: Path = Path()) -> None:

@@ -33,6 +33,7 @@ _SCOPES = {
     "personal": "personal model",
     "global": "shared model",
     "after": "personal model right after local training",
+    "new": "head of a client that joined after training",
 }
 _AVERAGES = {"clients_mean": "mean over clients", "samples_mean": "over all test samples"}
 _AUGMENTATIONS = {
@@ -50,8 +51,11 @@ LEAST_SAMPLES = {
 }
 """Rule -> the least samples of a client where the plan names no number."""
 
+GIVEN_BY_DATA = ("domains", "subjects", "users")
+"""Rules by which the data say who the clients are."""
+
 Average = Literal["clients_mean", "samples_mean"]
-Scope = Literal["personal", "global", "after"]
+Scope = Literal["personal", "global", "after", "new"]
 When = Literal["last", "best"]
 
 
@@ -289,7 +293,8 @@ def _test_samples(plan: Plan) -> str:
     if plan.partition == "fedpac":
         size = plan.test_size or plan.size or SIZE
         return f"the data's own test part, {size} for each client by the same rule"
-    return "the data's own test part, in the client's mixture of classes"
+    whose = "the client's own" if plan.partition in GIVEN_BY_DATA else "in the client's mixture of classes"
+    return f"the data's own test part, {whose}"
 
 
 def _rounds(plan: Plan) -> str:

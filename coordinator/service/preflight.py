@@ -27,7 +27,13 @@ log = logging.getLogger(__name__)
 
 
 def checked_method(
-    config: CoordinatorConfig, name: str, params: dict[str, Any], where: str = "", *, paper: bool = False
+    config: CoordinatorConfig,
+    name: str,
+    params: dict[str, Any],
+    where: str = "",
+    *,
+    paper: bool = False,
+    paper_for: str | None = None,
 ) -> Method:
     """Return the method that a run would use, after a check of everything else that the run would need.
 
@@ -37,6 +43,7 @@ def checked_method(
         params: The parameters that are given.
         where: The file with them, for messages; empty: they are those of a request.
         paper: Whether parameters that are not given have the paper's values.
+        paper_for: The data set for which they have them, where the published ones differ.
 
     Raises:
         UsageError: the one mistake there is: an unknown method or encoder (the nearest name is suggested), parameters
@@ -53,7 +60,7 @@ def checked_method(
             mistakes.append(error)
 
     created = list[Method]()
-    check(lambda: created.append(methods.create(name, params, paper=paper)))
+    check(lambda: created.append(methods.create(name, params, paper=paper, paper_for=paper_for)))
     if config.hosted_ray is not None:
         check_ray_is_installed(RAY_ADVICE)
     # 1. What every method needs: an encoder for the task, and the data that the configuration names.

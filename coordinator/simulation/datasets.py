@@ -19,6 +19,8 @@ from edge_agent.data import Samples, partition
 from edge_agent.data.partition import Division
 from edge_agent.wire.tensors import decode, pieces
 
+from .index_tables import RULE as RULE_OF_TABLES
+from .index_tables import is_table, read_table
 from .plan import CLIENTS, MIN_SIZE, SIZE, Plan
 from .users import with_users
 
@@ -95,9 +97,13 @@ def prepare(plan: Plan, saved: Path | None = None) -> tuple[Pools, Division, Tas
     # 1. A saved partition brings its rule and its seed, by which sources of several domains are read.
     path = saved or plan.saved_partition
     existing = None
+    table = None
     rule = plan.partition
     seed = plan.seed
-    if path is not None:
+    if path is not None and is_table(path):
+        table = read_table(path)
+        rule = RULE_OF_TABLES
+    elif path is not None:
         existing = Division.read(path)
         rule = existing.rule
         seed = existing.settings.get("seed", seed)
@@ -106,6 +112,8 @@ def prepare(plan: Plan, saved: Path | None = None) -> tuple[Pools, Division, Tas
     spec = plan.input_for(data.natural_input(next(iter(sources.values())), folder=plan.folder), rule)
     pools = _load(plan, sources, spec, rule)
     # 3. Who gets which rows.
+    if table is not None:
+        existing = table.divide(pools)
     if existing is not None:
         pools = pools.like(existing)
         existing.check_pool(pools.mark, str(path))

@@ -1,9 +1,9 @@
 """Write samples of the calling program as an archive, and the rows of its clients as a partition file.
 
 Samples have one of these forms: a pair ``(X, y)`` of arrays, ``(X, y, X_test, y_test)``, a torch ``Dataset`` of pairs
-(x, y), or rows like ``{"image": …, "label": …}``, as in data sets of Hugging Face, lists of dictionaries and tables of
-pandas. X holds images (n, h, w, c) or (n, c, h, w), integers 0..255 or floats 0..1, or windows
-(n, channels, length) of floats; y integers or text.
+(x, y) such as those of torchvision, a ``DataLoader`` of batches of them, or rows like ``{"image": …, "label": …}``, as
+in data sets of Hugging Face, lists of dictionaries and tables of pandas. X holds images (n, h, w, c) or (n, c, h, w),
+integers 0..255 or floats 0..1, or windows (n, channels, length) of floats; y integers or text.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import numpy as np
 from edge_agent import data
 from edge_agent.core.config import NAME_PATTERN
 from edge_agent.core.errors import DataError, UsageError
+from edge_agent.core.reading import each
 from edge_agent.data import partition
 from edge_agent.data.columns import INPUT_KEYS, LABEL_KEYS
 from edge_agent.data.preprocess import height_width_channels
@@ -34,7 +35,7 @@ _ARCHIVE = "clients.npz"
 _PARTITION = "clients.json"
 
 FORMS = (
-    "a pair (X, y) of arrays, (X, y, X_test, y_test), a torch Dataset of pairs (x, y), or rows like "
+    "a pair (X, y) of arrays, (X, y, X_test, y_test), a torch Dataset of pairs (x, y), a DataLoader, or rows like "
     "{'image': ..., 'label': ...}"
 )
 
@@ -367,7 +368,10 @@ def _read(where: str, given: Any) -> LabelledParts:
     # 3. A table of pandas: its index gives columns, so it is read as a list of its rows.
     if _is_table(given):
         return LabelledParts(_stack(where, given.to_dict("records")))
-    # 4. A data set whose samples are read by index.
+    # 4. Batches, which may come from processes and in an order of their own.
+    if _is_loader(given):
+        return LabelledParts(_read_batches(where, given))
+    # 5. A data set whose samples are read by index.
     if _is_data_set(given):
         return LabelledParts(_stack(where, given))
     hint = ""
@@ -395,6 +399,47 @@ def _is_table(given: Any) -> bool:
     return hasattr(given, "columns") and hasattr(given, "to_dict")
 
 
+def _is_loader(given: Any) -> bool:
+    """Return whether ``given`` looks like a ``DataLoader`` of torch, which is not imported to find out."""
+    has_parts = all(hasattr(given, name) for name in ("dataset", "batch_size", "collate_fn", "__iter__"))
+    return has_parts and not hasattr(given, "__getitem__")
+
+
+def _read_batches(where: str, loader: Any) -> Labelled:
+    """Read all batches of a loader, which are pairs (X, y) or mappings with a key of each.
+
+    Raises:
+        DataError: A batch cannot be read or has another form; the message has its number, and where that was raised.
+    """
+    if type(getattr(loader, "sampler", None)).__name__ == "RandomSampler":
+        log.warning(
+            "loader_shuffles: its samples come in another order each time, so that a seed does not give the same "
+            "partition again; give one with shuffle=False"
+        )
+    parts: list[Labelled] = []
+    keys: tuple[Any, Any] = (0, 1)
+    batches = iter(loader)
+    while True:
+        batch_name = f"{where}, batch {len(parts)}"
+        try:
+            batch = next(batches, None)
+        # A user's data set may raise anything; the message says where.
+        except Exception as error:
+            raise DataError(f"{batch_name}: {type(error).__name__}: {error}{Failure.of(error).where}") from error
+        if batch is None:
+            break
+        if not parts and isinstance(batch, Mapping):
+            keys = _find_keys(where, batch)
+        part = _check_labelled(batch_name, *_pair_of(batch_name, batch, keys))
+        if parts:
+            _check_same_form(f"{batch_name}, X", part, "batch 0", parts[0])
+        parts.append(part)
+    if not parts:
+        raise DataError(f"{where}: the loader gives no batches; expected at least one sample")
+    inputs = np.concatenate([part.inputs for part in parts])
+    return Labelled(inputs, np.concatenate([part.labels for part in parts]))
+
+
 def _is_data_set(given: Any) -> bool:
     """Return whether ``given`` has samples by index and a length, and is none of the other things that have these."""
     if isinstance(given, str | bytes | tuple | Mapping):
@@ -420,7 +465,7 @@ def _stack(where: str, dataset: Any) -> Labelled:
     inputs: list[np.ndarray] = []
     labels: list[str | int] = []
     keys: tuple[Any, Any] = (0, 1)
-    for index in range(len(dataset)):
+    for index in each(range(len(dataset)), "samples"):
         item_name = f"{where}, item {index}"
         try:
             item = dataset[index]

@@ -39,16 +39,16 @@ _OPTIONS_OF = {
 
 
 def is_saved_partition(partition: str | None) -> bool:
-    """Return whether ``partition`` names the file of a saved partition and not a rule."""
-    return partition is not None and partition.endswith(".json")
+    """Return whether ``partition`` names the file of a saved partition or of an index table, and not a rule."""
+    return partition is not None and partition.endswith((".json", ".csv", ".parquet"))
 
 
-EngineName = Literal["serial", "pool", "ray", "stacked"]
+EngineName = Literal["serial", "pool", "ray", "stacked", "fastest"]
 
 ABOUT = ("name", "tags", "note", "log")
 """Fields that say what a run is called and where it is logged."""
 
-HOW_NOT_WHAT = ("engine", "workers", "address", "stacked_always", *ABOUT)
+HOW_NOT_WHAT = ("engine", "workers", "address", "stacked_always", "max_memory", *ABOUT)
 """Fields that do not change the results, on a CPU not a bit: a run may be resumed with others.
 
 Only engine ``stacked`` adds numbers in another order: its results equal those of the others up to rounding.
@@ -64,6 +64,11 @@ class Plan(Frozen):
         False,
         description="parameters have the paper's values where our defaults differ; 'headwater methods NAME' shows",
     )
+    paper_for: str | None = Field(
+        None,
+        max_length=MAX_LABEL,
+        description="as paper, with the values for this data set, such as pacs, where the published ones differ",
+    )
     data: tuple[str, ...] = Field(
         min_length=1, max_length=1000, description="Data source as on devices, or PATH.py:FUNCTION; several for domains"
     )
@@ -72,7 +77,8 @@ class Plan(Frozen):
         "iid",
         min_length=1,
         description="iid, dirichlet, pathological, quantity, fedpac, fedrir_dirichlet, fedrir_pathological, domains, "
-        "subjects, users, or a saved partition.json",
+        "subjects, users, a saved partition.json, or an index table (.csv, .parquet, .json) with the columns client, "
+        "row and perhaps part",
     )
     clients: int | None = Field(
         None, ge=1, le=100_000, description=f"number of clients; default: {CLIENTS}, or as many as the data name"
@@ -176,10 +182,17 @@ class Plan(Frozen):
     engine: EngineName | None = Field(
         None,
         description="serial: one client after another; pool: worker processes; ray: workers on a cluster; stacked: "
-        "many clients in one pass, equal up to rounding; default: serial or pool, whichever suits the machine",
+        "many clients in one pass, equal up to rounding; fastest: serial, pool or stacked, by a short trial; default: "
+        "serial or pool, whichever suits the machine",
     )
     workers: int | None = Field(
         None, ge=1, le=1024, description="workers of pool and ray; default: the cores of machine or cluster"
+    )
+    max_memory: str | None = Field(
+        None,
+        pattern=r"^[0-9]{1,9}(\.[0-9]{1,3})? ?[MG]B$",
+        description="the most memory of all processes together, such as 8GB: fewer workers where it is too little, and "
+        "a stop that can be resumed before it is reached; default: what is available",
     )
     address: str | None = Field(
         None,
@@ -284,6 +297,15 @@ class Plan(Frozen):
     def encoder_name(self) -> str | None:
         """The name of the encoder that was given."""
         return None if self.encoder is None else _name_of(self.encoder)
+
+    @property
+    def max_memory_bytes(self) -> int | None:
+        """The bytes of ``max_memory``, 1 GB being 10^9; None where no limit is given."""
+        if self.max_memory is None:
+            return None
+        number = self.max_memory[:-2].strip()
+        unit = {"MB": 10**6, "GB": 10**9}[self.max_memory[-2:]]
+        return round(float(number) * unit)
 
     @property
     def saved_partition(self) -> Path | None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
 from edge_agent.core.errors import HeadwaterError
+from edge_agent.core.published import published_in
 from edge_agent.core.task import Task, Tensors
 from edge_agent.core.worst_tenth import mean_of_worst_tenth
 from edge_agent.data import Samples
@@ -79,6 +80,7 @@ def result_of(state: StateFolder, run: str, prepared: Prepared) -> dict[str, Any
         "note": plan.note,
         "method": plan.method_name,
         "params": summary.get("params", {}),
+        "published": _published(prepared, summary.get("params", {})),
         "data": list(plan.data),
         "task": record.request.task,
         "weights": None if weights is None else {"path": str(plan.weights_path), "sha256": weights.sha256},
@@ -108,6 +110,15 @@ def result_of(state: StateFolder, run: str, prepared: Prepared) -> dict[str, Any
         "encoder_sha256": record.encoder_sha256 or "",
     }
     return {**result, "best": best_of(result)}
+
+
+def _published(prepared: Prepared, params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return parameter -> its published value and who says it, where a simulation was to have the published ones."""
+    plan = prepared.plan
+    if not plan.paper and plan.paper_for is None:
+        return {}
+    stated = published_in(prepared.method.Params, params, plan.paper_for)
+    return {name: asdict(value) for name, value in stated.items()}
 
 
 def _agents_by_group(summary: Mapping[str, Any], prepared: Prepared) -> dict[str, list[Mapping[str, Any]]]:

@@ -18,7 +18,7 @@ import torch
 
 from edge_agent.client import choose_device
 from edge_agent.core.errors import ChunkError, HeadwaterError, RunFailed, StateError
-from edge_agent.core.storage import sweep, without_syncs
+from edge_agent.core.storage import sweep, without_syncs, write_json
 from edge_agent.wire.blobs.chunks import Outgoing
 from edge_agent.wire.memory import MemoryBroker
 from edge_agent.wire.messages.down import Job
@@ -39,13 +39,26 @@ from ..views.runs import replay
 from .client_pool import RESUMABLE, CoordinatorServices, Dropouts, Population, SimulatedClients
 from .client_tasks import Sessions, Shared
 from .engines.base import Engine, Serial
+from .engines.fastest import EngineTrial, settle_engine
 from .engines.pool import LocalWorkers, WorkerPool
 from .engines.ray_cluster import RayWorkers
 from .engines.stacked import Stacked
 from .failures import Failure
+from .memory_plan import MemoryPlan, fit_memory
+from .memory_watch import MemoryWatch
 from .observer import RoundObserver
 from .results import describe, pooled_batch_norm, result_of
-from .setup import CLIENTS, LONGEST_SILENCE_S, Prepared, begin, check_is_free, computing_as_begun, read_plan, run_in
+from .setup import (
+    CLIENTS,
+    ENGINE,
+    LONGEST_SILENCE_S,
+    Prepared,
+    begin,
+    check_is_free,
+    computing_as_begun,
+    read_plan,
+    run_in,
+)
 
 SHORTEST_PAUSE_S = 0.01
 STALLED_S = 5 * LONGEST_SILENCE_S
@@ -55,11 +68,27 @@ STALLED_S = 5 * LONGEST_SILENCE_S
 class Simulation:
     """A simulated run in a folder that this process has locked. Call `step` until `is_over`."""
 
-    def __init__(self, prepared: Prepared, state: StateFolder, run: str, engine: Engine) -> None:
+    def __init__(
+        self,
+        prepared: Prepared,
+        state: StateFolder,
+        run: str,
+        engine: Engine,
+        memory: MemoryPlan | None = None,
+        trial: EngineTrial | None = None,
+    ) -> None:
         self.prepared = prepared
         self.state = state
         self.run = run
         self.engine = engine
+        self.memory = memory
+        """How the simulation fits into memory; None where that is not known."""
+
+        self.trial = trial
+        """How the engine was chosen; None where it was named."""
+
+        limit = memory.limit if prepared.plan.max_memory is not None and memory is not None else None
+        self.watch = MemoryWatch(limit, lambda: self.engine.pids)
         self.clock_s = 0.0
         self.observer = RoundObserver(state, run, prepared.division, prepared.plan.rounds, self._admit_new_clients)
         """Shows each closed round to the caller's functions."""
@@ -123,6 +152,7 @@ class Simulation:
             RunFailed: the run waits for clients, and none has a job left; or as `SimulatedClients.work`.
             TrainingFailed, StateError: as `SimulatedClients.work`.
         """
+        self.watch.check(str(self.state.path))
         with translate_file_errors(self.state.path):
             job = self.clients.work()
         if job is not None:
@@ -165,7 +195,17 @@ class Simulation:
         with translate_file_errors(self.state.path):
             describe(self.state, self.run, self.prepared)
         result = result_of(self.state, self.run, self.prepared)
-        return {**result, "start_s": round(self.engine.start_s, 3), **self.engine.figures}
+        return {**result, "start_s": round(self.engine.start_s, 3), **self.engine.figures, **self._chosen_figures()}
+
+    def _chosen_figures(self) -> dict[str, Any]:
+        """Return memory in bytes where a limit was given, and how the engine was chosen where a trial did that."""
+        figures: dict[str, Any] = {}
+        if self.memory is not None and self.prepared.plan.max_memory is not None:
+            expected = {"limit": self.memory.limit, "expected": self.memory.expected}
+            figures["memory_bytes"] = {**expected, "peak": self.watch.peak}
+        if self.trial is not None:
+            figures["engine_trial"] = {**self.trial.model_dump(mode="json"), "reason": self.trial.reason()}
+        return figures
 
     def _admit_new_clients(self) -> None:
         """Register the clients that never train, before all are asked for their results."""
@@ -208,25 +248,33 @@ def open_simulation(prepared: Prepared, folder: Path, setup: Sequence[str] = ())
     ``setup``: functions (``module:function``) that each worker process is to call before it begins.
 
     Raises:
-        UsageError: the folder holds something else, or a run with other settings.
+        UsageError: the folder holds something else, a run with other settings, or it does not fit into memory.
+        RunFailed: it was stopped before memory ran out.
         StateError: another process uses it, or files are damaged, missing or of another run.
     """
     is_new = read_plan(folder) is None
     if is_new:
         check_is_free(folder)
+    prepared, trial = settle_engine(prepared, folder)
+    memory = fit_memory(prepared)
+    if memory is not None:
+        prepared = replace(prepared, choice=memory.choice)
     with without_syncs(folder), StateFolder(folder).open("headwater simulate") as state:
+        if trial is not None:
+            write_json(folder / ENGINE, trial.model_dump(mode="json"))
         if is_new:
             begin(prepared, folder)
         sweep(folder / CLIENTS)
         run = run_in(state, prepared)
         prepared = computing_as_begun(state, run, prepared)
-        engine = create_engine(prepared, folder, setup)
-        simulation = Simulation(prepared, state, run, engine)
-        try:
-            simulation.start()
-            yield simulation
-        finally:
-            simulation.close()
+        engine = create_engine(prepared, folder, setup, memory, trial)
+        simulation = Simulation(prepared, state, run, engine, memory, trial)
+        with simulation.watch.watching(str(folder)):
+            try:
+                simulation.start()
+                yield simulation
+            finally:
+                simulation.close()
 
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
@@ -303,7 +351,13 @@ SPARE_BYTES = 1 << 30
 """Of the host's memory, for samples that stay with their clients between rounds."""
 
 
-def create_engine(prepared: Prepared, folder: Path, setup: Sequence[str]) -> Engine:
+def create_engine(
+    prepared: Prepared,
+    folder: Path,
+    setup: Sequence[str],
+    memory: MemoryPlan | None = None,
+    trial: EngineTrial | None = None,
+) -> Engine:
     """Make the engine that was chosen, for the simulation in ``folder``; workers call the functions ``setup`` first."""
     plan = prepared.plan
     choice = prepared.choice
@@ -317,6 +371,14 @@ def create_engine(prepared: Prepared, folder: Path, setup: Sequence[str]) -> Eng
         return Serial(shared)
     device = choose_device(plan.device)
     spare_bytes = SPARE_BYTES
+    most = None
+    if memory is not None:
+        spare_bytes = min(spare_bytes, memory.spare)
+        most = 1 + memory.spare // max(1, memory.need.client)
     if device.type == "cuda":  # a quarter of a GPU, where samples would otherwise be sent again in each round
         spare_bytes = int(torch.cuda.get_device_properties(device).total_memory) // 4
-    return Stacked(replace(shared, sessions=Sessions(spare_bytes)), always=plan.stacked_always)
+        most = None
+    shared = replace(shared, sessions=Sessions(spare_bytes))
+    if trial is not None:  # it has timed stacks of the cohort's size
+        return Stacked(shared, always=True, convolutions=trial.convolutions, most=most)
+    return Stacked(shared, always=plan.stacked_always, most=most)

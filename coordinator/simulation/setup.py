@@ -39,6 +39,9 @@ PLAN = "simulation.json"
 PARTITION = "partition.json"
 """File with each client's rows in the folder of a simulation."""
 
+ENGINE = "engine.json"
+"""File with the engine that a trial has chosen, and why, in the folder of a simulation."""
+
 CLIENTS = "clients"
 """Folder of the clients' states in the folder of a simulation."""
 
@@ -84,7 +87,7 @@ class Prepared:
         if plan.threads:
             torch.set_num_threads(plan.threads)
         register(plan)
-        method = methods.create(plan.method_name, plan.params, paper=plan.paper)
+        method = methods.create(plan.method_name, plan.params, paper=plan.paper, paper_for=plan.paper_for)
         pools, division, task = prepare(plan, saved)
         if plan.new_clients >= len(division.clients):
             raise UsageError(
@@ -203,7 +206,7 @@ class Prepared:
 
 _LOCK = "lock"
 _JOURNAL = ("journal.db", "journal.db-journal", "journal.db-shm", "journal.db-wal")
-_LEFT_BY_A_BEGINNING = {_LOCK, *_JOURNAL, PLAN, PARTITION, WEIGHTS, MARK}
+_LEFT_BY_A_BEGINNING = {_LOCK, *_JOURNAL, PLAN, PARTITION, WEIGHTS, ENGINE, MARK}
 _LEFT_BY_ROUNDS = (CLIENTS, "blobs", "runs")
 
 _RECORDS = ("result.json", "failed.json", "curves.svg", "status.json", "workers", "logs")

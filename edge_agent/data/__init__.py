@@ -84,7 +84,8 @@ registry = Registry(
     f"{__name__}.sets",
     entry_points="headwater.data",
     besides=("columns", "expansion", "partition", "pictures", "preprocess", "sets"),
-    families={"tables": ("csv",)},  # a module cannot be called csv, as one of the standard library is
+    # Modules cannot be called as one of the standard library or a dependency is.
+    families={"tables": ("csv",), "torchvision_sets": ("torchvision",)},
 )
 
 
@@ -546,6 +547,7 @@ def _resolve(source: str, folder: Path | None) -> _Resolved:
             f"{', '.join(error.known)}; images are given as a folder of them, or to 'edge-agent predict' as FILE"
         ) from error
     anchored = str(_path(where, folder)) if kind.needs_path else absolute(where, folder)
+    texts |= {name: str(_path(texts[name], folder)) for name in kind.path_options if name in texts}
     return _Resolved(source, name, kind, where, anchored, texts)
 
 

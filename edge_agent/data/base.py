@@ -192,6 +192,9 @@ class DataSource:
     parts ``train`` and ``test``.
     """
 
+    path_options: tuple[str, ...] = ()
+    """Options that are files or folders: relative ones are resolved as a location is."""
+
     takes_patterns: bool = False
     """Whether a location that is a path may have ``*`` or ``[``, and stands for the files that match then."""
 

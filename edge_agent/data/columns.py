@@ -9,6 +9,7 @@ pyarrow comes with the extra ``tables`` and is imported by `import_pyarrow` alon
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -63,10 +64,9 @@ def import_pyarrow(purpose: str) -> ModuleType:
         MissingCapability: It is not installed.
     """
     try:
-        import pyarrow as pa
+        return importlib.import_module("pyarrow")
     except ImportError as error:
         raise MissingCapability.package("pyarrow", "tables", purpose) from error
-    return pa
 
 
 class Table(Protocol):
@@ -209,9 +209,9 @@ def _choose_columns(table: Table, features: Mapping[str, Any], options: ColumnOp
     name_of_label = options.label or _usual(columns, LABEL_KEYS, class_columns)
     # 3. The type of the inputs.
     form = None
-    if name_of_input in columns:
+    if name_of_input is not None and name_of_input in columns:
         form = _form_of(table.schema.field(name_of_input).type, options, name_of_input, mistakes)
-    if name_of_label in columns:
+    if name_of_label is not None and name_of_label in columns:
         _check_label_type(table.schema.field(name_of_label).type, name_of_label, mistakes)
     if mistakes or name_of_input is None or form is None:
         raise DataError(f"{table.where}: {'; '.join(mistakes)}; it has the columns {listed}")
@@ -319,14 +319,13 @@ def _holds_images(kind: Any) -> bool:
     if pa.types.is_struct(kind):
         names = {kind.field(number).name for number in range(kind.num_fields)}
         return "bytes" in names
-    types = pa.types
-    return types.is_binary(kind) or types.is_large_binary(kind) or types.is_string(kind) or types.is_large_string(kind)
+    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or _is_text(kind))
 
 
 def _is_list(kind: Any) -> bool:
     import pyarrow as pa
 
-    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
 
 
 def _is_text(kind: Any) -> bool:
@@ -334,7 +333,7 @@ def _is_text(kind: Any) -> bool:
 
     if pa.types.is_dictionary(kind):
         return _is_text(kind.value_type)
-    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 
 def _check_label_type(kind: Any, name: str, mistakes: list[str]) -> None:
@@ -452,9 +451,9 @@ def _codes(table: Table, name: str, rows: np.ndarray) -> tuple[np.ndarray, tuple
     used = np.unique(codes)
     # Integers in the order of numbers, text in that of the alphabet.
     order = sorted(used.tolist(), key=lambda code: values[code])
-    position = np.full(len(values), -1, np.int64)
-    position[order] = np.arange(len(order))
-    return position[codes], tuple(str(values[code]) for code in order)
+    positions: np.ndarray = np.full(len(values), -1, np.int64)
+    positions[order] = np.arange(len(order))
+    return positions[codes], tuple(str(values[code]) for code in order)
 
 
 def _check_filled(table: Table, name: str, column: Any, rows: np.ndarray) -> None:

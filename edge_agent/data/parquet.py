@@ -67,7 +67,7 @@ class _ParquetTable:
             )
         self.schema = first
         counts = [opened.metadata.num_rows for opened in self._opened]
-        self._begins = [0, *itertools.accumulate(counts)]
+        self._begins: list[int] = [0, *itertools.accumulate(counts)]
         self.rows = self._begins[-1]
 
     def column(self, name: str) -> Any:
@@ -141,6 +141,7 @@ class _Cells(Sequence[Any]):
 
     def __init__(self, table: _ParquetTable, name: str) -> None:
         self._table = table
+        self._rows = table.rows
         self._name = name
         self._file = -1
         self._blocks: Iterator[tuple[int, Any]] = iter(())
@@ -148,7 +149,7 @@ class _Cells(Sequence[Any]):
         self._block: Any = ()
 
     def __len__(self) -> int:
-        return self._table.rows
+        return self._rows
 
     def __getitem__(self, index: Any) -> Any:
         """Return a cell as a ``pyarrow.Scalar``; DataError where its file is damaged."""

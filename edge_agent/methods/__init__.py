@@ -95,19 +95,30 @@ def add(kind: Any) -> str:
     return name
 
 
-def create(name: str, params: Mapping[str, Any] | None = None, *, paper: bool = False) -> Method:
+def create(
+    name: str, params: Mapping[str, Any] | None = None, *, paper: bool = False, paper_for: str | None = None
+) -> Method:
     """Return a method with checked parameters; with ``paper``, published values take the place of our defaults.
 
+    ``paper_for`` is the data set whose published values are taken where they differ from one to the other; the others
+    are taken as well then.
+
     Raises:
-        UnknownName: No method has this name.
+        UnknownName: No method has this name, or none of its published values is for that data set.
         ConfigError: Parameters are unknown or out of range; all of them are listed.
         UsageError: See `get`.
     """
     from ..core.config import parse
+    from ..core.published import values_for
     from .values import paper_values
 
     kind = get(name)
-    values = {**(paper_values(kind.Params) if paper else {}), **(params or {})}
+    values: dict[str, Any] = {}
+    if paper or paper_for is not None:
+        values |= paper_values(kind.Params)
+    if paper_for is not None:
+        values |= values_for(kind.Params, paper_for, name)
+    values |= params or {}
     return kind(parse(kind.Params, values, where=f"parameters of method '{name}'"))
 
 

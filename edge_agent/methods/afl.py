@@ -24,12 +24,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field, field_validator
 
 from ..core.errors import TrainingFailed
+from ..core.published import Published
 from ..core.task import State, Task, Tensors
 from ..core.weighted_sum import WeightedSum
 from .base import SERVER_ONLY, Method
@@ -107,6 +108,13 @@ class AFLParams(MethodParams):
         description="keep each client's statistics at the coordinator: later rounds add clients, and one that returns "
         "replaces its own; not with secure sums",
     )
+
+    published: ClassVar[Mapping[str, tuple[Published, ...]]] = {
+        "ridge": (Published(0.0, "paper", "what is added is taken away again"),),
+        "intercept": (Published(False, "paper", "W alone"),),
+        "scale": (Published(1.0, "paper", "answers are the largest scores"),),
+        "min_class_count": (Published(1, "paper", "all samples"),),
+    }
 
     @field_validator("norm")
     @classmethod

@@ -15,15 +15,16 @@ statistics moving in stage two, as the official code does and the paper does not
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
 from torch import nn
 from torch.nn import functional as F
 
+from ..core.published import Published
 from ..core.task import Task, Tensors
 from ..heads.dualfed import DualFedCommonParams, DualFedHeadParams
 from ..training.augment import flips_and_turns
@@ -62,6 +63,28 @@ class DualFedParams(DualFedCommonParams, MethodParams):
     )
     refresh_stats: bool = refreshed_stats()
     augment: bool = Field(False, description="random flips and rotations (Sec. 5.1); not for digits or sensors")
+
+    published: ClassVar[Mapping[str, tuple[Published, ...]]] = {
+        "lr": (Published(0.01, "paper", "Sec. 5.3"),),
+        "momentum": (Published(0.5, "paper", "Sec. 5.3"),),
+        "batch_size": (Published(256, "paper", "Sec. 5.3"),),
+        "local_epochs": (Published(1, "paper", "Sec. 5.3"),),
+        "contrastive_weight": (
+            Published(40.0, "authors' code", "script for PACS", data="pacs"),
+            Published(2.0, "authors' code", "script for Office-Home, which is named DomainNet", data="officehome"),
+            Published(None, "not published", "the script is cut off", data="domainnet"),
+        ),
+        "temperature": (
+            Published(0.2, "authors' code", "script for PACS", data="pacs"),
+            Published(0.05, "authors' code", "script for Office-Home", data="officehome"),
+            Published(None, "not published", "the script is cut off", data="domainnet"),
+        ),
+        "ensemble": (Published("probs", "paper", "Eq. 5"), Published("logits", "authors' code")),
+        "stage2_bn": (Published("train", "authors' code"),),
+        "optimizer_state": (Published("reset", "authors' code"),),
+        "augment": (Published(True, "paper", "Sec. 5.1; not taken by --paper: not for digits or sensors"),),
+        "refresh_stats": (Published(False, "not published", "nothing says that statistics are computed again"),),
+    }
 
 
 class DualFed(Method):

@@ -22,12 +22,13 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from pydantic import Field, field_validator
 
 from ..core.errors import TrainingFailed
+from ..core.published import Published
 from ..core.task import State, Task, Tensors
 from ..heads.fedpac import class_means
 from .base import CLASS_MEANS, Method
@@ -70,6 +71,11 @@ class FedCOFParams(MethodParams):
         description="ours: factor of the scores in probabilities; changes no answer",
     )
     min_class_count: int = ours(2, paper=1, ge=1, description="ours: class means of fewer samples are withheld")
+
+    published: ClassVar[Mapping[str, tuple[Published, ...]]] = {
+        "scale": (Published(1.0, "paper", "answers are the largest scores"),),
+        "min_class_count": (Published(1, "paper", "all samples"),),
+    }
 
     @field_validator("norm")
     @classmethod

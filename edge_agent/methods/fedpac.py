@@ -22,10 +22,10 @@ unless ``class_weighting`` is label_prior or the temperature is below 1.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from pydantic import Field
 from torch.nn import functional as F
 
 from ..core.errors import TrainingFailed
+from ..core.published import Published
 from ..core.task import State, Task, Tensors
 from ..heads import fedpac as steps
 from ..training.loops import Loss, TrainingOptions, cross_entropy, features_of, train
@@ -76,6 +77,26 @@ class FedPACParams(MethodParams):
     new_clients: Literal["own", "mean"] = Field(
         "own", description="classifier of a client in its first round: its own start (paper's code), or the mean of all"
     )
+
+    published: ClassVar[Mapping[str, tuple[Published, ...]]] = {
+        "lr": (
+            Published(0.01, "authors' code", data="fashion-mnist"),
+            Published(0.02, "authors' code", data="cifar-10"),
+        ),
+        "momentum": (Published(0.5, "authors' code"),),
+        "weight_decay": (Published(5e-4, "authors' code"),),
+        "batch_size": (Published(50, "authors' code"),),
+        "local_epochs": (Published(5, "paper", "Training Settings, as the reproduction report has it"),),
+        "head_lr": (Published(0.1, "authors' code", "fixed there"),),
+        "head_epochs": (Published(1, "authors' code"),),
+        "alignment_weight": (Published(1.0, "authors' code"),),
+        "weights": (Published("qp", "paper", "Eq. 10"),),
+        "prune_below": (Published(1e-3, "authors' code"),),
+        "centroid_weighting": (Published("samples", "paper", "Eq. 11"),),
+        "min_class_count": (Published(1, "paper", "all samples; not taken by --paper, as it shows single samples"),),
+        "new_clients": (Published("own", "authors' code"),),
+        "temperature": (Published(None, "not published", "Eq. 13 of the reproduction report has none"),),
+    }
 
 
 class FedPAC(Method):

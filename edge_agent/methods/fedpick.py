@@ -15,14 +15,16 @@ Batch size and ``refresh_stats`` have defaults of ours, for small data and skewe
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from pydantic import Field, model_validator
 from torch import nn
 from torch.nn import functional as F
 
+from ..core.published import Published
 from ..core.task import Task, Tensors
 from ..heads._features import fisher_score, keep_top, mistake_of_share
 from ..heads.fedpick import FedPickCommonParams, FedPickHeadParams
@@ -46,6 +48,25 @@ class FedPickParams(FedPickCommonParams, MethodParams):
     share_mask: bool = Field(False, description="the mask network travels ('Share PFSM' in Table IV)")
     share_local_heads: bool = Field(False, description="h_r and h_u travel: 'PFSM' may mean them, too")
     share_norm: bool = Field(False, description="batch norm travels ('Share BN' in Table IV)")
+
+    published: ClassVar[Mapping[str, tuple[Published, ...]]] = {
+        "lr": (Published(None, "not published", "lost in the paper's text; no code"),),
+        "momentum": (Published(None, "not published", "lost in the paper's text; no code"),),
+        "batch_size": (Published(32, "others' code", "FedBN's, for the same data; lost in the paper's text"),),
+        "local_epochs": (Published(None, "not published", "lost in the paper's text; no code"),),
+        **dict.fromkeys(
+            ("global_weight", "relevant_weight", "distillation_weight"),
+            (
+                Published(10.0, "paper", "Table III", data="digits5"),
+                Published(1.0, "paper", "Table III", data="officecaltech"),
+                Published(1.0, "paper", "Table III", data="domainnet"),
+            ),
+        ),
+        "irrelevant_weight": (Published(0.001, "paper", "Table III"),),
+        "temperature": (Published(None, "not published", "T in Eq. 9, lost in the paper's text"),),
+        "mask_width": (Published(None, "not published", "lost in the paper's text"),),
+        "refresh_stats": (Published(False, "not published", "nothing says that statistics are computed again"),),
+    }
 
     @model_validator(mode="after")
     def _mask_can_travel(self) -> FedPickParams:

@@ -14,8 +14,8 @@ Models start equal, not each at random. Before there is any prototype the client
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import Literal
+from collections.abc import Iterable, Mapping
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from pydantic import Field
 from torch import nn
 from torch.nn import functional as F
 
+from ..core.published import Published
 from ..core.task import State, Task, Tensors
 from ..heads.fedpac import class_means
 from ..training.loops import Loss, TrainingOptions, evaluate, features_of, optimizer_of, train
@@ -53,6 +54,19 @@ class FedProtoParams(MethodParams):
         "prototypes", description="nearest prototype answers (paper), or the client's own head (code reports it, too)"
     )
     min_class_count: int = Field(2, ge=1, description="prototypes of fewer samples are withheld; the paper: 1")
+
+    published: ClassVar[Mapping[str, tuple[Published, ...]]] = {
+        "lr": (Published(0.01, "authors' code"),),
+        "momentum": (Published(0.5, "authors' code"),),
+        "local_epochs": (Published(1, "authors' code"),),
+        "alignment_weight": (
+            Published(1.0, "authors' code", data="mnist"),
+            Published(0.1, "authors' code", data="cifar-10"),
+        ),
+        "prototype_weighting": (Published("uniform", "authors' code"), Published("samples", "paper")),
+        "inference": (Published("prototypes", "paper"),),
+        "min_class_count": (Published(1, "paper", "all samples; not taken by --paper, as it shows single samples"),),
+    }
 
 
 class Prototypes(nn.Module):

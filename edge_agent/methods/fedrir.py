@@ -23,9 +23,9 @@ may be shared; the CSFE stays as published. Step size, batch size, the width of 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -33,6 +33,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ..core.errors import ConfigError
+from ..core.published import Published
 from ..core.task import Task, Tensors
 from ..models import create
 from ..training.augment import mask_patches
@@ -83,6 +84,23 @@ class FedRIRParams(MethodParams):
     refresh_stats: bool = refreshed_stats()
     without_mcsl: bool = Field(False, description="ablation: no CSFE and no ID, the head sees g only (paper, 4.8)")
     without_id: bool = Field(False, description="ablation: cross entropy alone, L_id = 0 (paper, 4.8)")
+
+    published: ClassVar[Mapping[str, tuple[Published, ...]]] = {
+        "lr": (Published(5e-4, "paper", "Sec. 4.2"),),
+        "optimizer": (Published("adam", "paper", "Sec. 4.2"),),
+        "batch_size": (Published(100, "paper", "Sec. 4.2"),),
+        "local_epochs": (Published(1, "paper", "Sec. 4.2"),),
+        "drop_last": (Published(True, "authors' code"),),
+        "optimizer_state": (Published("persist", "authors' code"),),
+        "mask_ratio": (Published(0.6, "paper", "Sec. 4.2 and 4.7.1"),),
+        "patch": (Published(4, "authors' code"),),
+        "specific_dim": (Published(512, "authors' code"),),
+        "kld_weight": (Published(0.1, "authors' code", "Eq. 5 has no such term"),),
+        "id_mode": (Published("official", "authors' code"), Published("vclub", "paper", "Eq. 7, made sound here")),
+        "id_weight": (Published(1.0, "paper", "Eq. 10, and the sentence before Algorithm 1"),),
+        "frozen_bn": (Published("train", "authors' code"),),
+        "refresh_stats": (Published(False, "not published", "nothing says that statistics are computed again"),),
+    }
 
 
 class FedRIR(Method):

@@ -14,14 +14,16 @@ without labels has something to start from; off by default.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
 from torch.nn import functional as F
 
 from .. import heads
+from ..core.published import Published
 from ..core.task import Task, Tensors
 from ..training import augment
 from ..training.loops import Loss, local_optimizer, train
@@ -53,6 +55,21 @@ class RepPerParams(MethodParams):
     head_params: dict[str, Any] = Field(default_factory=dict, description="parameters of that head")
     global_head: bool = Field(False, description="also train and share a linear classifier on detached features")
     global_head_lr: float = Field(0.01, gt=0, description="step size of Adam for that classifier")
+
+    published: ClassVar[Mapping[str, tuple[Published, ...]]] = {
+        "lr": (Published(1e-3, "paper", "Implementation"),),
+        "optimizer": (Published("adam", "paper", "Implementation"),),
+        "weight_decay": (Published(1e-4, "paper", "Implementation"),),
+        "batch_size": (Published(256, "paper", "Implementation"),),
+        "local_epochs": (Published(10, "paper", "Implementation, and E = 20 in Table 1"),),
+        "temperature": (Published(0.1, "paper", "Implementation"),),
+        "sc_variant": (Published("in", "paper", "Eq. 5"),),
+        "lr_decay": (Published(0.1, "paper", "Implementation; it takes effect where decay_at says when"),),
+        "decay_at": (Published(None, "not published", "the paper's decay of 0.1 has no time"),),
+        "augment": (Published(True, "paper", "two views of each image; which is not said"),),
+        "feature_norm": (Published(None, "not published", "r or z is not said"),),
+        "head": (Published("mlp", "paper", "one linear layer; Table 3 has svm and lr, too"),),
+    }
 
 
 class RepPer(FittedHead):

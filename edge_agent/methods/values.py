@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, get_args
 
 import numpy as np
 from pydantic import Field
 
 from ..core.errors import TrainingFailed
+from ..core.published import Published
 from ..core.task import Frozen, Task, Tensors
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def refreshed_stats() -> Any:
 
 
 def paper_values(params: type[MethodParams]) -> dict[str, Any]:
-    """Name -> published value of the parameters whose default is ours; all others have the paper's as their default."""
+    """Name -> published value of the parameters whose default is ours; ``--paper`` leaves all others as they are."""
     return {
         name: field.json_schema_extra["paper"]
         for name, field in params.model_fields.items()
@@ -81,6 +82,9 @@ class MethodParams(Frozen):
         "none: what the method's source says",
     )
     refresh_stats: bool = Field(False, description=REFRESH)
+
+    published: ClassVar[Mapping[str, tuple[Published, ...]]] = {}
+    """Field -> its published values, each with its source; those of a class that is derived from are added to."""
 
 
 @dataclass(frozen=True)

@@ -14,17 +14,19 @@ import types
 import typing
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from coordinator import simulate
 from coordinator.cli import COMMANDS as HEADWATER
 from coordinator.cli import command_tree
 from coordinator.cli.methods import LISTED, describe, marked_heads
 from coordinator.config import CoordinatorConfig
+from coordinator.simulation.plan import Plan
 from edge_agent import data, heads
 from edge_agent import methods as method_registry
 from edge_agent.cli import COMMANDS as EDGE_AGENT
@@ -57,6 +59,7 @@ def pages() -> dict[Path, str]:
     }
     return {
         Path("coordinator/cli") / LISTED: json.dumps(listed, indent=1, ensure_ascii=False) + "\n",
+        Path("coordinator/simulation/settings.py"): settings_module(),
         Path("edge_agent/methods/README.md"): methods_page(methods),
         Path("edge_agent/heads/README.md"): heads_page(),
         Path("edge_agent/data/README.md"): data_page(),
@@ -66,6 +69,51 @@ def pages() -> dict[Path, str]:
         Path("examples/guides/commands.md"): commands_page(),
         Path("examples/guides/protocol.md"): protocol_page(),
     }
+
+
+def settings_module() -> str:
+    """The fields of a plan that `coordinator.simulate` takes as further keywords, typed."""
+    explicit = {*inspect.signature(simulate).parameters, "folder"}
+    fields = {name: field for name, field in Plan.model_fields.items() if name not in explicit}
+    lines = [
+        '"""The further settings of `coordinator.simulate`, as type checkers and editors see them.',
+        "",
+        "Made from the fields of `Plan` by tests/harness/reference.py; change them there.",
+        '"""',
+        "",
+        "from __future__ import annotations",
+        "",
+        "from collections.abc import Mapping",
+        "from pathlib import Path",
+        "from typing import Any, Literal, TypedDict",
+        "",
+        "",
+        "class Settings(TypedDict, total=False):",
+        '    """The fields of a plan that have a default; `Plan` has their limits, and what goes together."""',
+    ]
+    for name, field in fields.items():
+        meaning = textwrap.fill(f'"""{field.description}."""', WIDTH - 4, break_long_words=False)
+        lines += ["", f"    {name}: {type_as_code(field.annotation)}", textwrap.indent(meaning, "    ")]
+    return "\n".join(lines) + "\n"
+
+
+def type_as_code(annotation: Any) -> str:
+    """The annotation of an argument that a field of this type is read from, as Python code."""
+    origin = typing.get_origin(annotation)
+    arguments = typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return type_as_code(arguments[0])
+    if origin is Literal:
+        return f"Literal[{', '.join(json.dumps(value) for value in arguments)}]"
+    if origin is dict:
+        return "Mapping[str, Any]"
+    if origin is tuple:
+        return f"tuple[{', '.join('...' if part is Ellipsis else type_as_code(part) for part in arguments)}]"
+    if origin in {typing.Union, types.UnionType}:
+        return " | ".join(type_as_code(part) for part in arguments)
+    if annotation is Path:
+        return "str | Path"
+    return "None" if annotation is type(None) else str(annotation.__name__)
 
 
 def methods_page(methods: list[dict[str, Any]]) -> str:

@@ -262,6 +262,8 @@ REMOVALS = {
 READS = {
     ("edge_agent.core.installation", "read_text"): "metadata of the installed package",
     ("edge_agent.core.limits", "read_text"): "files of the system below /proc and /sys",
+    ("coordinator.simulation.memory_plan", "read_text"): "files of the system below /proc",
+    ("coordinator.simulation.memory_watch", "read_text"): "files of the system below /proc",
     ("edge_agent.core.own_folders", "read_text"): "the system's note about a descriptor, below /proc",
     ("edge_agent.core.storage", "open"): "`open_regular` itself, on Windows, and a file of a random name",
     ("edge_agent.core.own_folders", "read_bytes"): "a mark, on Windows",

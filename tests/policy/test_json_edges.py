@@ -66,6 +66,7 @@ EDGES = {
     "simulation.plan": "parameters of a method or an encoder, which only its own class knows, and simulation.json",
     "simulation.results": "result.json, which is a public format: api, files and --json have the same keys",
     "simulation.run": "result.json, see simulation.results",
+    "simulation.settings": "parameters of an encoder and of an input, as in simulation.plan",
     "simulation.trained": "tensors of a state by name",
     "simulation.setup": "simulation.json, and parameters of a method",
     "state.release_keys": "the signatures of a bundle as the journal has them",

@@ -38,6 +38,7 @@ ALSO = {
     r"edge_agent\.data(\..+)?": {"PIL"},
     r"edge_agent\.data\._sound_files": {"soundfile", "soxr"},
     r"edge_agent\.data\.(arrow|columns|parquet)": {"pyarrow"},
+    r"edge_agent\.data\.torchvision_sets": {"torchvision"},
     r"edge_agent\.data\.video": {"cv2"},
     r"edge_agent\.data\.sets\.digits5": {"scipy"},
     r"edge_agent\.heads\..+": {"sklearn"},

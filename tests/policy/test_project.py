@@ -10,9 +10,11 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ET
 import zipfile
+from pathlib import Path
 
 import pytest
 
+from coordinator import shadowed
 from coordinator.broker.access import mosquitto_acl
 from coordinator.cli import COMMANDS as HEADWATER_COMMANDS
 from coordinator.config import CoordinatorConfig
@@ -76,22 +78,24 @@ def test_links_of_the_documents_lead_somewhere(root):
 
 def test_an_editable_install_puts_the_packages_where_type_checkers_look(root, tmp_path):
     """Type checkers run no finders: with setuptools' default for several packages mypy found none of them."""
-    pytest.importorskip("setuptools", minversion="77")
     copy = tmp_path / "copy"
-    for name in ("edge_agent", "export", "coordinator", "configs/reproduce"):
+    for name in ("edge_agent", "export", "coordinator", "configs"):
         shutil.copytree(root / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(root / name, copy / name)
-    code = "import sys; from setuptools.build_meta import build_editable; build_editable(sys.argv[1])"
+    code = "import sys; from hatchling.build import build_editable; build_editable(sys.argv[1])"
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=copy, check=True, capture_output=True, timeout=300)
     (wheel,) = tmp_path.glob("headwater-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         (path_file,) = (name for name in archive.namelist() if name.endswith(".pth"))
-        assert archive.read(path_file).decode().strip() == str(copy)
+        folders = archive.read(path_file).decode().split("\n")
+        assert folders == [str(copy), str(copy / "configs" / "package")]
+        assert [path.name for path in Path(folders[1]).iterdir()] == ["headwater"], "all of it can be imported"
         assert not [name for name in archive.namelist() if "finder" in name]
 
 
 TYPED_SCRIPT = """
+import headwater as hw
 from coordinator import simulate
 from edge_agent import Personalizer
 from edge_agent.methods.fedavg import FedAvg
@@ -103,19 +107,98 @@ class Mine(FedAvg):
 
 accuracy: float | None = simulate(Mine, data="digits").accuracy
 answers: int = Personalizer.open("b.hwb").predict("x.png")
+accuracy = hw.simulate(Mine, data="digits", engine="serial", alpha=0.3).accuracy
+answers = hw.Personalizer.open("b.hwb").predict("x.png")
+hw.simulte("fedavg", data="digits")
+hw.simulate("fedavg", data="digits", enigne="serial")
+hw.simulate("fedavg", data="digits", engine="seral")
 """
+MISTAKES = {
+    13: "Incompatible types in assignment",
+    15: "Incompatible types in assignment",
+    16: "has no attribute",
+    17: 'Unexpected keyword argument "enigne"',
+    18: "Literal['seral']",
+}
 
 
 @pytest.mark.slow
-def test_scripts_outside_of_the_clone_are_type_checked_against_it(tmp_path):
-    """The last line has a mistake, which is found only if the packages are."""
+def test_scripts_outside_of_the_clone_are_type_checked_against_it(root, tmp_path):
+    """Some lines have a mistake, which is found only if the packages are."""
     (tmp_path / "script.py").write_text(TYPED_SCRIPT, encoding="utf-8")
     done = subprocess.run(
         [sys.executable, "-m", "mypy", "--strict", "script.py"],
-        cwd=tmp_path, check=False, capture_output=True, text=True, timeout=900,
+        cwd=tmp_path, check=False, capture_output=True, text=True, timeout=900, env=with_front_door(root),
     )  # fmt: skip
-    assert "script.py:12: error: Incompatible types in assignment" in done.stdout, done.stdout
-    assert "Found 1 error in 1 file" in done.stdout, done.stdout
+    refused = {
+        int(line): words for line, words in re.findall(r"^script.py:(\d+): error: (.*)$", done.stdout, re.MULTILINE)
+    }
+    assert refused.keys() == MISTAKES.keys(), done.stdout
+    assert all(words in refused[line] for line, words in MISTAKES.items()), done.stdout
+
+
+def with_front_door(root):
+    """The environment of a script that finds the package 'headwater' of this clone, installed or not."""
+    places = [str(root), str(root / "configs" / "package"), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, places))}
+
+
+FRONT_DOOR_SCRIPT = """
+import sys
+import headwater as hw
+
+light = sorted(set(sys.modules) & {"edge_agent", "coordinator", "export", "torch", "numpy", "pydantic"})
+import edge_agent
+import coordinator
+import export
+
+offered = {name for package in (edge_agent, coordinator, export) for name in package.__all__}
+assert set(dir(hw)) == set(hw.__all__) == offered, offered
+assert hw.Personalizer is edge_agent.Personalizer
+assert hw.methods is edge_agent.methods
+assert hw.load_config is coordinator.load_config
+try:
+    hw.simulte
+except AttributeError as error:
+    print(light, "torch" in sys.modules, error)
+"""
+
+
+def test_front_door_under_one_name_offers_what_the_three_packages_do_and_imports_none_of_them(root, tmp_path):
+    (tmp_path / "script.py").write_text(FRONT_DOOR_SCRIPT, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "script.py"],
+        cwd=tmp_path, check=False, capture_output=True, text=True, timeout=120, env=with_front_door(root),
+    )  # fmt: skip
+    assert done.stdout.strip() == "[] False module 'headwater' has no attribute 'simulte'", done.stderr
+
+
+def test_front_door_names_a_folder_called_export_beside_the_script_and_does_not_run_it(root, tmp_path):
+    (tmp_path / "script.py").write_text("import headwater as hw\nhw.build_bundle\n", encoding="utf-8")
+    (tmp_path / "export.py").write_text("print('run')\n", encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "script.py"],
+        cwd=tmp_path, check=False, capture_output=True, text=True, timeout=120, env=with_front_door(root),
+    )  # fmt: skip
+    assert done.stdout == ""
+    assert f"{tmp_path / 'export.py'} shadows Headwater's package 'export'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "file, hides", [("headwater.py", True), ("headwater/__init__.py", True), ("headwater/notes.txt", False)]
+)
+def test_a_users_own_headwater_is_named(root, tmp_path, file, hides):
+    """Python takes a folder without an __init__ only where nothing else has the name."""
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).touch()
+    (tmp_path / "script.py").write_text("import headwater\nprint(headwater.__file__)\n", encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "script.py"],
+        cwd=tmp_path, check=True, capture_output=True, text=True, timeout=120, env=with_front_door(root),
+    )  # fmt: skip
+    assert (done.stdout.strip() == str(tmp_path / file)) is hides, "what is claimed of Python"
+    assert shadowed.file_before_headwater(tmp_path) == (tmp_path / file if hides else None)
+    assert shadowed.file_before_headwater(root / "configs" / "package") is None
 
 
 def test_changelog_has_an_entry_for_this_version(root, project):
@@ -163,16 +246,6 @@ def test_every_required_package_is_imported_somewhere(project, sources):
     imported = {imported.name.split(".")[0] for source in sources for imported in source.imports}
     named = {name for name in NOT_BY_STATEMENT if any(f'"{name}' in source.text for source in sources)}
     assert {name for name in names if IMPORTED_AS.get(name, name) not in imported | named} == set()
-
-
-def test_package_data_are_files_that_exist(root, project):
-    patterns = project["tool"]["setuptools"]["package-data"]
-    assert [
-        f"{package}/{pattern}"
-        for package, given in patterns.items()
-        for pattern in given
-        if not any((root / package).glob(pattern))
-    ] == []
 
 
 def test_no_file_names_the_host_of_a_package_registry(root):
@@ -229,6 +302,10 @@ def test_arm64_guest_takes_its_mirror_from_the_apt_sources_of_the_host(root, tmp
         assert " http://mirror.invalid/debian bookworm " in (tmp_path / "asked").read_text(encoding="utf-8")
 
 
+PACKAGES = {name: name for name in ("edge_agent", "export", "coordinator")} | {"headwater": "configs/package/headwater"}
+"""Package -> its folder in the project."""
+
+
 @pytest.fixture(scope="module")
 def wheel(root, tmp_path_factory):
     """Names in a wheel built from a copy, so that nothing is left in the working tree."""
@@ -237,7 +314,7 @@ def wheel(root, tmp_path_factory):
         shutil.copy(root / name, copy)
     for folder in ("edge_agent", "export", "coordinator", "tests", "configs", "examples"):
         shutil.copytree(root / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    code = "from setuptools.build_meta import build_wheel; build_wheel('dist')"
+    code = "from hatchling.build import build_wheel; build_wheel('dist')"
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, check=False, cwd=copy, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -245,20 +322,20 @@ def wheel(root, tmp_path_factory):
     return zipfile.ZipFile(path)
 
 
-def test_wheel_holds_exactly_the_three_packages_and_the_tables_to_reproduce(root, wheel, project):
+def test_wheel_holds_exactly_the_packages_and_the_tables_to_reproduce(root, wheel):
     name = f"headwater-{__version__}"
     info = f"{name}.dist-info"
     shared = f"{name}.data"
-    assert {path.split("/")[0] for path in wheel.namelist()} == {"edge_agent", "export", "coordinator", info, shared}
+    assert {path.split("/")[0] for path in wheel.namelist()} == {*PACKAGES, info, shared}
     tables = {f"{shared}/data/share/headwater/reproduce/{path.name}" for path in root.glob("configs/reproduce/*.toml")}
     assert {path for path in wheel.namelist() if path.startswith(f"{shared}/")} == tables != set()
 
 
 def test_wheel_holds_every_file_of_the_packages(root, wheel):
     wanted = {
-        str(path.relative_to(root))
-        for package in ("edge_agent", "export", "coordinator")
-        for path in (root / package).rglob("*")
+        str(path.relative_to(folder.parent))
+        for folder in (root / place for place in PACKAGES.values())
+        for path in folder.rglob("*")
         if path.is_file()
         and "__pycache__" not in path.parts
         and path.suffix != ".md"  # pages for readers of the source

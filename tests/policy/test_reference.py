@@ -1,10 +1,16 @@
 from __future__ import annotations
 
+import inspect
 import re
+from pathlib import Path
+from typing import Annotated, Literal
 
 import pytest
 import reference
 
+from coordinator import simulate
+from coordinator.simulation.plan import Plan
+from coordinator.simulation.settings import Settings
 from edge_agent.cli import main
 
 
@@ -25,6 +31,29 @@ def test_the_list_of_methods_shows_what_their_classes_say(root, pages):
     """'headwater methods' reads this file instead of importing torch and all methods."""
     listed = root / "coordinator/cli/methods.json"
     assert listed.read_text(encoding="utf-8") == pages[listed.relative_to(root)], "python tests/harness/reference.py"
+
+
+def test_the_typed_settings_of_simulate_are_the_fields_of_a_plan(root):
+    place = root / "coordinator/simulation/settings.py"
+    assert place.read_text(encoding="utf-8") == reference.settings_module(), "python tests/harness/reference.py"
+    arguments = set(inspect.signature(simulate).parameters) - {"settings", "out", "watch"}
+    assert Settings.__annotations__.keys() & arguments == set()
+    assert Settings.__annotations__.keys() >= Plan.model_fields.keys() - arguments - {"folder"}
+    assert Settings.__total__ is False
+
+
+@pytest.mark.parametrize(
+    "annotation, code",
+    [
+        (Annotated[int, "at least 0"], "int"),
+        (Path | None, "str | Path | None"),
+        (Literal["a", "b"], 'Literal["a", "b"]'),
+        (tuple[str, ...], "tuple[str, ...]"),
+        (dict[str, int], "Mapping[str, Any]"),
+    ],
+)
+def test_a_fields_type_is_written_as_the_type_of_an_argument(annotation, code):
+    assert reference.type_as_code(annotation) == code
 
 
 def test_every_key_of_the_configuration_has_a_meaning(pages):

@@ -48,6 +48,7 @@ class SeedRun(Frozen):
     seconds: float = Field(0.0, ge=0, description="seconds by the clock")
     failure: str = Field("", description="why it failed; empty: it did not")
     folder: str = Field("", description="folder of the run, relative to that of the comparison")
+    partition_hash: str = Field("", description="SHA-256 of who has which samples; equal for all methods of a seed")
 
 
 class MethodRecord(Frozen):
@@ -62,6 +63,8 @@ class MethodRecord(Frozen):
     footing: dict[str, str] = Field(
         default_factory=dict, description="what its runs rest on, such as 'optimizer' -> 'SGD, momentum 0.9'"
     )
+    space: dict[str, str] = Field(default_factory=dict, description="parameter -> the values that were searched")
+    note: str = Field("", description="what is special about its trials, such as fewer of them")
 
 
 class Comparison(Frozen):
@@ -79,3 +82,8 @@ class Comparison(Frozen):
     command: str = Field("", description="the command that makes this comparison again")
     baseline: str = Field("local", description="the method that says which clients are hurt")
     methods: tuple[MethodRecord, ...]
+    tune_seed: int | None = Field(None, ge=0, description="seed of all trials; None: nothing was tuned")
+    validation: float | None = Field(
+        None, gt=0, lt=1, description="share of training samples that trials are scored on"
+    )
+    notes: tuple[str, ...] = Field((), description="what a reader has to know beside the numbers")

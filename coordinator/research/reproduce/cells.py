@@ -27,7 +27,7 @@ from ...simulation.plan import Plan
 from ...simulation.setup import SIMULATION_FOLDER, WEIGHTS, read_plan
 from ...state.store import StateFolder
 from ...views.runs import replay
-from ..footing import Footing
+from ..footing import Footing, Scope
 
 FOLDER = Path("reproduce")
 
@@ -49,7 +49,7 @@ class Row(Frozen):
     plan: dict[str, Any] = Field(default_factory=dict, description="fields of a simulation, of this row alone")
     paper: dict[str, float] = Field(default_factory=dict, description="column -> published value, in percent")
     tolerance: float | None = Field(None, gt=0, description="points; default: that of the table")
-    scope: Literal["personal", "global", "after"] = Field("personal", description="which accuracy is compared")
+    scope: Scope = Field("personal", description="which accuracy is compared")
     note: str = Field("", description="what differs from the paper's row, or is not known")
 
 
@@ -314,6 +314,21 @@ class Cell:
         return True
 
 
+def _check_source(plan: Plan, source: str) -> None:
+    """Check that a source of a plan exists; where it is a set of several domains, that each of them does.
+
+    Raises:
+        HeadwaterError: See `edge_agent.data.check`.
+    """
+    domains: Mapping[str, str] = {}
+    if plan.partition == "domains" and len(plan.data) == 1:
+        domains = data.domains(source, seed=plan.seed, folder=plan.folder)
+    if not domains:
+        data.check(source, plan.folder)
+    for domain in domains.values():
+        data.check(domain, plan.folder)
+
+
 def _locations_of(plan: Plan) -> list[Any]:
     """Return where the sources of a simulation are, whatever folder their paths count from."""
     return [data.location(source, plan.folder) for source in plan.data]
@@ -367,7 +382,7 @@ class Reproduction:
         for cell in cells:
             for source in cell.plan.data:
                 with mistakes.of(cell.row, cell.column), with_advice(self.table):
-                    data.check(source, cell.plan.folder)
+                    _check_source(cell.plan, source)
             with mistakes.of(cell.row, cell.column):
                 choose_device(cell.plan.device)
             if read_plan(cell.folder) is None:  # a run has its own copies of partition and weights
@@ -417,7 +432,9 @@ class Reproduction:
         for seed, column, row in itertools.product(seeds, self.table.columns, self.table.rows):
             fields = self._fields_of(row, column, seed)
             with mistakes.of(row, column):
-                methods.create(fields["method"], fields["params"], paper=fields["paper"])
+                methods.create(
+                    fields["method"], fields["params"], paper=fields["paper"], paper_for=fields.get("paper_for")
+                )
             with mistakes.of(row, column):
                 if not fields.get("data"):
                     raise UsageError(f"no data; give them with --data. {self.table.get_data}".strip())

@@ -4,5 +4,5 @@ An engine decides where and when a client computes, never what: all engines end 
 those that say otherwise.
 
 Read in this order: `base` (the contract, the choice, and the engine ``serial``), `pool` (worker processes), `stacked`
-(a cohort at once on one device), `ray_cluster` (several machines).
+(a cohort at once on one device), `fastest` (one of these three by a trial), `ray_cluster` (several machines).
 """

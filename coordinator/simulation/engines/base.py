@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from edge_agent.client import choose_device
 from edge_agent.core.capabilities import cores
 from edge_agent.core.errors import MissingCapability, RunFailed
@@ -51,6 +53,8 @@ class EngineChoice:
             engine = _default_engine(plan, workers)
         if engine in {"serial", "stacked"}:
             return cls(engine)
+        if engine == "fastest":  # settled by a trial once the folder of the run is known
+            return cls("fastest", workers)
         if engine == "ray":
             import_ray(ADVICE)
             # A running cluster says itself for how many workers it has room.
@@ -69,9 +73,14 @@ def _default_engine(plan: Plan, workers: int) -> EngineName:
     if plan.workers:
         return "pool"
     # One process for a GPU: several would share it, and each would need its own context.
-    if workers > 1 and _can_share_memory() and choose_device(plan.device).type == "cpu":
+    if workers > 1 and can_use_pool(choose_device(plan.device)):
         return "pool"
     return "serial"
+
+
+def can_use_pool(device: torch.device) -> bool:
+    """Return whether several worker processes can share this system's memory, and need not share one GPU."""
+    return _can_share_memory() and device.type == "cpu"
 
 
 def _can_share_memory() -> bool:

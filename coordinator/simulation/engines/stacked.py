@@ -44,13 +44,28 @@ class Stacked(Serial):
 
     name = "stacked"
 
-    def __init__(self, shared: Shared, *, always: bool = False) -> None:
-        """``always``: also where one after another would be faster."""
+    def __init__(
+        self,
+        shared: Shared,
+        *,
+        always: bool = False,
+        convolutions: Convolutions = "grouped",
+        most: int | None = None,
+    ) -> None:
+        """Make the engine.
+
+        Args:
+            shared: What all clients have in common.
+            always: Stack also where a trial finds one after another faster, or was made before.
+            convolutions: How convolutions are computed in that case.
+            most: So many clients fit into memory; None: as many as are useful.
+        """
         self._always = always
+        self._convolutions = convolutions
         self._model = shared.model.model
         self._device = next(self._model.parameters()).device
         size = sum(tensor.nbytes for tensor in self._model.state_dict().values())
-        super().__init__(shared, most=max(1, min(MOST_AT_ONCE, MOST_UPDATE_BYTES // size)))
+        super().__init__(shared, most=max(1, min(most or MOST_AT_ONCE, MOST_AT_ONCE, MOST_UPDATE_BYTES // size)))
         self._verdict: Verdict | None = None
         self._jobs = 0
         self._stacked = 0
@@ -161,7 +176,8 @@ class Stacked(Serial):
         starters = []
         for work, received in _with_received(works):
             starters.append(Starter(received, functools.partial(begin, work, received)))
-        return Trial(method, self._model, starters).verdict(self._measure, always=self._always)
+        trial = Trial(method, self._model, starters)
+        return trial.verdict(self._measure, always=self._convolutions if self._always else None)
 
     def _measure(self, _: str, work: Callable[[], object]) -> float:
         """Return the seconds that some work takes, on the device too."""
@@ -297,8 +313,11 @@ class Trial:
     model: Parts
     starters: Sequence[Starter]
 
-    def verdict(self, measure: Measure, *, always: bool) -> Verdict:
-        """Decide whether and how to train them at once; ``always``: whenever it equals the method's own training."""
+    def verdict(self, measure: Measure, *, always: Convolutions | None = None) -> Verdict:
+        """Decide whether and how to train them at once.
+
+        ``always``: in this way whenever it equals the method's own training; None: if that is faster, too.
+        """
         # 1. Training in one pass has to be the method's own training.
         difference = self.difference()
         device = next(self.model.parameters()).device
@@ -306,23 +325,27 @@ class Trial:
         is_equal = difference <= tolerance  # not so for a difference that is not a number
         if not is_equal:
             return Verdict(None, f"it would differ from method '{self.method.name}' by {difference:.2g} of a step")
-        if always:
-            return Verdict("grouped", "asked for")
+        if always is not None:
+            return Verdict(always, "asked for")
         # 2. It has to be faster, in one of the ways in which convolutions can be computed.
         few = self.starters[:FEW]
         at_once = few if device.type == "cpu" else self.starters
-        seconds = {ONE_BY_ONE: self._one_by_one(measure, few)}
-        ways: list[Convolutions] = ["grouped"]
-        if has_unfolding(self.model):
-            ways.append("unfolded")
+        seconds = {ONE_BY_ONE: self.one_by_one(measure, few)}
+        ways = self.ways()
         for way in ways:
-            seconds[way] = self._at_once(measure, at_once, way)
+            seconds[way] = self.at_once(measure, at_once, way)
         times = ", ".join(f"{name} {1000 * value:.3g} ms" for name, value in seconds.items())
         reason = f"a client's step takes {times}"
         fastest = min(ways, key=lambda way: seconds[way])
         if seconds[fastest] < seconds[ONE_BY_ONE]:
             return Verdict(fastest, reason, seconds)
         return Verdict(None, reason, seconds)
+
+    def ways(self) -> list[Convolutions]:
+        """Return the ways in which convolutions of this model can be computed."""
+        if has_unfolding(self.model):
+            return ["grouped", "unfolded"]
+        return ["grouped"]
 
     def difference(self) -> float:
         """Return how far one stacked epoch of two small clients is from the method's own, relative to its change."""
@@ -359,7 +382,7 @@ class Trial:
     def _with_epochs(self, epochs: int) -> Method:
         return type(self.method)(self.method.params.model_copy(update={"local_epochs": epochs}))
 
-    def _one_by_one(self, measure: Measure, starters: Sequence[Starter]) -> float:
+    def one_by_one(self, measure: Measure, starters: Sequence[Starter]) -> float:
         """Return the seconds of one client's step by the method's own code."""
         method = self._with_epochs(1)
         total = 0.0
@@ -373,7 +396,7 @@ class Trial:
             steps += len(schedule(client, method.params))
         return total / steps
 
-    def _at_once(self, measure: Measure, starters: Sequence[Starter], way: Convolutions) -> float:
+    def at_once(self, measure: Measure, starters: Sequence[Starter], way: Convolutions) -> float:
         """Return the seconds of one client's step in a stack."""
         params = self._with_epochs(WARM_STEPS + TIMED_STEPS).params
         stack = Stack(self.model, len(starters))

@@ -425,6 +425,43 @@ def test_a_method_shows_defaults_and_published_values_side_by_side(call):
     assert (told["temperature"]["default"], told["temperature"]["paper"]) == (0.2, 0.2)
 
 
+def test_a_method_says_who_published_each_value_and_for_which_data(call):
+    code, out, err = call("methods", "dualfed")
+    assert code == 0, err
+    rows = [re.split(r"\s{2,}", line.strip()) for line in out.splitlines()]
+    stated = [row[1:] for row in rows if row[0] == "contrastive_weight"][1:]
+    assert ["40.0", "authors' code", "pacs", "script for PACS"] in stated
+    assert ["?", "not published", "domainnet", "the script is cut off"] in stated
+    told = {one["name"]: one for one in json.loads(call("methods", "dualfed", "--json")[1])["params"]}
+    assert told["batch_size"]["published"] == [{"value": 256, "source": "paper", "location": "Sec. 5.3", "data": ""}]
+    assert told["smallest_batch"]["published"] == []
+
+
+@pytest.mark.parametrize("name, shown", [("repper", "–"), ("fedavg", "0.5")])
+def test_momentum_that_adam_ignores_has_no_default_to_show(call, name, shown):
+    out = call("methods", name)[1]
+    rows = [line.split() for line in out.splitlines() if line.startswith("momentum")]
+    assert rows[0][1] == shown
+
+
+def test_a_simulation_with_published_values_says_which_and_whose(call, tmp_path):
+    words = ["-m", "fedpick", "-d", "digits:optdigits?n=40", "-n", "2", "-r", "1", "--engine", "serial", "--no-local"]
+    words += ["--set", "local_epochs=0", "--out", str(tmp_path / "sim")]
+    code, out, err = call("simulate", *words, "--paper-for", "digits5")
+    assert code == 0, err
+    assert "global_weight 10.0 (paper, digits5)" in out
+    assert "batch_size 32 (others' code)" in out
+    result = json.loads((tmp_path / "sim" / "result.json").read_text(encoding="utf-8"))
+    assert result["params"]["global_weight"] == 10.0
+    assert result["published"]["global_weight"] == {
+        "value": 10.0, "source": "paper", "location": "Table III", "data": "digits5",
+    }  # fmt: skip
+    code, _, err = call("simulate", *words[:-1], str(tmp_path / "two"), "--paper-for", "digit5")
+    assert code == 2
+    assert "did you mean 'digits5'?" in err
+    assert not (tmp_path / "two").exists()
+
+
 @pytest.mark.parametrize("name", methods.names())
 def test_docstring_of_a_method_fills_its_row(name):
     row = describe(name)

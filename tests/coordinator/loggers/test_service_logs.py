@@ -185,9 +185,7 @@ def test_mlflow_has_a_parent_with_a_child_for_each_seed(tmp_path, images, mlflow
 def test_an_mlflow_server_that_is_killed_in_the_middle_costs_a_warning_and_gets_the_rest_later(
     tmp_path, images, mlflow_server, monkeypatch, caplog
 ):
-    from coordinator.loggers import run_logs
-
-    monkeypatch.setattr(run_logs, "END_LIMIT_S", 3.0)
+    monkeypatch.setattr(delivery, "AWAY_LIMIT_S", 3.0)
     monkeypatch.setattr(delivery, "FIRST_PAUSE_S", 0.2)
     choice = f"mlflow:{mlflow_server.url}"
     plan = small_plan(images, "fedper", rounds=8, local=False, log=(choice,))

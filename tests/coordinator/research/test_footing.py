@@ -80,6 +80,9 @@ DIRICHLET = {"partition": "dirichlet", "alpha": 0.1, "size": None, "test_size": 
          {"partition": "dirichlet, 100 clients, alpha 0.1, at least 10 samples each",
           "encoder": "the encoder that suits the inputs",
           "test samples": "the data's own test part, in the client's mixture of classes"}),
+        ({"partition": "domains", "clients": None, "size": None, "test_size": None},
+         {"partition": "domains", "encoder": "the encoder that suits the inputs",
+          "test samples": "the data's own test part, the client's own"}),
         ({**DIRICHLET, "partition": "fedrir_dirichlet", "data": ("idx:/nowhere?split=all",)},
          {"partition": "fedrir_dirichlet, 100 clients, alpha 0.1, at least 400 samples each, the generator of FedRIR's "
           "authors",

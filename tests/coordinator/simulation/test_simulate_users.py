@@ -46,7 +46,7 @@ def test_each_user_trains_and_tests_on_its_own_samples(leaf, caplog):
 
 
 def test_a_run_of_users_is_one_of_these_clients(leaf):
-    result = simulate("fedavg", data=leaf, partition="users", encoder="linear", rounds=1, local=False)
+    result = simulate("fedavg", data=leaf, partition="users", encoder="linear", rounds=1, local=False, engine="serial")
     assert sorted(result.clients) == ["ann-b", "bob", "eve"]
 
 

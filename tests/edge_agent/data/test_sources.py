@@ -47,7 +47,21 @@ def test_source_strings_are_taken_apart():
 
 
 def test_the_files_of_this_folder_are_the_kinds_of_sources():
-    own = {"arrow", "camera", "csv", "digits", "idx", "images", "npz", "parquet", "python", "video", "wav", "windows"}
+    own = {
+        "arrow",
+        "camera",
+        "csv",
+        "digits",
+        "idx",
+        "images",
+        "npz",
+        "parquet",
+        "python",
+        "torchvision",
+        "video",
+        "wav",
+        "windows",
+    }
     public = {"cifar", "cinic", "digits5", "domainnet", "leaf", "officecaltech", "officehome", "pacs", "ucihar"}
     assert set(registry.names()) >= own | public
     assert not set(registry.names()) & {"base", "preprocess", "splitting"}

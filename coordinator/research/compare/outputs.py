@@ -1,0 +1,111 @@
+"""The files of a comparison that people read, made again from its records at any time, and its lines on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from edge_agent.core.errors import MissingCapability
+from edge_agent.core.storage import check_writable, write_atomic
+
+from ...text import counted
+from .records import Comparison
+from .row_statistics import ComparisonStatistics, compute_statistics
+from .tables import (
+    all_tables,
+    clients_csv,
+    clients_parquet,
+    differences_table,
+    facts,
+    figures_csv,
+    latex,
+    markdown,
+    methods_table,
+    rows_csv,
+    text_lines,
+    tuning_table,
+)
+
+MOST_FAILURES = 5
+"""The most runs without a result that stand on a terminal; all of them are in table.md."""
+
+
+def write_outputs(comparison: Comparison, folder: Path) -> list[Path]:
+    """Write the tables of a comparison, and return the files in the order in which a reader wants them.
+
+    They are ``table.md``, ``table.tex``, ``table.csv`` (all figures of each row), ``differences.csv``, ``clients.csv``
+    and, with pyarrow, ``clients.parquet`` (each client in each run). Each file replaces an earlier one as a whole.
+
+    Args:
+        comparison: What has been found so far; it may lack runs, or all of them.
+        folder: Where the files are written; it is made where there is none.
+
+    Raises:
+        UsageError: The folder cannot be written to.
+    """
+    check_writable(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for name, content in _files(comparison):
+        write_atomic(folder / name, content)
+        paths.append(folder / name)
+    return paths
+
+
+def _files(comparison: Comparison) -> Iterator[tuple[str, bytes]]:
+    """Yield the name and the content of each file."""
+    statistics = compute_statistics(comparison)
+    tables = all_tables(comparison, statistics)
+    yield "table.md", _document(comparison, statistics).encode(errors="replace")
+    yield "table.tex", latex(tables, _caption(comparison)).encode(errors="replace")
+    yield "table.csv", figures_csv(tables)
+    yield "differences.csv", rows_csv(differences_table(statistics))
+    yield "clients.csv", clients_csv(comparison)
+    try:
+        yield "clients.parquet", clients_parquet(comparison)
+    except MissingCapability:
+        return  # clients.csv has the same; the message is for those who ask for parquet alone
+
+
+def _document(comparison: Comparison, statistics: ComparisonStatistics) -> str:
+    """Return all tables in Markdown below what all rows have in common."""
+    parts = [f"# {comparison.title}\n", "".join(f"- {name}: {value}\n" for name, value in facts(comparison))]
+    if comparison.command:
+        parts.append(f"Made by\n\n```\n{comparison.command}\n```\n")
+    parts += map(markdown, all_tables(comparison, statistics))
+    return "\n".join(parts)
+
+
+def _caption(comparison: Comparison) -> str:
+    """Return the caption of the table of methods: what a reader of a paper needs to know of the task."""
+    common = "; ".join(f"{name.lower()}: {value}" for name, value in facts(comparison))
+    return f"{comparison.title}. {common}."
+
+
+def summary_lines(comparison: Comparison, width: int = 140) -> list[str]:
+    """Return the comparison as lines of plain text for a terminal: the task, the table of methods, what is missing.
+
+    Args:
+        comparison: What has been found so far.
+        width: The most characters of a line.
+    """
+    statistics = compute_statistics(comparison)
+    lines = text_lines(methods_table(comparison, statistics), width)
+    if statistics.has_tuning:
+        lines += ["", *text_lines(tuning_table(comparison, statistics), width)]
+    hours = sum(row.costs.trial_hours + row.costs.run_hours for row in statistics.rows)
+    lines.append(f"{hours:.2f} CPU hours in all.")
+    if statistics.failures:
+        lines.append(f"{counted(len(statistics.failures), 'run')} without a result, all of them in table.md:")
+        for failure in statistics.failures[:MOST_FAILURES]:
+            lines.append(f"  {failure.row}, {failure.run}: {failure.reason}"[:width])
+    return lines
+
+
+def to_json(comparison: Comparison) -> dict[str, Any]:
+    """Return all figures of a comparison as a JSON object, such as ``--json`` prints."""
+    figures = TypeAdapter(ComparisonStatistics).dump_python(compute_statistics(comparison), mode="json")
+    return {"title": comparison.title, "facts": dict(facts(comparison)), **figures}
