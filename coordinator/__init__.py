@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .api import federate, simulate
     from .config import CoordinatorConfig, load_config
     from .service.coordinator import Coordinator
+    from .simulation.engines.kept_workers import workers
     from .simulation.notebook.result import SimulationResult
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "federate",
     "load_config",
     "simulate",
+    "workers",
 ]
 
 _HOMES = {
@@ -39,6 +41,7 @@ _HOMES = {
     "federate": ".api",
     "load_config": ".config",
     "simulate": ".api",
+    "workers": ".simulation.engines.kept_workers",
 }
 
 

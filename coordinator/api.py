@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from edge_agent.methods import Method
     from edge_agent.wire.messages.down import Job
 
+    from .simulation.engines.kept_workers import KeptWorkers
     from .simulation.notebook.result import SimulationResult
     from .simulation.observer import OnRound
     from .simulation.run import Simulation
@@ -67,6 +68,7 @@ def simulate(
     encoder: str | Callable[..., nn.Module] | None = None,
     out: str | Path | None = None,
     resume: bool = False,
+    pool: KeptWorkers | None = None,
     watch: Callable[[Job], None] = lambda _: None,
     on_round: OnRound | None = None,
     log: LogChoice | Sequence[LogChoice] | None = None,
@@ -93,6 +95,9 @@ def simulate(
     ``resume``: continue the simulation that is in ``out``, or begin it where there is none. The settings have to be
     those that it began with, but for ``rounds``: more of them continue also a run that has finished, and the result is
     that of a run which had as many from the beginning. A finished one with the same rounds is read, not repeated.
+
+    ``pool``: worker processes that stay after the run, see `coordinator.workers`: of several simulations one after
+    another only the first waits for their start. The bits are the same.
 
     ``watch`` is called after each finished task of a client, ``on_round`` after each closed round, with a
     `coordinator.loggers.records.RoundResult`: accuracies by scope, loss, seconds, bytes, and what each client has
@@ -121,18 +126,23 @@ def simulate(
     given = {"partition": partition, "clients": clients, "rounds": rounds, "seed": seed, **settings}
     fields = {name: value for name, value in given.items() if value is not None}
     fields |= {"params": dict(params or {}), "folder": str(Path.cwd())}
+    if pool is not None:
+        pool.check_open()
+        fields = {"engine": "pool", "workers": pool.count, **fields}
+        if fields["engine"] != "pool":
+            raise UsageError(f"engine = '{fields['engine']}' uses no worker processes of pool=; leave one of them out")
     # Logs that have a name are kept with the settings, so that a run that is resumed goes on in them.
     names = [absolute_choice(choice) for choice in choices_of(log) if isinstance(choice, str)]
     if names:
         fields["log"] = names
     watching = Watching(watch, on_round, logs)
     if out is not None:
-        return _run(_plan(method, encoder, data, fields, Path(out), resume=resume), Path(out), watching)
+        return _run(_plan(method, encoder, data, fields, Path(out), resume=resume), Path(out), watching, pool)
     # The folder that holds temporary ones may be reached by a link, and `remove_folder` follows none.
     temporary = Path(tempfile.mkdtemp(prefix="headwater-")).resolve()
     mark_folder(temporary, TEMPORARY_RUN, temporary.name)
     try:
-        result = _run(_plan(method, encoder, data, fields, temporary / "run"), temporary / "run", watching)
+        result = _run(_plan(method, encoder, data, fields, temporary / "run"), temporary / "run", watching, pool)
     except Exception as error:
         is_mistake = isinstance(error, HeadwaterError) and not isinstance(error, TrainingFailed | RunFailed)
         if is_mistake or not (temporary / "run").is_dir():
@@ -228,7 +238,7 @@ def _data_fields(data: object, fields: Mapping[str, Any], folder: Path) -> dict[
     return {"data": sources, "partition": file}
 
 
-def _run(plan: Plan, folder: Path, watching: Watching) -> SimulationResult:
+def _run(plan: Plan, folder: Path, watching: Watching, pool: KeptWorkers | None) -> SimulationResult:
     import torch
 
     from .simulation.notebook.result import SimulationResult
@@ -239,6 +249,7 @@ def _run(plan: Plan, folder: Path, watching: Watching) -> SimulationResult:
     try:
         saved = folder / PARTITION
         prepared = Prepared.of(plan, saved if read_plan(folder) is not None else None).shared()
+        prepared = replace(prepared, kept=pool)
         with open_simulation(prepared, folder) as simulation:
             summary = finish(simulation, folder, watching)
             recorded = simulation.state.run(simulation.run).summary() or {}

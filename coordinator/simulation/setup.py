@@ -30,6 +30,7 @@ from .client_tasks import state_files_in
 from .datasets import Pools, prepare
 from .device_heads import check_head
 from .engines.base import EngineChoice
+from .engines.kept_workers import KeptWorkers
 from .own_parts import register
 from .plan import Plan
 
@@ -74,6 +75,9 @@ class Prepared:
     choice: EngineChoice = field(default_factory=EngineChoice)
     memory: SharedBuffer | None = None
     """The pools in shared memory, where workers share them."""
+
+    kept: KeptWorkers | None = None
+    """Worker processes that stay after the run; None: they are of this run alone."""
 
     @classmethod
     def of(cls, plan: Plan, saved: Path | None = None) -> Prepared:

@@ -118,6 +118,12 @@ REMOVALS = {
     ("coordinator.processes.pipe", "SharedBuffer.of", "tempfile.TemporaryFile"): "a file without a name",
     ("coordinator.research.analyze.targets", "_open_bundle", "tempfile.TemporaryDirectory"): CHILD_FILES,
     ("coordinator.research.bench.measuring", "scratch", "tempfile.TemporaryDirectory"): CHILD_FILES,
+    ("coordinator.simulation.engines.kept_workers", "KeptWorkers.__init__", "tempfile.TemporaryDirectory"): (
+        "the type of the next one"
+    ),
+    ("coordinator.simulation.engines.kept_workers", "KeptWorkers.take", "tempfile.TemporaryDirectory"): (
+        "the logs of worker processes"
+    ),
     ("coordinator.state.release_keys", "file_to_release", "tempfile.TemporaryDirectory"): CHILD_FILES,
     # --- files that are replaced as a whole
     ("edge_agent.core.storage", "write_atomic", ".replace"): (
