@@ -69,6 +69,7 @@ REMOVALS = {
         "remove_folder",
     ): "an earlier demo, by its mark, with nothing else in it",
     ("coordinator.research.reproduce.cells", "Cell.forgive", "remove_folder"): "a simulation to restart, by its mark",
+    ("coordinator.research.compare.simulated_runs", "forget", "remove_folder"): "a trial that is over, by its mark",
     ("coordinator.rounds.server_side", "OwnFunctions._answers", "remove_folder"): "answers of one call, by their mark",
     ("coordinator.state.backup", "back_up", "remove_folder"): "links of one backup in the state folder, by their mark",
     ("coordinator.state.backup", "_pin", "remove_folder"): "links of one backup in the state folder, by their mark",
@@ -116,6 +117,8 @@ REMOVALS = {
     ("coordinator.broker", "MosquittoBroker.start", "tempfile.TemporaryDirectory"): CHILD_FILES,
     ("coordinator.processes.cluster", "connect_to_cluster", "tempfile.TemporaryDirectory"): CHILD_FILES,
     ("coordinator.processes.pipe", "SharedBuffer.of", "tempfile.TemporaryFile"): "a file without a name",
+    ("edge_agent.core.large_arrays", "new_array", "tempfile.TemporaryFile"): "a file without a name",
+    ("edge_agent.core.large_arrays", "reserve", ".truncate"): "the same file, which is new, and made longer",
     ("coordinator.research.analyze.targets", "_open_bundle", "tempfile.TemporaryDirectory"): CHILD_FILES,
     ("coordinator.research.bench.measuring", "scratch", "tempfile.TemporaryDirectory"): CHILD_FILES,
     ("coordinator.simulation.engines.kept_workers", "KeptWorkers.__init__", "tempfile.TemporaryDirectory"): (

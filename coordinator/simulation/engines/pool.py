@@ -282,7 +282,7 @@ class LocalWorkers:
     def of(cls, prepared: Prepared, folder: Path, setup: Sequence[str]) -> LocalWorkers:
         """Describe the workers of the simulation in ``folder``; `start` and `spawn` begin them."""
         init = {**worker_init(prepared, setup), "folder": str(folder.absolute())}
-        memory = prepared.memory or SharedBuffer.of(*prepared.pools.content())
+        memory = prepared.memory or SharedBuffer.of(*prepared.pools.content(), on_disk=prepared.pools.is_on_disk)
         # Workers that call functions first are not like others afterwards.
         kept = None if setup else prepared.kept
         return cls(init, memory, folder / "workers", Limits(threads=prepared.plan.threads or None), kept)
