@@ -18,6 +18,7 @@ from edge_agent.core.capabilities import cores
 from edge_agent.core.errors import UsageError
 
 from ...processes.supervisor import ChildProcess, Limits
+from ..memory_watch import private_bytes
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 MOST_KEPT_BYTES = 2 << 30
-"""Resident memory above which a worker is not kept."""
+"""Memory of its own above which a worker is not kept."""
 
 FileMark = tuple[str, int, int]
 """Path of a file, when it was changed last (ns), and its size."""
@@ -66,7 +67,7 @@ class KeptWorkers:
 
         Args:
             count: How many; None: as many as this machine has cores.
-            most_bytes: Resident memory of a worker above which it ends with its simulation.
+            most_bytes: Memory of a worker's own above which it ends with its simulation.
 
         Raises:
             UsageError: There are none.
@@ -123,7 +124,7 @@ class KeptWorkers:
     def give_back(self, worker: KeptWorker) -> None:
         """Keep an idle worker for the next simulation, unless it is not to be kept."""
         is_wanted = self._is_open and len(self._idle) < self.count and worker.child.is_running
-        if not is_wanted or resident_bytes_of(worker.child.pid) > self._most_bytes:
+        if not is_wanted or private_bytes(worker.child.pid) > self._most_bytes:
             worker.child.close()
             return
         try:
@@ -163,13 +164,3 @@ def mark_of(path: Path) -> FileMark:
         status = path.stat()
         return str(path), status.st_mtime_ns, status.st_size
     return str(path), 0, 0
-
-
-def resident_bytes_of(process: int) -> int:
-    """Return the resident memory of a process; 0 where this system does not say it."""
-    import resource
-
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        fields = Path(f"/proc/{process}/statm").read_text(encoding="ascii").split()
-        return int(fields[1]) * resource.getpagesize()
-    return 0

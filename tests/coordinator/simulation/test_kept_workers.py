@@ -9,7 +9,8 @@ import pytest
 from simulation_harness import write_images
 
 from coordinator import simulate, workers
-from coordinator.simulation.engines.kept_workers import KeptWorkers, mark_of, resident_bytes_of
+from coordinator.simulation.engines.kept_workers import KeptWorkers, mark_of
+from coordinator.simulation.memory_watch import private_bytes
 from edge_agent.core.errors import RunFailed, TrainingFailed, UsageError
 
 OWN = """
@@ -74,8 +75,8 @@ def test_a_worker_that_holds_much_memory_is_not_kept(settings):
         assert pool._idle == []
         simulate("fedavg", **settings, pool=pool)
         assert pool.started == 2
-    assert resident_bytes_of(os.getpid()) > 1 << 20
-    assert resident_bytes_of(0) == 0
+    assert private_bytes(os.getpid()) > 1 << 20
+    assert private_bytes(1 << 30) == 0
 
 
 def test_a_file_that_has_changed_is_loaded_by_a_new_worker(tmp_path, settings):
