@@ -21,7 +21,7 @@ from edge_agent.training.precision import time_steps
 from edge_agent.training.weights import read_weights
 
 from ..config import NO_BOUNDS, CoordinatorConfig
-from ..journal.entries import Simulated
+from ..journal.entries import RunExtended, Simulated
 from ..processes.pipe import SharedBuffer
 from ..rounds.request import Request, Weights
 from ..state.store import StateFolder
@@ -30,6 +30,7 @@ from .client_tasks import state_files_in
 from .datasets import Pools, prepare
 from .device_heads import check_head
 from .engines.base import EngineChoice
+from .engines.kept_workers import KeptWorkers
 from .own_parts import register
 from .plan import Plan
 
@@ -74,6 +75,9 @@ class Prepared:
     choice: EngineChoice = field(default_factory=EngineChoice)
     memory: SharedBuffer | None = None
     """The pools in shared memory, where workers share them."""
+
+    kept: KeptWorkers | None = None
+    """Worker processes that stay after the run; None: they are of this run alone."""
 
     @classmethod
     def of(cls, plan: Plan, saved: Path | None = None) -> Prepared:
@@ -288,6 +292,8 @@ def run_in(state: StateFolder, prepared: Prepared) -> str:
     runs = state.journal.runs()
     if runs:
         record = replay(state.journal, runs[0])
+        if prepared.plan.rounds > record.request.rounds:
+            record = _extended(state, record, prepared)
         _check_is_requested(state.path, record, prepared)
         _check_is_newest(state.path, record, prepared)
         return runs[0]
@@ -307,6 +313,31 @@ def run_in(state: StateFolder, prepared: Prepared) -> str:
     )
     request = replace(prepared.request(), weights=weights).to_fact()
     return state.journal.request_run(request.changed(simulation=simulated))
+
+
+def _extended(state: StateFolder, record: RunRecord, prepared: Prepared) -> RunRecord:
+    """Give a run more rounds, whether it has finished or not, and return where it stands then.
+
+    A round computes from the state before it, the seed and its number alone: the state after round 10 of 20 is that
+    after the last of 10. Only the end differs: personal models that were made after the last round go, and clients make
+    them again at the new end.
+
+    Raises:
+        UsageError: A step of the method depends on the number of rounds.
+    """
+    before, rounds = record.request.rounds, prepared.plan.rounds
+    tied = prepared.method.tied_to_rounds
+    if tied:
+        raise UsageError(
+            f"{state.path}: {before} rounds cannot become {rounds}: method '{prepared.method.name}' depends on their "
+            f"number: {tied}; start a new run with {rounds} rounds in another folder"
+        )
+    # The order makes a kill harmless: until the journal says so, the next start does all of this again.
+    write_json(state.path / PLAN, _as_json(prepared.plan))
+    for client in prepared.division.clients:
+        state_files_in(state.path / CLIENTS, client, record.run).remove(LAST_ROUND)
+    state.journal.append(RunExtended(rounds=rounds), run=record.run)
+    return replay(state.journal, record.run)
 
 
 def computing_as_begun(state: StateFolder, run: str, prepared: Prepared) -> Prepared:
