@@ -84,8 +84,8 @@ def read_speeds(text: str, folder: Path) -> list[DeviceSpeed]:
         raise DataError(f"speeds = {text}: {path} cannot be read; expected a CSV file with {_header()}") from error
     lines = csv.DictReader(io.StringIO(content))
     if tuple(lines.fieldnames or ()) != COLUMNS:
-        found = ",".join(lines.fieldnames or ()) or "nothing"
-        raise DataError(f"speeds = {text}: its first line is {found}; expected {_header()}")
+        first_line = ",".join(lines.fieldnames or ()) or "nothing"
+        raise DataError(f"speeds = {text}: its first line is {first_line}; expected {_header()}")
     kinds = []
     mistakes: list[str] = []
     for number, line in enumerate(lines, start=2):
