@@ -112,7 +112,7 @@ class Simulation:
         kind = SimulatedClients if prepared.plan.speeds is None else TimedClients
         self.clients = kind(broker, services, engine, population, attempt=self._attempt, beside=self._pooled_norm)
         if isinstance(self.clients, TimedClients):
-            self.times = SimulatedTimes(state.path / TIMES, _speeds_of(prepared))
+            self.times = SimulatedTimes(state.path / TIMES, lambda: _speeds_of(prepared))
             self.clients.keep_time(self.times)
         self._pooled: tuple[Outgoing, ...] | None = None
         self._silent_s = 0.0

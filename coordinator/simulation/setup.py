@@ -103,7 +103,7 @@ class Prepared:
                 "torch; leave it out, or choose a method that has one, such as afl"
             )
         check_head(plan)
-        if plan.speeds is not None:
+        if plan.speeds is not None and saved is None:  # a run that is resumed has the devices that it began with
             read_speeds(plan.speeds, plan.folder)
         weights_path = plan.weights_path
         if weights_path is not None:

@@ -13,6 +13,7 @@ is delivered. After a kill between the two, the same update is the first to arri
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,15 +44,15 @@ class _SavedTimes(Frozen):
 class SimulatedTimes:
     """The simulated clock of a run, kept in its folder."""
 
-    def __init__(self, path: Path, speeds: Speeds) -> None:
-        """Take up the times in a file, if there is one, with the devices that the run began with; else begin.
+    def __init__(self, path: Path, draw: Callable[[], Speeds]) -> None:
+        """Take up the times in a file, if there is one, with the devices that the run began with; else draw these.
 
         Raises:
             StateError: The file is damaged.
         """
         self._path = path
         try:
-            saved = _SavedTimes.model_validate(read_json(path) or {"speeds": speeds.of_client})
+            saved = _SavedTimes.model_validate(read_json(path) or {"speeds": draw().of_client})
         except ValidationError as error:
             raise StateError(f"{path}: damaged; put it back from a backup, or begin again in another folder") from error
         self.speeds = Speeds(dict(saved.speeds))
@@ -92,11 +93,13 @@ class TimedClients(SimulatedClients):
 
     times: SimulatedTimes
     _arrivals: list[_Arrival]
+    _computed: int
 
     def keep_time(self, times: SimulatedTimes) -> None:
         """Set the clock, which knows how fast devices are; called once, before `start`."""
         self.times = times
         self._arrivals = []
+        self._computed = 0
 
     def work(self) -> down.Job | None:
         """Compute all jobs, deliver the reply that arrives first, and return its job; None where there is no job.
@@ -110,7 +113,8 @@ class TimedClients(SimulatedClients):
             done = self._engine.take()
             check_done(done)
             self._durations.note(done.work.client, done.work.job.purpose, done.seconds)
-            arrival = _Arrival(self._arrives_at(done), done.work.client, len(self._arrivals), done)
+            self._computed += 1
+            arrival = _Arrival(self._arrives_at(done), done.work.client, self._computed, done)
             heapq.heappush(self._arrivals, arrival)
             self._hand_out()
         if not self._arrivals:

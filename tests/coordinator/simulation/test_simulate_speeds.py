@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-from simulation_harness import learned, learned_anywhere, run, small_plan, write_images
+from simulation_harness import learned, learned_anywhere, run, run_and_updates, small_plan, write_images
 
+import coordinator
 from coordinator.simulation.device_speeds import PROFILES, DeviceSpeed, Speeds, read_speeds
 from coordinator.simulation.plan import Plan
 from coordinator.simulation.run import open_simulation
@@ -149,12 +150,30 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits_and_times(mode, jobs, im
     assert times[0] == times[1]
 
 
+def test_a_resumed_run_needs_no_table_any_more(images, tmp_path):
+    path = write_speeds(tmp_path, "slow,0.5,10,2", "fast,0.01,10,2")
+    plan = small_plan(images, params=PARAMS, speeds=path)
+    undisturbed = run(plan, tmp_path / "undisturbed")
+    with open_simulation(Prepared.of(plan), tmp_path / "sim") as simulation:
+        simulation.step()
+    (tmp_path / "speeds.csv").unlink()
+    result, _ = run_and_updates(plan, tmp_path / "sim", saved=True)
+    assert learned(result) == learned(undisturbed)
+
+
 def test_workers_give_the_bits_and_times_of_one_after_another(images, tmp_path):
     plan = small_plan(images, params=PARAMS, rounds=4, speeds="pi4,pc", mode="buffered", buffer=2, clients=5)
     serial = run(plan, tmp_path / "serial")
     pool = run(plan.model_copy(update={"engine": "pool", "workers": 2}), tmp_path / "pool")
     assert learned_anywhere(serial) == learned_anywhere(pool)
     assert all(row["simulated_s"] > 0 for row in serial["rounds"])
+
+
+def test_a_program_has_the_simulated_seconds_beside_the_accuracies(images, tmp_path):
+    settings = {"encoder": "linear", "params": PARAMS, "engine": "serial", "clients": 3, "local": False}
+    result = coordinator.simulate("fedavg", data=images, rounds=2, speeds="pi4", out=tmp_path / "sim", **settings)
+    seconds = [row["simulated_s"] for row in result.rounds]
+    assert 0 < 2 * seconds[0] == pytest.approx(seconds[1])
 
 
 def test_a_damaged_clock_is_named(images, tmp_path):
