@@ -100,8 +100,7 @@ def simulate(
         given["data"] = tuple(map(absolute, given["data"]))
     if "log" in given:
         given["log"] = tuple(map(absolute_choice, given["log"]))
-    if is_saved_partition(given.get("partition")):
-        given["partition"] = str(Path(given["partition"]).expanduser().absolute())
+    _make_files_absolute(given)
     plan, folder = _resumed(given, config, out) if resume else _planned(given, config, out)
     # A method in a file of the user's is loaded by the run itself; until then nothing is known of it.
     if plan.method_name in methods.names():
@@ -177,6 +176,13 @@ def _planned(given: dict[str, Any], config: Path | None, out: Path | None) -> tu
         raise UsageError(f"{folder} holds a simulation; resume it with --resume, or choose another folder with --out")
     check_writable(folder)
     return plan, folder
+
+
+def _make_files_absolute(given: dict[str, Any]) -> None:
+    """Replace the paths of a partition and of a table of devices, which count from the current folder."""
+    for name, suffix in (("speeds", ".csv"), ("partition", ".json")):
+        if str(given.get(name, "")).endswith(suffix):
+            given[name] = str(Path(given[name]).expanduser().absolute())
 
 
 def _refuse_options(settings: Mapping[str, Any], config: Path) -> None:

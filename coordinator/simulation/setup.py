@@ -29,6 +29,7 @@ from ..views.runs import RunRecord, replay
 from .client_tasks import state_files_in
 from .datasets import Pools, prepare
 from .device_heads import check_head
+from .device_speeds import read_speeds
 from .engines.base import EngineChoice
 from .engines.kept_workers import KeptWorkers
 from .own_parts import register
@@ -106,6 +107,8 @@ class Prepared:
                 "torch; leave it out, or choose a method that has one, such as afl"
             )
         check_head(plan)
+        if plan.speeds is not None and saved is None:  # a run that is resumed has the devices that it began with
+            read_speeds(plan.speeds, plan.folder)
         weights_path = plan.weights_path
         if weights_path is not None:
             # A simulation that is resumed has a copy of its own: the original may have changed since.
@@ -177,7 +180,7 @@ class Prepared:
     def config(self, folder: Path) -> CoordinatorConfig:
         """Return the configuration of a coordinator that waits for every client that can still deliver."""
         plan = self.plan
-        closing = {"quorum": 1.0, "max_attempts": 1, "deadline_s": LONGEST_ROUND_S}
+        closing: dict[str, Any] = {"quorum": 1.0, "max_attempts": 1, "deadline_s": LONGEST_ROUND_S}
         if plan.dropout:
             closing = {
                 "quorum": LOWEST_QUORUM,
@@ -185,6 +188,8 @@ class Prepared:
                 "grace_s": GRACE_S,
                 "deadline_s": LONGEST_SILENCE_S,
             }
+        kind = {"mode": plan.mode, "buffer": plan.buffer, "max_staleness": plan.max_staleness}
+        closing |= {name: value for name, value in kind.items() if value is not None}
         raw = {
             "federation": FEDERATION,
             "state": folder,
@@ -213,7 +218,7 @@ _JOURNAL = ("journal.db", "journal.db-journal", "journal.db-shm", "journal.db-wa
 _LEFT_BY_A_BEGINNING = {_LOCK, *_JOURNAL, PLAN, PARTITION, WEIGHTS, ENGINE, MARK}
 _LEFT_BY_ROUNDS = (CLIENTS, "blobs", "runs")
 
-_RECORDS = ("result.json", "failed.json", "curves.svg", "status.json", "workers", "logs")
+_RECORDS = ("result.json", "failed.json", "curves.svg", "status.json", "workers", "logs", "simulated-times.json")
 """What is written beside the state of a simulation while it runs and when it ends."""
 
 _TOP_LEVEL = re.compile(
