@@ -55,14 +55,16 @@ GROUPS: dict[str, dict[str, str]] = {
         "release": "Create, promote, hold or roll back releases.",
         "keys": "Make, show and change release keys; sign bundles.",
     },
-    "Data and pictures": {
+    "Research": {
         "methods": "List all methods, or show one of them.",
         "partition": "Divide data among clients, and save who has which rows.",
-        "pretrain": "Train a warm start ahead, on one or several machines.",
         "compare": "Compare methods: equal tuning, paired seeds.",
         "sweep": "Search a method's parameters on validation samples.",
         "reproduce": "Run the cells of a published table and compare.",
         "analyze": "Measure a run's features and models as the papers do.",
+    },
+    "Models and pictures": {
+        "pretrain": "Train a warm start ahead, on one or several machines.",
         "report": "Write a run's page with tables and plots.",
         "gains": "Show what each run has brought over the one before.",
     },
