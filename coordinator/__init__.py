@@ -1,8 +1,9 @@
 """The program in the data center, and federated learning simulated on one machine.
 
-``simulate`` runs a method on many clients; ``federate`` runs a coordinator and agents in one process; ``Coordinator``
-serves a federation of devices, as `CoordinatorConfig` says, which ``load_config`` reads from a TOML file. All names are
-imported when they are first used.
+``simulate`` runs a method on many clients. ``compare`` tunes several methods alike and runs each with the same seeds;
+``sweep`` tunes one. ``federate`` runs a coordinator and agents in one process. ``Coordinator`` serves a federation of
+devices, as `CoordinatorConfig` says, which ``load_config`` reads from a TOML file. All names are imported when they are
+first used.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
     from .api import federate, simulate
     from .config import CoordinatorConfig, load_config
+    from .research.compare.interface import compare, sweep
     from .service.coordinator import Coordinator
     from .simulation.notebook.result import SimulationResult
 
@@ -26,9 +28,11 @@ __all__ = [
     "SimulationResult",
     "StopRun",
     "__version__",
+    "compare",
     "federate",
     "load_config",
     "simulate",
+    "sweep",
 ]
 
 _HOMES = {
@@ -36,9 +40,11 @@ _HOMES = {
     "CoordinatorConfig": ".config",
     "SimulationResult": ".simulation.notebook.result",
     "StopRun": "edge_agent.core.errors",
+    "compare": ".research.compare.interface",
     "federate": ".api",
     "load_config": ".config",
     "simulate": ".api",
+    "sweep": ".research.compare.interface",
 }
 
 

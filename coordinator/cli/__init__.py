@@ -59,6 +59,8 @@ GROUPS: dict[str, dict[str, str]] = {
         "methods": "List all methods, or show one of them.",
         "partition": "Divide data among clients, and save who has which rows.",
         "pretrain": "Train a warm start ahead, on one or several machines.",
+        "compare": "Compare methods: equal tuning, paired seeds.",
+        "sweep": "Search a method's parameters on validation samples.",
         "reproduce": "Run the cells of a published table and compare.",
         "analyze": "Measure a run's features and models as the papers do.",
         "report": "Write a run's page with tables and plots.",
@@ -80,7 +82,7 @@ GROUPS: dict[str, dict[str, str]] = {
 COMMANDS: dict[str, str] = {name: summary for group in GROUPS.values() for name, summary in group.items()}
 """Every command, in the order of the help -> its summary."""
 
-RESEARCH = frozenset({"analyze", "bench", "reproduce"})
+RESEARCH = frozenset({"analyze", "bench", "compare", "reproduce", "sweep"})
 """Commands of the extra ``research``; only their modules import `coordinator.research`."""
 
 

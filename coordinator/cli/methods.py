@@ -35,7 +35,7 @@ def methods(name: Name = None, as_json: Json = False) -> None:
     Example: headwater methods repper
     """
     if name is not None:
-        one = {**describe(name), "params": parameters(name)}
+        one = {**describe(name), "params": parameters(name), "search": search_values(name)}
         present(one, _lines(one), as_json=as_json)
         return
     stored = {} if as_json else json.loads(files(__package__).joinpath(LISTED).read_bytes())
@@ -126,6 +126,12 @@ def _where(published: Mapping[str, Any]) -> tuple[str, str]:
     return published["data"] or "any", published["location"]
 
 
+def search_values(name: str) -> dict[str, str]:
+    """Return parameter -> the values that 'headwater compare' and 'headwater sweep' try, as --space takes them."""
+    space = registry.search_space(registry.get(name).Params)
+    return {parameter: str(values) for parameter, values in space.items()}
+
+
 def marked_heads(one: Mapping[str, Any]) -> str:
     """Return a method's device heads, each with the mark of its grade."""
     return " ".join(f"{GRADE_MARKS[one['exactness'][head][0]]}{head}" for head in one["heads"]) or "–"
@@ -165,3 +171,5 @@ def _lines(one: dict[str, Any]) -> Iterator[Table | str]:
     ]
     if published:
         yield table("published values: who says them, for which data", PUBLISHED, published, left=len(PUBLISHED))
+    searched = "; ".join(f"{name} = {values}" for name, values in one.get("search", {}).items())
+    yield f"searched by 'headwater compare' and 'headwater sweep': {searched or 'nothing'}"

@@ -227,7 +227,9 @@ def _value(name: str, field: FieldInfo, value: Any) -> Any:
     pairs = [pair.partition("=") for pair in value]
     wrong = ["".join(pair) for pair in pairs if not (pair[0] and pair[1])]
     if wrong:
-        raise UsageError(f"{_flags(name)[0]} {', '.join(wrong)}: expected name=value, for example {_EXAMPLES[is_text]}")
+        flag = _flags(name)[0]
+        example = next(pair[0] or "NAME" for pair in pairs if not (pair[0] and pair[1]))
+        raise UsageError(f"{flag} {', '.join(wrong)}: expected name=value, for example {flag} {example}=VALUE")
     result: dict[str, Any] = {}
     for key, _, text in pairs:
         try:
@@ -235,7 +237,3 @@ def _value(name: str, field: FieldInfo, value: Any) -> Any:
         except ValueError:
             result[key] = text
     return result
-
-
-_EXAMPLES = {False: "--param local_epochs=5", True: "--tag goal=baseline"}
-"""Whether values are text -> a pair as an example."""

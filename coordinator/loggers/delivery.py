@@ -110,6 +110,7 @@ class Delivery:
         self._reason = ""
         """Why the first call in the queue has failed; empty: it has not been tried, or nothing waits."""
 
+        self._has_warned = False
         self._thread = threading.Thread(target=self._run, name=f"log-{name}", daemon=True)
 
     def begin(self, run: RunDescription) -> None:
@@ -205,14 +206,16 @@ class Delivery:
         return math.inf if self._ends_at is None else self._ends_at - self._spared_s
 
     def _note_failure(self, error: Exception) -> None:
-        """Keep the reason, and warn of the first failure of a series."""
+        """Keep the reason, and log the first failure of a series: as a warning only once in a run."""
         reason = str(error) if isinstance(error, HeadwaterError) else reason_of(error)
         with self._changed:
             is_first = not self._reason
             self._reason = reason
             self._changed.notify_all()
         if is_first:
-            log.warning("log_away log=%s where=%s reason=%s", self.name, self.logger.where, reason)
+            level = logging.INFO if self._has_warned else logging.WARNING
+            log.log(level, "log_away log=%s where=%s reason=%s", self.name, self.logger.where, reason)
+            self._has_warned = True
 
     def _note_done(self, call: _Call) -> None:
         with self._changed:

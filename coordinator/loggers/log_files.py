@@ -41,9 +41,9 @@ class LineFile:
         with naming(self.path), self.path.open("r+b", buffering=0) as file:
             file.truncate(self._size)
             file.seek(self._size)
-            written = file.write(content)
-            if written != len(content):  # a full disk, whose error the rest of the bytes gets
-                file.write(content[written:])
+            rest = memoryview(content)
+            while rest:  # one write, but on a full disk, which takes a part before the next one raises the error
+                rest = rest[file.write(rest) :]
             sync(file.fileno())
         self._size += len(content)
 
@@ -56,6 +56,15 @@ class FolderLogger(Logger):
     """
 
     writes_files: ClassVar[bool] = True
+
+    def __init__(self, target: str = "", folder: Path = Path()) -> None:
+        """Only assign; the parameters are those of the contract."""
+        super().__init__(target, folder)
+        self.run_folder = self.root
+        """The folder of the run, once it has begun."""
+
+        self.run = RunDescription("", "", Path())
+        """The run, once it has begun."""
 
     @classmethod
     def absolute_target(cls, target: str, folder: Path) -> str:
@@ -81,7 +90,7 @@ class FolderLogger(Logger):
     @property
     def where(self) -> str:
         """The folder of the run, or that of all runs before one has begun."""
-        return str(getattr(self, "run_folder", self.root))
+        return str(self.run_folder)
 
     def begin(self, run: RunDescription) -> None:
         """Make the folder of the run, and describe it in ``run.json``."""

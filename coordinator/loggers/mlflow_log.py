@@ -9,6 +9,7 @@ telemetry is off unless the environment says otherwise.
 from __future__ import annotations
 
 import os
+import re
 import time
 import urllib.error
 import urllib.parse
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, ClassVar
 from edge_agent.core.errors import UsageError, cause
 
 from .base import Logger
-from .records import ParentRun, RoundResult, RunDescription, RunEnd, Scalar, as_csv, clients_table
+from .records import ParentRun, RoundResult, RunDescription, RunEnd, as_csv, clients_table
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
@@ -37,7 +38,9 @@ PARAMS_AT_ONCE = 100
 """Parameters of one request, as MLflow allows."""
 
 LONGEST_VALUE = 500
-"""Characters of a parameter; MLflow's older servers allow no more."""
+LONGEST_TAG = 5000
+LONGEST_KEY = 250
+"""Characters of a parameter's value, a tag's, and a name; MLflow's older servers allow no more."""
 
 CHECK_LIMIT_S = 5.0
 """How long the check before a run waits for the server."""
@@ -50,6 +53,7 @@ ENVIRONMENT = {
 """What the package reads from the environment. By its own defaults it reports its use, and waits four minutes for a
 server that is away. What is set already stays."""
 
+LATER = "or log to files now (--log jsonl) and to the server later (--resume --log mlflow:…)"
 NO_TARGET = (
     "--log mlflow: say where, for example --log mlflow:http://127.0.0.1:5000; 'mlflow server' starts a server on this "
     "machine"
@@ -89,26 +93,40 @@ class MlflowLogger(Logger):
 
         Raises:
             MissingCapability: The package is not installed.
-            UsageError: There is no target, or no server that answers.
+            UsageError: There is no target, no server that answers, or it refuses.
         """
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         super().check()
         if not self._uri:
             raise UsageError(NO_TARGET)
-        if not self._uri.startswith(("http://", "https://")):
-            return
+        if self._uri.startswith(("http://", "https://")):
+            self._check_address()
         try:
-            with urllib.request.urlopen(f"{self._uri.rstrip('/')}/health", timeout=CHECK_LIMIT_S):  # noqa: S310 - http
-                return
-        except urllib.error.HTTPError:  # it answers; whether it lets us in is said when the run begins
+            self._client().search_experiments(max_results=1)
+        # A package of others, and whatever stores it has installed, may raise anything.
+        except Exception as error:
+            raise UsageError(
+                f"--log mlflow: {self._uri} cannot be used: {_first_line(error)}; correct the address or what it asks "
+                f"for, {LATER}"
+            ) from error
+
+    def _check_address(self) -> None:
+        """Return quietly where something answers at the address: a short look, for the package waits for longer.
+
+        Raises:
+            UsageError: Nothing does.
+        """
+        try:
+            urllib.request.urlopen(f"{self._uri.rstrip('/')}/health", timeout=CHECK_LIMIT_S).close()  # noqa: S310 - http
+        except urllib.error.HTTPError:  # it answers; whether it is such a server, and lets us in, is seen next
             return
         except (OSError, ValueError) as error:
             reason = error.reason if isinstance(error, urllib.error.URLError) else error
             text = cause(reason) if isinstance(reason, OSError) else str(reason)
             raise UsageError(
                 f"--log mlflow: the server at {self._uri} does not answer ({text}); start it (mlflow server), correct "
-                "the address, or log to files now (--log jsonl) and to the server later (--resume --log mlflow:…)"
+                f"the address, {LATER}"
             ) from error
 
     def begin(self, run: RunDescription) -> None:
@@ -121,10 +139,13 @@ class MlflowLogger(Logger):
         client.update_run(self._run_id, status="RUNNING", name=run.name)
         from mlflow.entities import Param, RunTag
 
-        tags = [RunTag(name, value) for name, value in run.tags.items()]
+        tags = [RunTag(_key(name), value[:LONGEST_TAG]) for name, value in run.tags.items()]
         if run.note:
-            tags.append(RunTag("mlflow.note.content", run.note))
-        params = [Param(name, _param(value)) for name, value in run.params.items()]
+            tags.append(RunTag("mlflow.note.content", run.note[:LONGEST_TAG]))
+        # A parameter is never changed there: of a run that goes on, the path of moved data could be another.
+        present = client.get_run(self._run_id).data.params
+        missing = {_key(name): str(value)[:LONGEST_VALUE] for name, value in run.params.items()}
+        params = [Param(name, value) for name, value in missing.items() if name not in present]
         client.log_batch(self._run_id, tags=tags)
         for begin in range(0, len(params), PARAMS_AT_ONCE):
             client.log_batch(self._run_id, params=params[begin : begin + PARAMS_AT_ONCE])
@@ -199,10 +220,16 @@ class MlflowLogger(Logger):
 
         now_ms = int(time.time() * 1000)
         self._client().log_batch(
-            self._run_id, metrics=[Metric(name, float(value), now_ms, number) for name, value in metrics.items()]
+            self._run_id, metrics=[Metric(_key(name), float(value), now_ms, number) for name, value in metrics.items()]
         )
 
 
-def _param(value: Scalar) -> str:
-    """Return the value of a parameter, cut to what servers take."""
-    return str(value)[:LONGEST_VALUE]
+def _key(name: str) -> str:
+    """Return the name of a parameter, tag or figure with the characters that MLflow allows."""
+    return re.sub(r"[^\w\-. /:]", "_", name)[:LONGEST_KEY]
+
+
+def _first_line(error: Exception) -> str:
+    """Return what is wrong as one line that is not too long."""
+    lines = str(error).strip().splitlines()
+    return (lines[0] if lines else type(error).__name__)[:300].rstrip(".")

@@ -59,6 +59,17 @@ class WandbLogger(Logger):
         self._run: wandb.sdk.wandb_run.Run | None = None
         self._place = ""
 
+    @classmethod
+    def absolute_target(cls, target: str, folder: Path) -> str:
+        """Return the target with an absolute path of its folder, where it names one."""
+        name, _, options = target.partition("?")
+        if not options:
+            return target
+        pairs = dict(urllib.parse.parse_qsl(options))
+        if "dir" in pairs:
+            pairs["dir"] = str((folder / Path(pairs["dir"]).expanduser()).absolute())
+        return f"{name}?{urllib.parse.urlencode(pairs, safe='/')}"
+
     @property
     def where(self) -> str:
         """The folder of the run, and what sends it."""

@@ -15,8 +15,13 @@ import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from edge_agent.core.large_arrays import release
+
 _HEADER = struct.Struct("<HI")
 MAX_BUFFERS = 8
+
+_BLOCK_BYTES = 64 << 20
+"""Bytes that are written to a buffer at once."""
 
 
 class SharedBuffer:
@@ -29,13 +34,17 @@ class SharedBuffer:
         self.descriptor = descriptor
 
     @classmethod
-    def of(cls, *pieces: bytes | memoryview) -> SharedBuffer:
+    def of(cls, *pieces: bytes | memoryview, on_disk: bool = False) -> SharedBuffer:
         """Return a new buffer that holds the pieces, one after another.
 
+        Args:
+            pieces: The bytes.
+            on_disk: Whether they are in a file without a name, and in memory only while they are used.
+
         Raises:
-            OSError: There is not enough memory.
+            OSError: There is not enough memory, or room on the disk.
         """
-        if hasattr(os, "memfd_create"):
+        if hasattr(os, "memfd_create") and not on_disk:
             buffer = cls(os.memfd_create("headwater", os.MFD_CLOEXEC))
         else:
             import tempfile
@@ -46,7 +55,8 @@ class SharedBuffer:
             for piece in pieces:
                 view = memoryview(piece).cast("B")
                 while view:
-                    view = view[os.write(buffer.descriptor, view) :]
+                    view = view[os.write(buffer.descriptor, view[:_BLOCK_BYTES]) :]
+                    release(view)  # pieces may be on disk themselves
         except BaseException:
             buffer.close()
             raise

@@ -14,6 +14,7 @@ import numpy as np
 from edge_agent import data
 from edge_agent.client import Arrays
 from edge_agent.core.errors import DataError, UsageError
+from edge_agent.core.large_arrays import is_mapped
 from edge_agent.core.task import InputSpec, Task, Tensors
 from edge_agent.data import Samples, partition
 from edge_agent.data.partition import Division
@@ -40,6 +41,12 @@ class Pools(partition.Pools):
     """
 
     weights: Tensors = field(default_factory=dict)
+
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether inputs are kept on disk, because they are large."""
+        parts = [self.train] if self.test is None else [self.train, self.test]
+        return any(is_mapped(samples.inputs) for samples in parts)
 
     def arrays(self, share: partition.Share) -> tuple[Arrays, Arrays]:
         """Return one client's training and test samples, copied out of the pools."""

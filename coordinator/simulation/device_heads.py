@@ -23,7 +23,8 @@ from edge_agent.personal.blend import BLEND
 from edge_agent.personal.choice import FOLDS, candidates, choose, thin_out
 from edge_agent.personal.fitting import OF_STATISTICS, has_high_leverage
 from edge_agent.personal.local.validation import folds
-from edge_agent.training.loops import accuracy, features_of
+from edge_agent.training import feature_cache
+from edge_agent.training.loops import accuracy
 from edge_agent.wire.messages import down, up
 
 from .plan import Plan
@@ -111,7 +112,8 @@ def fit_head(session: Session, received: Tensors, *, rounds: int, head: str | No
         return HeadResult(name, None, None)
     shared = method.predict_global(client, inputs)
     shared_accuracy = None if shared is None else accuracy(shared, labels_of_test)
-    answers = fitted.predict_proba(features_of(client.model, inputs).cpu().numpy()).argmax(axis=1)
+    features_of_test = feature_cache.of_process.features_of(client.model, inputs).cpu().numpy()
+    answers = fitted.predict_proba(features_of_test).argmax(axis=1)
     return HeadResult(name, shared_accuracy, np.asarray(answers == labels_of_test.cpu().numpy()))
 
 
@@ -158,5 +160,5 @@ class _Device:
 
 def _features_and_labels(client: Client) -> tuple[np.ndarray, np.ndarray]:
     """Return the features (n, d) float32 of the client's training samples, and their classes (n,) int64."""
-    features = features_of(client.model, client.train_inputs).cpu().numpy()
+    features = feature_cache.of_process.features_of(client.model, client.train_inputs).cpu().numpy()
     return features, client.train_labels.cpu().numpy()

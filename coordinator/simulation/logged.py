@@ -5,19 +5,30 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from edge_agent.core.errors import HeadwaterError
+from edge_agent.core.errors import HeadwaterError, StateError
+from edge_agent.core.storage import read_json
+from edge_agent.data.partition import Division
 
 from ..loggers.delivery import LogOutcome
 from ..loggers.records import RunDescription, RunEnd, Scalar
 from ..loggers.run_logs import RunLogs
+from ..state.store import StateFolder
 from ..text import reason_of
 from ..views.runs import replay
-from .plan import ABOUT, HOW_NOT_WHAT
-from .results import spread_of
+from .plan import ABOUT, HOW_NOT_WHAT, Plan
+from .results import round_result, spread_of
 from .run import Simulation
+from .setup import PARTITION, read_plan
+
+RESULT = "result.json"
+"""File with the result in the folder of a simulation."""
+
+NO_TAGS: Mapping[str, str] = MappingProxyType({})
 
 
 class Ending:
@@ -33,24 +44,7 @@ class Ending:
         self._is_done = True
         if self._logs.is_empty:
             return []
-        simulation = self._simulation
-        summary = simulation.state.run(simulation.run).summary() or {}
-        clients: dict[str, dict[str, float]] = {}
-        for agent in summary.get("agents", []):
-            scores = agent["acc"].items()
-            clients[agent["id"]] = {f"acc.{scope}": float(value) for scope, value in scores if value is not None}
-        folder = simulation.state.path
-        paths = (folder / "result.json", folder / "curves.svg", simulation.state.run(simulation.run).report_path)
-        return self._logs.end(
-            RunEnd(
-                "finished",
-                result["stopped"] or "",
-                result["last"]["rounds_done"],
-                final_figures(result),
-                clients,
-                {path.name: path for path in paths},
-            )
-        )
+        return self._logs.end(_end_of(self._simulation.state, self._simulation.run, result))
 
     def abort(self, error: BaseException) -> None:
         """Log that the run has failed or was stopped; nothing where its result was logged."""
@@ -67,7 +61,9 @@ def logged(simulation: Simulation, logs: RunLogs) -> Iterator[Ending]:
     """Log a simulation to ``logs`` inside the block, which ends with a call of `Ending.finish`, or with an error."""
     ending = Ending(simulation, logs)
     if not logs.is_empty:
-        logs.begin(describe_run(simulation))
+        prepared = simulation.prepared
+        params = prepared.method.all_params()
+        logs.begin(describe_run(simulation.state, simulation.run, prepared.plan, prepared.division, params))
         simulation.observer.add(logs.log_round)
     try:
         yield ending
@@ -76,30 +72,68 @@ def logged(simulation: Simulation, logs: RunLogs) -> Iterator[Ending]:
         raise
 
 
-def describe_run(simulation: Simulation) -> RunDescription:
-    """Return what logs are told of a simulation before its first round."""
-    prepared = simulation.prepared
-    plan = prepared.plan
-    request = replay(simulation.state.journal, simulation.run).request
+def log_finished(folder: Path, logs: RunLogs, *, name: str = "", tags: Mapping[str, str] = NO_TAGS) -> list[LogOutcome]:
+    """Log a simulation that is over from what is in its folder, without its data; returns what the logs have.
+
+    Args:
+        folder: The folder, which holds a simulation with its result.
+        logs: Where it is logged, opened and not begun.
+        name: What it is called there; empty: as it was called when it was simulated.
+        tags: Tags beside its own.
+
+    Raises:
+        StateError: The folder holds no result, or is damaged.
+    """
+    plan = read_plan(folder)
+    result = read_json(folder / RESULT)
+    if plan is None or result is None:
+        raise StateError(f"{folder} holds no simulation that is over; resume it first (headwater simulate --resume)")
+    division = Division.read(folder / PARTITION)
+    with StateFolder(folder).look() as state:
+        run = state.journal.runs()[0]
+        params = (state.run(run).summary() or {}).get("params", {})
+        description = describe_run(state, run, plan, division, params)
+        logs.begin(replace(description, name=name or description.name, tags={**description.tags, **tags}))
+        for number in range(1, replay(state.journal, run).round + 1):
+            logs.log_round(round_result(state, run, number, division, plan.rounds, is_replayed=True))
+        return logs.end(_end_of(state, run, result))
+
+
+def _end_of(state: StateFolder, run: str, result: Mapping[str, Any]) -> RunEnd:
+    """Return how a run has ended that has a result, whose files are written."""
+    summary = state.run(run).summary() or {}
+    clients: dict[str, dict[str, float]] = {}
+    for agent in summary.get("agents", []):
+        scores = agent["acc"].items()
+        clients[agent["id"]] = {f"acc.{scope}": float(value) for scope, value in scores if value is not None}
+    paths = (state.path / RESULT, state.path / "curves.svg", state.run(run).report_path)
+    return RunEnd(
+        status="finished",
+        reason=result["stopped"] or "",
+        round=result["last"]["rounds_done"],
+        figures=final_figures(result),
+        clients=clients,
+        artefacts={path.name: path for path in paths},
+    )
+
+
+def describe_run(
+    state: StateFolder, run: str, plan: Plan, division: Division, params: Mapping[str, Any]
+) -> RunDescription:
+    """Return what logs are told of a simulation before its first round; ``params``: all of the method's."""
+    request = replay(state.journal, run).request
     settings = plan.model_dump(mode="json", exclude={"folder", "params", *HOW_NOT_WHAT, *ABOUT}, exclude_none=True)
-    params: dict[str, Scalar] = {}
+    shown: dict[str, Scalar] = {}
     for name, value in settings.items():
-        params |= dict(_flatten(name, value))
-    params["clients"] = len(prepared.division.clients)
-    params["partition_hash"] = prepared.division.sha256[:16]
-    for name, value in prepared.method.all_params().items():
-        params |= dict(_flatten(f"params.{name}", value))
+        shown |= dict(_flatten(name, value))
+    shown["clients"] = len(division.clients)
+    shown["partition_hash"] = division.sha256[:16]
+    for name, value in params.items():
+        shown |= dict(_flatten(f"params.{name}", value))
     default = f"{plan.method_name}-{Path(plan.partition).stem}-seed{plan.seed}"
     # A run of an earlier version has no id of its own; the folder is unique on this machine.
-    uid = request.id or str(simulation.state.path)
-    return RunDescription(
-        uid=uid,
-        name=plan.name or default,
-        folder=simulation.state.path.absolute(),
-        params=params,
-        tags=plan.tags,
-        note=plan.note,
-    )
+    uid = request.id or str(state.path)
+    return RunDescription(uid, plan.name or default, state.path.absolute(), shown, plan.tags, plan.note)
 
 
 def final_figures(result: Mapping[str, Any]) -> dict[str, float]:

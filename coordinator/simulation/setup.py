@@ -129,7 +129,7 @@ class Prepared:
         """Return a copy with its pools in shared memory, where worker processes share them; drop the original."""
         if self.choice.engine != "pool":
             return self
-        buffer = SharedBuffer.of(*self.pools.content())
+        buffer = SharedBuffer.of(*self.pools.content(), on_disk=self.pools.is_on_disk)
         pools = replace(Pools.from_memory(buffer.map(), self.task), owners=self.pools.owners)
         return replace(self, memory=buffer, pools=pools)
 

@@ -26,6 +26,7 @@ from numpy.typing import ArrayLike
 
 from ..core.config import parse
 from ..core.errors import ConfigError, DataError, UnknownName, UsageError
+from ..core.large_arrays import new_array, release
 from ..core.reading import Progress, each, shown_by
 from ..core.registry import Registry, absolute, is_reference
 from ..core.task import ImageInput, InputSpec, WindowInput
@@ -655,25 +656,65 @@ def _execute(
     """
     if isinstance(spec, WindowInput):
         return _execute_windows(raw, spec, source, strict=strict)
-    dtype = np.uint8 if compact else np.float32
-    inputs = np.empty((len(raw.items), *spec.shape), dtype)
+    # 1. Pixels of 8 bits in the form of the encoder's inputs are used where they are.
+    ready_pixels = _pixels_as_they_are(raw, spec) if compact else None
+    if ready_pixels is not None:
+        rows = np.arange(len(ready_pixels))
+        return _Executed(ready_pixels, rows, raw.groups, _targets_of(raw, rows), raw.skipped)
+    # 2. All others are made one by one; those that cannot be used leave no gap.
+    inputs = new_array((len(raw.items), *spec.shape), np.uint8 if compact else np.float32)
+    used = 0
 
     def fill(row: int) -> None:
-        nonlocal inputs
+        nonlocal inputs, used
         pixels = preprocess.image_pixels(raw.items[row], spec)
         is_finer = inputs.dtype == np.uint8 and pixels.dtype != np.uint8
         if is_finer:
-            inputs = inputs.astype(np.float32)
-        inputs[row] = pixels
+            finer = new_array(inputs.shape, np.float32)
+            _copy(inputs[:used], finer)
+            inputs = finer
+        inputs[used] = pixels
+        used += 1
+        if used % _RELEASED_ROWS == 0:
+            release(inputs)
 
     rows, skipped = _for_all(raw, fill, source, "images", strict=strict)
-    if len(rows) < len(inputs):
-        inputs = inputs[rows]
+    inputs = inputs[:used]
     if inputs.dtype != np.uint8:
-        inputs = preprocess.normalise_images(inputs, spec)
+        for begin in range(0, used, _RELEASED_ROWS):
+            preprocess.normalise_images(inputs[begin : begin + _RELEASED_ROWS], spec)
+            release(inputs)
     groups = None if raw.groups is None else raw.groups[rows]
-    targets = None if raw.targets is None else np.asarray(raw.targets, np.float64)[rows]
-    return _Executed(inputs, rows, groups, targets, skipped)
+    return _Executed(inputs, rows, groups, _targets_of(raw, rows), skipped)
+
+
+_RELEASED_ROWS = 256
+"""Inputs after which pages of mapped arrays are dropped."""
+
+
+def _targets_of(raw: Raw, rows: np.ndarray) -> np.ndarray | None:
+    """Return the numbers to predict (m,) float64 of the items at ``rows``."""
+    return None if raw.targets is None else np.asarray(raw.targets, np.float64)[rows]
+
+
+def _copy(source: np.ndarray, target: np.ndarray) -> None:
+    """Copy inputs into the first rows of another array, some at once, because both may be on disk."""
+    for begin in range(0, len(source), _RELEASED_ROWS):
+        target[begin : begin + _RELEASED_ROWS][: len(source) - begin] = source[begin : begin + _RELEASED_ROWS]
+        release(source)
+        release(target)
+
+
+def _pixels_as_they_are(raw: Raw, spec: ImageInput) -> np.ndarray | None:
+    """Return images (n, *shape) uint8 that need no preprocessing, as a view; None where they need some."""
+    images: Any = raw.items
+    if not isinstance(images, np.ndarray) or images.dtype != np.uint8 or raw.skipped:
+        return None
+    if spec.channels == 1 and images.shape[1:] == spec.shape[1:]:
+        return np.asarray(images[:, None])
+    # An image whose last axis may be that of its channels is one of these, whatever its first axis is.
+    has_channels_first = images.shape[1:] == spec.shape and images.shape[3] not in {1, 3, 4}
+    return images if has_channels_first else None
 
 
 def _execute_windows(raw: Raw, spec: WindowInput, source: str, *, strict: bool | None) -> _Executed:
@@ -684,21 +725,28 @@ def _execute_windows(raw: Raw, spec: WindowInput, source: str, *, strict: bool |
     """
     if raw.kind == "recording":
         return _execute_recordings(raw, spec, source, strict=strict)
-    windows: list[np.ndarray] = []
+    inputs = new_array((len(raw.items), *spec.shape), np.float32)
+    used = 0
 
     def fill(row: int) -> None:
+        nonlocal used
         item = np.asarray(raw.items[row])
         if item.shape != spec.shape:
             raise DataError(f"has shape {item.shape}, expected {spec.shape}")
         if not np.isfinite(item).all():
             raise DataError("holds NaN or infinity")
-        windows.append(item.astype(np.float32))
+        inputs[used] = item
+        used += 1
+        if used % _RELEASED_ROWS == 0:
+            release(inputs)
 
     rows, skipped = _for_all(raw, fill, source, "windows", strict=strict)
-    inputs = preprocess.normalise_windows(np.stack(windows), spec)
+    for begin in range(0, used, _RELEASED_ROWS):
+        preprocess.normalise_windows(inputs[begin : min(begin + _RELEASED_ROWS, used)], spec)
+        release(inputs)
     groups = None if raw.groups is None else raw.groups[rows].astype(np.int64)
     targets = None if raw.targets is None else np.asarray(raw.targets)[rows]
-    return _Executed(inputs, rows, groups, targets, skipped)
+    return _Executed(inputs[:used], rows, groups, targets, skipped)
 
 
 def _execute_recordings(raw: Raw, spec: WindowInput, source: str, *, strict: bool | None) -> _Executed:
@@ -758,6 +806,8 @@ def _for_all(
     rows: list[int] = []
     failures: list[LeftOut] = []
     for row in each(range(len(raw.items)), plural):
+        if raw.release is not None and row % _RELEASED_ROWS == 0:
+            raw.release()
         try:
             fill(row)
             rows.append(row)

@@ -13,11 +13,15 @@ Needs pyarrow, which the extra ``tables`` installs; the library ``datasets`` is 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ..core.errors import DataError, StateError, cause
+from ..core.large_arrays import map_array, release
 from ..core.storage import open_regular, read_json
 from .base import DataSource, Raw
 from .columns import (
@@ -42,7 +46,9 @@ class _MappedTable:
         pa = import_pyarrow("reading Arrow tables")
         self.where = where
         self.folder = folder
-        tables = [_open_file(where, file) for file in files]
+        opened = [_open_file(where, file) for file in files]
+        tables = [table for table, _ in opened]
+        self._contents = [content for _, content in opened]
         mistakes = mistakes_in_types(
             ((file.name, table.schema) for file, table in zip(files[1:], tables[1:], strict=True)), tables[0].schema
         )
@@ -72,6 +78,11 @@ class _MappedTable:
             ) from error
         return column
 
+    def release(self) -> None:
+        """Drop from memory what was read of the files."""
+        for content in self._contents:
+            release(content)
+
     def cells(self, name: str) -> Sequence[Any]:
         """Return the cells of a column, which stay on disk until they are asked for."""
         cells: Sequence[Any] = self.column(name)
@@ -86,8 +97,8 @@ class _MappedTable:
         return f"row {row}"
 
 
-def _open_file(where: str, path: Path) -> Any:
-    """Return the table in an Arrow file, mapped.
+def _open_file(where: str, path: Path) -> tuple[Any, np.ndarray]:
+    """Return the table in an Arrow file, and the mapped bytes (n,) uint8 of the file, which hold its values.
 
     Raises:
         DataError: It cannot be read, is cut, or is of another form.
@@ -95,15 +106,17 @@ def _open_file(where: str, path: Path) -> Any:
     import pyarrow as pa
 
     try:
-        open_regular(path).close()
-        source = pa.memory_map(str(path))
+        with open_regular(path) as file:
+            content = map_array(file, np.dtype(np.uint8), (os.fstat(file.fileno()).st_size,), 0)
+        source = pa.BufferReader(pa.py_buffer(content))
         # The library writes streams; other programs write the form for random access.
         try:
-            return pa.ipc.open_file(source).read_all()
+            return pa.ipc.open_file(source).read_all(), content
         except pa.ArrowInvalid:
             source.seek(0)
-            return pa.ipc.open_stream(source).read_all()
-    except (OSError, pa.ArrowException) as error:
+            return pa.ipc.open_stream(source).read_all(), content
+    # An empty file cannot be mapped, which is a ValueError.
+    except (OSError, ValueError, pa.ArrowException) as error:
         raise DataError(
             f"{where}: '{path}' cannot be read as an Arrow table: {cause(error)}; it is damaged or was not copied "
             "whole: copy or save it again"

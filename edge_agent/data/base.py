@@ -12,6 +12,7 @@ import numpy as np
 from pydantic import BeforeValidator, Field
 
 from ..core.errors import DataError, nearest
+from ..core.large_arrays import take_rows
 from ..core.task import Frozen, ImageInput, InputSpec, WindowInput
 from .preprocess import normalise_images, windows_apart
 
@@ -131,6 +132,9 @@ class Raw:
     users: Users | None = None
     """Who made the items, where the data say so."""
 
+    release: Callable[[], None] | None = None
+    """A function that drops from memory what was read of mapped files; it is called now and then."""
+
     row_name: Callable[[int], str] | None = None
     """A function from an item's number to its name in messages, where there are no ``names``; None: the number."""
 
@@ -206,7 +210,7 @@ class Samples:
     inputs: np.ndarray
     """Preprocessed inputs (n, *input.shape) float32; or uint8, images that are not normalised yet, to save memory.
 
-    `ready` normalises those, with the same bits.
+    `ready` normalises those, with the same bits. Large ones are on disk, see `core.large_arrays`.
     """
 
     labels: np.ndarray
@@ -259,7 +263,7 @@ class Samples:
         groups = None if self.groups is None else self.groups[rows]
         names = tuple(self.names[row] for row in rows) if self.names else ()
         targets = None if self.targets is None else self.targets[rows]
-        inputs = self.inputs[rows]
+        inputs = take_rows(self.inputs, rows)
         labels = self.labels[rows]
         users = None if self.users is None else self.users.take(rows)
         return replace(self, inputs=inputs, labels=labels, groups=groups, names=names, targets=targets, users=users)

@@ -93,6 +93,9 @@ class Table(Protocol):
     def cells(self, name: str) -> Sequence[Any]:
         """Return the cells of a column as ``pyarrow.Scalar``, each read when it is asked for."""
 
+    def release(self) -> None:
+        """Drop from memory what was read of mapped files."""
+
     def row_name(self, row: int) -> str:
         """Return the name of a row for people, which says in which file it is."""
 
@@ -127,6 +130,7 @@ def read_table(table: Table, options: ColumnOptions) -> Raw:
     return Raw(
         chosen.form.kind, items, labels.positions, labels.names, groups, unlabelled=reason, targets=labels.targets,
         are_whole=groups is not None, users=users, row_name=lambda row: table.row_name(int(rows[row])),
+        release=table.release,
     )  # fmt: skip
 
 
@@ -207,7 +211,10 @@ def _choose_columns(table: Table, features: Mapping[str, Any], options: ColumnOp
         mistakes.append(f"no column with one of the usual names of inputs ({', '.join(INPUT_KEYS)}); say input=COLUMN")
     class_columns = _features_with(features, "ClassLabel")
     name_of_label = options.label or _usual(columns, LABEL_KEYS, class_columns)
-    # 3. The type of the inputs.
+    # 3. The types of the columns.
+    for name in (options.group, options.user):
+        if name is not None and name in columns:
+            _check_name_type(table.schema.field(name).type, name, mistakes)
     form = None
     if name_of_input is not None and name_of_input in columns:
         form = _form_of(table.schema.field(name_of_input).type, options, name_of_input, mistakes)
@@ -345,6 +352,14 @@ def _check_label_type(kind: Any, name: str, mistakes: list[str]) -> None:
         mistakes.append(f"column '{name}' holds {kind}, expected labels as integers or text")
 
 
+def _check_name_type(kind: Any, name: str, mistakes: list[str]) -> None:
+    """Add a line to ``mistakes`` where a column's type tells no recordings or users apart."""
+    import pyarrow as pa
+
+    if not pa.types.is_integer(kind) and not _is_text(kind):
+        mistakes.append(f"column '{name}' holds {kind}, expected integers or text that tell samples apart")
+
+
 def without_extension(column: Any) -> Any:
     """Return a ``pyarrow.ChunkedArray`` as what an extension type stores, such as the lists of a tensor; not copied."""
     import pyarrow as pa
@@ -429,7 +444,7 @@ def _numbers(table: Table, name: str, rows: np.ndarray) -> np.ndarray:
     """
     column = table.column(name)
     _check_filled(table, name, column, rows)
-    values = np.asarray(column.to_numpy())[rows]
+    values: np.ndarray = np.asarray(column.to_numpy())[rows]
     return values.astype(np.float64 if values.dtype.kind == "f" else np.int64)
 
 
@@ -446,14 +461,14 @@ def _codes(table: Table, name: str, rows: np.ndarray) -> tuple[np.ndarray, tuple
     if not pa.types.is_dictionary(column.type):
         column = column.dictionary_encode()
     column = column.unify_dictionaries()
-    codes = np.concatenate([np.asarray(chunk.indices) for chunk in column.chunks])[rows]
+    codes: np.ndarray = np.concatenate([np.asarray(chunk.indices) for chunk in column.chunks])[rows]
     values = column.chunk(0).dictionary.to_pylist()
     used = np.unique(codes)
     # Integers in the order of numbers, text in that of the alphabet.
     order = sorted(used.tolist(), key=lambda code: values[code])
     positions: np.ndarray = np.full(len(values), -1, np.int64)
     positions[order] = np.arange(len(order))
-    return positions[codes], tuple(str(values[code]) for code in order)
+    return np.asarray(positions[codes]), tuple(str(values[code]) for code in order)
 
 
 def _check_filled(table: Table, name: str, column: Any, rows: np.ndarray) -> None:

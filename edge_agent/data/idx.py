@@ -1,7 +1,7 @@
 """``idx:DIR?split=train``: MNIST, Fashion-MNIST and others in their four idx files, packed or not.
 
 Options: ``split=train|test|all``, ``n`` (a random part of that size), ``seed``, ``class_names=a,b,c`` (default: the
-digits of the labels).
+digits of the labels). Large files that are not packed are mapped, not read into memory.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 from pydantic import Field
 
 from ..core.errors import DataError, cause
+from ..core.large_arrays import LARGE_BYTES, map_array, release
 from ..core.storage import open_regular
 from .base import DataSource, PartOptions, Raw, Strings, labels_by_name
 
@@ -48,13 +49,15 @@ def read(where: str, options: IdxOptions) -> Raw:
             f"idx: no {options.split} files in '{where}'; expected {_STEMS[options.split][0]}-images-idx3-ubyte and "
             f"{_STEMS[options.split][0]}-labels-idx1-ubyte, with or without .gz"
         )
-    images, values = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    images, values = parts[0]
+    if len(parts) > 1:
+        images, values = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
     if options.n is not None and options.n < len(values):
         rows = np.random.default_rng(options.seed).permutation(len(values))[: options.n]
         images = images[rows]
         values = values[rows]
     labels, names = labels_by_name(values, options.class_names, f"idx: {where}")
-    return Raw("image", images, labels, names)  # type: ignore[arg-type]
+    return Raw("image", images, labels, names, release=lambda: release(images))  # type: ignore[arg-type]
 
 
 def read_idx(path: Path, dimensions: int) -> np.ndarray:
@@ -89,6 +92,10 @@ def _parse(file: BinaryIO, dimensions: int, path: Path) -> np.ndarray:
         raise DataError(f"idx: '{path}' does not begin as an idx file of bytes in {dimensions} dimensions")
     shape = tuple(int.from_bytes(header[i : i + 4], "big") for i in range(4, len(header), 4))
     size = math.prod(shape)
+    # A file that is not packed holds what it declares, or it is damaged: a large one is mapped.
+    is_plain = path.suffix != ".gz"
+    if is_plain and size >= LARGE_BYTES and path.stat().st_size == len(header) + size:
+        return map_array(file, np.dtype(np.uint8), shape, len(header))
     if size > MAX_BYTES:
         raise DataError(f"idx: '{path}' declares {size} bytes, at most {MAX_BYTES} are read")
     blocks: list[bytes] = []  # memory grows with what is really there, not with what a header promises

@@ -3,7 +3,8 @@
 Images: (n, h, w), (n, h, w, c) or (n, c, h, w), integers 0..255 or floats 0..1. Windows: (n, channels, length) together
 with ``kind=window``. Options: ``inputs``, ``labels``, ``groups`` (names of arrays), ``class_names`` (name of an array
 of text), ``kind=image|window``. ``edge-agent predict`` needs no array of labels;
-one of decimal numbers holds targets of a numeric head.
+one of decimal numbers holds targets of a numeric head. Large arrays that ``numpy.savez`` has written are mapped, not
+read into memory; those of ``numpy.savez_compressed`` are read.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import math
 import os
 import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,10 +22,14 @@ import numpy as np
 from pydantic import Field
 
 from ..core.errors import DataError, cause
+from ..core.large_arrays import LARGE_BYTES, map_array, release
 from ..core.reading import each
 from ..core.storage import open_regular
 from .base import DataSource, Options, Raw, labels_by_name
 from .expansion import check_expansion
+
+_BLOCK_BYTES = 16 << 20
+"""Bytes of a mapped array that are looked at at once."""
 
 _MOST_ARRAYS = 1000
 """Arrays of one archive: each one takes a quarter of a millisecond, whatever is in it."""
@@ -93,8 +99,12 @@ def load_arrays(path: Path) -> dict[str, np.ndarray]:
         with open_regular(path) as file:
             _check_sizes(file, path)
             file.seek(0)
+            mapped = _mapped_arrays(file, path)
+            file.seek(0)
             with np.load(file, allow_pickle=False) as archive:
-                return {name: archive[name] for name in each(archive.files, "arrays")}
+                return {
+                    name: mapped[name] if name in mapped else archive[name] for name in each(archive.files, "arrays")
+                }
     except DataError:
         raise
     except FileNotFoundError as error:
@@ -104,6 +114,54 @@ def load_arrays(path: Path) -> dict[str, np.ndarray]:
         raise DataError(
             f"npz: '{path}' cannot be read: {cause(error)}; expected arrays of numbers or text, no objects"
         ) from error
+
+
+def _mapped_arrays(file: BinaryIO, path: Path) -> dict[str, np.ndarray]:
+    """Return the large arrays of an archive that are stored as they are, mapped; each is read once, to compare its sum.
+
+    The archive's sizes have been checked.
+
+    Raises:
+        DataError: An array is damaged.
+    """
+    arrays = {}
+    with zipfile.ZipFile(file) as archive:
+        for member in archive.infolist():
+            if not _may_be_mapped(member):
+                continue
+            name = member.filename.removesuffix(".npy")
+            with archive.open(member) as stored:
+                shape, is_fortran, dtype = _read_header(stored)
+                head_bytes = stored.tell()
+            if dtype.hasobject or is_fortran or not dtype.itemsize:
+                continue
+            # Behind the fixed part of a member's own header are its name and what programs add.
+            file.seek(member.header_offset + 26)
+            lengths = file.read(4)
+            name_bytes = int.from_bytes(lengths[:2], "little")
+            more_bytes = int.from_bytes(lengths[2:], "little")
+            begin = member.header_offset + 30 + name_bytes + more_bytes
+            content = map_array(file, np.dtype(np.uint8), (member.file_size,), begin)
+            if _checksum(content) != member.CRC:
+                raise DataError(
+                    f"npz: '{path}': the array '{name}' is damaged: its checksum differs; copy or save it again"
+                )
+            arrays[name] = map_array(file, dtype, shape, begin + head_bytes)
+    return arrays
+
+
+def _may_be_mapped(member: zipfile.ZipInfo) -> bool:
+    """Return whether a member of an archive is large, and is in the file as it is."""
+    return member.compress_type == zipfile.ZIP_STORED and member.file_size >= LARGE_BYTES
+
+
+def _checksum(content: np.ndarray) -> int:
+    """Return the CRC-32 of bytes (n,) uint8 that may be on disk, some at once."""
+    checksum = 0
+    for begin in range(0, len(content), _BLOCK_BYTES):
+        checksum = zlib.crc32(content[begin : begin + _BLOCK_BYTES].data, checksum)
+        release(content)
+    return checksum
 
 
 def _check_sizes(file: BinaryIO, path: Path) -> None:
@@ -119,7 +177,8 @@ def _check_sizes(file: BinaryIO, path: Path) -> None:
                 f"npz: '{path}' has {len(members)} arrays, expected at most {_MOST_ARRAYS}: one with all inputs, and "
                 "one with their labels; save it again"
             )
-        content_bytes = sum(member.file_size for member in members)
+        # What is mapped takes no memory.
+        content_bytes = sum(member.file_size for member in members if not _may_be_mapped(member))
         advice = "if it is meant so, save it by numpy.savez, which does not compress"
         check_expansion(path, os.fstat(file.fileno()).st_size, content_bytes, advice)
         for member in members:
@@ -134,12 +193,19 @@ def _check_sizes(file: BinaryIO, path: Path) -> None:
 
 def _promised_bytes(file: IO[bytes]) -> int:
     """Return the bytes of the array that the header of a .npy file promises; 0 where it is no array of numbers."""
+    shape, _, dtype = _read_header(file)
+    return 0 if dtype.hasobject else math.prod(shape) * int(dtype.itemsize)
+
+
+def _read_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
+    """Return shape, whether the order is Fortran's, and type of the array that follows the header of a .npy file."""
     version = np.lib.format.read_magic(file)  # type: ignore[no-untyped-call,unused-ignore]
     if version == (1, 0):
-        shape, _, dtype = np.lib.format.read_array_header_1_0(file)  # type: ignore[no-untyped-call,unused-ignore]
+        header = np.lib.format.read_array_header_1_0(file)  # type: ignore[no-untyped-call,unused-ignore]
     else:
-        shape, _, dtype = np.lib.format.read_array_header_2_0(file)  # type: ignore[no-untyped-call,unused-ignore]
-    return 0 if dtype.hasobject else math.prod(shape) * int(dtype.itemsize)
+        header = np.lib.format.read_array_header_2_0(file)  # type: ignore[no-untyped-call,unused-ignore]
+    shape, is_fortran, dtype = header
+    return shape, is_fortran, dtype
 
 
 def load_array(path: Path) -> np.ndarray:
@@ -196,7 +262,8 @@ def from_arrays(
         raise DataError(
             f"{where}: floats {list(inputs.shape)} may be grey images or windows; say kind=image or kind=window"
         )
-    return Raw(kind, inputs, labels, class_names, groups)  # type: ignore[arg-type]
+    # Of an array on disk the pages that were read are dropped now and then.
+    return Raw(kind, inputs, labels, class_names, groups, release=lambda: release(inputs))  # type: ignore[arg-type]
 
 
 SOURCE = DataSource(NpzOptions, read, needs_path=True)

@@ -130,6 +130,9 @@ class _ParquetTable:
             yield begin, block
             begin += len(block)
 
+    def release(self) -> None:
+        """Do nothing: files are not mapped, and a block of rows is replaced by the next."""
+
     def row_name(self, row: int) -> str:
         """Return the number of a row in its file, and the file where there are several."""
         number, row_in_file = self.locate(row)

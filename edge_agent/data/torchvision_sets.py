@@ -59,7 +59,7 @@ def _class_of(name: str) -> Callable[..., Any]:
         UnknownName: There is none of this name; the message suggests the nearest.
     """
     module = _datasets()
-    known = {}
+    known: dict[str, Callable[..., Any]] = {}
     for candidate in module.__all__:
         member = getattr(module, candidate)
         is_set = isinstance(member, type) and issubclass(member, module.VisionDataset)

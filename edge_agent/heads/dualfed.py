@@ -15,6 +15,7 @@ import numpy as np
 from pydantic import Field
 
 from ..core.graph import FLOAT, Graph, Value
+from ..core.search_space import Choices
 from ..core.task import Tensors
 from . import _layers as layers
 from ._features import ensemble, shared_logits, write_ensemble, write_shared_logits
@@ -37,7 +38,7 @@ class DualFedCommonParams(HeadParams):
         1.0,
         ge=0,
         description="lambda in Eq. 8; ours; official scripts: PACS 40, Office-Home 2",
-        json_schema_extra={"paper": 40.0},
+        json_schema_extra={"paper": 40.0, "search": Choices((1.0, 2.0, 10.0, 40.0))},
     )
     temperature: float = Field(0.2, gt=0, description="tau in Eq. 7; official scripts: PACS 0.2, Office-Home 0.05")
     ensemble: Literal["probs", "logits"] = Field(

@@ -19,15 +19,30 @@ from ..core.errors import UsageError
 from ..core.registry import PinnedFile, Registry, own_name
 
 if TYPE_CHECKING:
+    from ..core.search_space import Choices, Range
     from ..heads.base import Contribute
     from .base import Method, weighted_mean
-    from .values import Client, LocalWork, MethodParams, Stage, Update, grades, ours, paper_values, refreshed_stats
+    from .values import (
+        Client,
+        LocalWork,
+        MethodParams,
+        Stage,
+        Update,
+        grades,
+        ours,
+        paper_values,
+        refreshed_stats,
+        search_space,
+        searched,
+    )
 
 __all__ = [
+    "Choices",
     "Client",
     "LocalWork",
     "Method",
     "MethodParams",
+    "Range",
     "Stage",
     "Update",
     "add",
@@ -40,10 +55,18 @@ __all__ = [
     "paper_values",
     "refreshed_stats",
     "registry",
+    "search_space",
+    "searched",
     "weighted_mean",
 ]
 
-_IN_BASE = ("Method", "weighted_mean")
+_HOMES = {
+    "Choices": "..core.search_space",
+    "Method": ".base",
+    "Range": "..core.search_space",
+    "weighted_mean": ".base",
+}
+"""Name -> its module, of what is not in `values`."""
 
 registry = Registry("method", __name__, entry_points="headwater.methods", besides=("families", "values"))
 
@@ -139,4 +162,4 @@ def contribution(name: str) -> Contribute | None:
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
-    return getattr(import_module(".base" if name in _IN_BASE else ".values", __name__), name)
+    return getattr(import_module(_HOMES.get(name, ".values"), __name__), name)

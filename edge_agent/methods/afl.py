@@ -31,6 +31,7 @@ from pydantic import Field, field_validator
 
 from ..core.errors import TrainingFailed
 from ..core.published import Published
+from ..core.search_space import Choices
 from ..core.task import State, Task, Tensors
 from ..core.weighted_sum import WeightedSum
 from .base import SERVER_ONLY, Method
@@ -72,12 +73,15 @@ LARGEST = 1e12
 class AFLParams(MethodParams):
     """The parameters of AFL; those of local training have no effect."""
 
+    not_searched: ClassVar[tuple[str, ...]] = ("lr",)
+
     norm: Norm | None = Field(
         None, description="what travels of batch norm: global = all; other values would give each client other features"
     )
     ridge: float = ours(
         1e-4,
         paper=0.0,
+        search=Choices((0.0, 1e-6, 1e-4, 1e-2, 1.0)),
         ge=0,
         le=1e6,
         description="ours: added to the diagonal of G / n, in mean squares of a feature; 0: the pseudo-inverse",
@@ -209,10 +213,10 @@ class AFL(Method):
         Raises:
             TrainingFailed: The client has no samples, or its features are not finite.
         """
-        from ..training.loops import features_of
+        from ..training import feature_cache
 
         client.require_samples()
-        features = features_of(client.model, client.train_inputs).cpu().numpy()
+        features = feature_cache.of_process.features_of(client.model, client.train_inputs).cpu().numpy()
         labels = client.train_labels.cpu().numpy()
         return statistics(features, labels, client.task.num_classes, self.params.model_dump())
 

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from ..core.task import Task, Tensors
 from ..training.finetune import pairs, probabilities_with, second
 from ..training.loops import TrainingOptions, local_optimizer, train_by_steps
-from . import Client, MethodParams, grades
+from . import Choices, Client, MethodParams, grades, searched
 from .families import TwoNetworks
 
 if TYPE_CHECKING:
@@ -34,7 +34,13 @@ class APFLParams(MethodParams):
     """The paper's defaults."""
 
     optimizer: Literal["sgd"] = Field("sgd", description="alpha scales steps, which Adam would undo")
-    alpha: float = Field(0.5, ge=0, le=1, description="alpha at the start: 1 = local training; FedRep's code: 0.75")
+    alpha: float = searched(
+        0.5,
+        Choices((0.25, 0.5, 0.75)),
+        ge=0,
+        le=1,
+        description="alpha at the start: 1 = local training; FedRep's code: 0.75",
+    )
     adaptive: bool = Field(True, description="learn alpha by Eq. 10; false: it keeps its value")
     alpha_lr: float = Field(0.01, ge=0, description="step size of alpha in Eq. 10; the paper: that of the networks")
 

@@ -12,21 +12,22 @@ where Algorithm 1 has a separate number s. v starts as the shared network does.
 from __future__ import annotations
 
 import torch
-from pydantic import Field
 from torch.nn import functional as F
 
 from ..core.task import Tensors
 from ..training.finetune import pairs, second
 from ..training.loops import TrainingOptions, local_optimizer, train_by_steps
 from ..training.losses import proximal_gradient
-from . import Client, MethodParams
+from . import Choices, Client, MethodParams, searched
 from .families import TwoNetworks
 
 
 class DittoParams(MethodParams):
     """The paper's defaults."""
 
-    proximal_weight: float = Field(1.0, ge=0, description="lambda in Eq. 1; the paper tries 0.1, 1 and 2; 0: Local")
+    proximal_weight: float = searched(
+        1.0, Choices((0.1, 1.0, 2.0)), ge=0, description="lambda in Eq. 1; the paper tries 0.1, 1 and 2; 0: Local"
+    )
 
 
 class Ditto(TwoNetworks):

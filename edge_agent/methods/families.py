@@ -15,6 +15,7 @@ from ..core.errors import TrainingFailed
 from ..core.task import State, Task, Tensors
 from ..core.weighted_sum import WeightedSum
 from ..heads import FitData, Head
+from ..training import feature_cache
 from ..training.finetune import (
     PERSONAL,
     fingerprint,
@@ -236,7 +237,7 @@ class FittedHead(Method):
         """Fit the head on the client's own inputs as they are, with the encoder frozen in eval mode."""
         stamp = fingerprint(client.model.encoder, with_counters=True)
         head = self._head()
-        features = features_of(client.model, client.train_inputs).cpu().numpy()
+        features = feature_cache.of_process.features_of(client.model, client.train_inputs, stamp).cpu().numpy()
         # Seeded by the encoder: an evaluation that fits a head between rounds must not shift training's random numbers.
         rng = np.random.default_rng(int.from_bytes(stamp[:8].tobytes(), "little"))
         head.fit(FitData(features, client.train_labels.cpu().numpy(), client.task.num_classes), rng)
@@ -249,8 +250,10 @@ class FittedHead(Method):
         """Return class probabilities of the personal head, which is fitted first if the encoder has changed since."""
         import torch
 
-        head = self.fitted(client)
-        probabilities = head.predict_proba(features_of(client.model, inputs).cpu().numpy())
+        head = self.fitted(client)  # of the encoder with the stamp that is in memory now
+        stamp = client.memory[self._STAMP]
+        features = feature_cache.of_process.features_of(client.model, inputs, stamp).cpu().numpy()
+        probabilities = head.predict_proba(features)
         return torch.from_numpy(probabilities.astype(np.float32)).to(inputs.device)
 
     def fitted(self, client: Client) -> Head:

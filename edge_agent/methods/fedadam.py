@@ -16,7 +16,7 @@ import numpy as np
 from pydantic import Field
 
 from ..core.task import State, Tensors
-from . import MethodParams, grades
+from . import MethodParams, Range, grades, searched
 from .families import ServerSteps
 
 
@@ -24,7 +24,9 @@ class FedAdamParams(MethodParams):
     """The paper's server over plain local SGD."""
 
     momentum: float = Field(0.0, ge=0, lt=1, description="of local SGD; the paper: none")
-    server_lr: float = Field(0.01, gt=0, description="eta; the paper tunes it for each task, from 0.001 to 10")
+    server_lr: float = searched(
+        0.01, Range(0.001, 10, log=True), gt=0, description="eta; the paper tunes it for each task, from 0.001 to 10"
+    )
     beta1: float = Field(0.9, ge=0, lt=1, description="beta_1, share of the old mean; Sec. 5")
     beta2: float = Field(0.99, ge=0, lt=1, description="beta_2, share of the old mean square; Sec. 5")
     adaptivity: float = Field(1e-3, gt=0, description="tau: smaller adapts more; Sec. 5 finds 0.001 good for all tasks")

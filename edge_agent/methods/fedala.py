@@ -24,7 +24,7 @@ from ..core.task import Tensors
 from ..training.finetune import fingerprint, probabilities_with
 from ..training.loops import cross_entropy, train
 from ..training.parts import Parts, load_arrays, to_arrays
-from . import Client, LocalWork, Method, MethodParams, Stage, grades
+from . import Choices, Client, LocalWork, Method, MethodParams, Stage, grades, searched
 
 Weights = dict[str, torch.Tensor]
 
@@ -39,7 +39,12 @@ class FedALAParams(MethodParams):
     """The paper's defaults."""
 
     upper_tensors: int = Field(2, ge=1, description="p: so many tensors, from the top, are mixed; 2 = the classifier")
-    ala_lr: float = Field(1.0, ge=0, description="eta, step size of the shares W; 0 keeps them at 1, which is FedAvg")
+    ala_lr: float = searched(
+        1.0,
+        Choices((0.1, 1.0, 10.0)),
+        ge=0,
+        description="eta, step size of the shares W; 0 keeps them at 1, which is FedAvg",
+    )
     ala_samples: float = Field(0.8, gt=0, le=1, description="s, part of the local data that shares are learned from")
     ala_threshold: float = Field(0.1, gt=0, description="the first time, until losses vary by less; official code")
     ala_window: int = Field(10, ge=2, description="over so many last passes; official code")

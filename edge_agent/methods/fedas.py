@@ -25,7 +25,7 @@ from ..core.weighted_sum import WeightedSum
 from ..heads.fedpac import class_means
 from ..training.loops import Loss, TrainingOptions, cross_entropy, features_of, train
 from ..training.parts import Parts
-from . import Client, LocalWork, MethodParams, Stage, Update, grades
+from . import Client, LocalWork, MethodParams, Range, Stage, Update, grades, searched
 from .families import require_finite
 from .fedper import FedPer
 
@@ -43,7 +43,9 @@ class FedASParams(MethodParams):
     lr: float = Field(0.005, gt=0, description="eta; the authors' script: 0.005")
     batch_size: int = Field(16, ge=1, description="the authors' code: 16 for the alignment")
     alignment_epochs: int = Field(1, ge=0, description="passes in which the received encoder learns the class means")
-    alignment_lr: float = Field(0.01, gt=0, description="step size of these passes; the authors' code: 0.01")
+    alignment_lr: float = searched(
+        0.01, Range(0.001, 0.1, log=True), gt=0, description="step size of these passes; the authors' code: 0.01"
+    )
     weights: Literal["fisher", "samples"] = Field(
         "fisher", description="clients count by the trace of their Fisher information (paper), or by their samples"
     )

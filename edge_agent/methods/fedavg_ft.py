@@ -16,14 +16,16 @@ from typing import Literal
 
 from pydantic import Field
 
-from . import MethodParams, grades
+from . import Choices, MethodParams, grades, searched
 from .families import FineTuned
 
 
 class FedAvgFTParams(MethodParams):
     """FedAvg's, and those of fine-tuning."""
 
-    tune_epochs: int = Field(10, ge=0, description="passes of fine-tuning over local data; RepPer: 10")
+    tune_epochs: int = searched(
+        10, Choices((1, 5, 10, 20)), ge=0, description="passes of fine-tuning over local data; RepPer: 10"
+    )
     tune_lr: float | None = Field(None, gt=0, description="step size of fine-tuning; none: lr, as FedPAC's code")
     tune: Literal["head", "all"] = Field("head", description="what is fine-tuned; RepPer and FedPAC's code: the head")
 

@@ -15,7 +15,7 @@ import numpy as np
 from pydantic import Field
 
 from ..core.task import State, Tensors
-from . import MethodParams, grades
+from . import Choices, MethodParams, grades, searched
 from .families import ServerSteps
 
 
@@ -23,7 +23,9 @@ class FedAvgMParams(MethodParams):
     """The paper's server over plain local SGD."""
 
     momentum: float = Field(0.0, ge=0, lt=1, description="of local SGD; the paper: none")
-    server_momentum: float = Field(0.9, ge=0, lt=1, description="beta; the paper tries 0 to 0.997")
+    server_momentum: float = searched(
+        0.9, Choices((0.0, 0.7, 0.9, 0.97, 0.99, 0.997)), ge=0, lt=1, description="beta; the paper tries 0 to 0.997"
+    )
     server_lr: float = Field(1.0, gt=0, description="factor of the server's step; the paper: 1")
 
 

@@ -16,7 +16,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from . import MethodParams, grades
+from . import MethodParams, Range, grades, searched
 from .families import FineTuned
 
 
@@ -26,8 +26,11 @@ class FedBABUParams(MethodParams):
     lr: float = Field(0.1, gt=0, description="step size; the authors' scripts: 0.1")
     momentum: float = Field(0.9, ge=0, lt=1, description="momentum of SGD; the authors' scripts: 0.9")
     tune_epochs: int = Field(5, ge=0, description="passes of fine-tuning; the authors' code: 5, PFLlib: 10")
-    tune_lr: float | None = Field(
-        0.01, gt=0, description="step size of fine-tuning, ours: at 0.1 a few hundred samples undo the model; none: lr"
+    tune_lr: float | None = searched(
+        0.01,
+        Range(0.001, 0.1, log=True),
+        gt=0,
+        description="step size of fine-tuning, ours: at 0.1 a few hundred samples undo the model; none: lr",
     )
     tune: Literal["all", "head"] = Field("all", description="what is fine-tuned: the whole model, or the head alone")
 

@@ -29,10 +29,11 @@ from pydantic import Field, field_validator
 
 from ..core.errors import TrainingFailed
 from ..core.published import Published
+from ..core.search_space import Choices
 from ..core.task import State, Task, Tensors
 from ..heads.fedpac import class_means
 from .base import CLASS_MEANS, Method
-from .values import ClassStatistics, Client, LocalWork, MethodParams, Norm, Stage, Update, grades, ours
+from .values import ClassStatistics, Client, LocalWork, MethodParams, Norm, Stage, Update, grades, ours, searched
 
 if TYPE_CHECKING:
     from ..heads.base import FitData
@@ -56,13 +57,21 @@ LARGEST = 1e6
 class FedCOFParams(MethodParams):
     """The parameters of FedCOF; those of local training have no effect."""
 
+    not_searched: ClassVar[tuple[str, ...]] = ("lr",)
+
     norm: Norm | None = Field(
         None, description="what travels of batch norm: global = all; other values would give each client other features"
     )
-    shrinkage: float = Field(
-        0.1, ge=0, le=1e6, description="gamma, added to each covariance, in units of the mean variance of a feature"
+    shrinkage: float = searched(
+        0.1,
+        Choices((0.01, 0.1, 1.0)),
+        ge=0,
+        le=1e6,
+        description="gamma, added to each covariance, in units of the mean variance of a feature",
     )
-    ridge: float = Field(0.01, ge=0, le=1e6, description="lambda, in the same units, for each sample")
+    ridge: float = searched(
+        0.01, Choices((0.0001, 0.01, 1.0)), ge=0, le=1e6, description="lambda, in the same units, for each sample"
+    )
     scale: float = ours(
         10.0,
         paper=1.0,
@@ -138,10 +147,10 @@ class FedCOF(Method):
         Raises:
             TrainingFailed: The client has no samples, or its features are not finite.
         """
-        from ..training.loops import features_of
+        from ..training import feature_cache
 
         client.require_samples()
-        features = features_of(client.model, client.train_inputs).cpu().numpy()
+        features = feature_cache.of_process.features_of(client.model, client.train_inputs).cpu().numpy()
         labels = client.train_labels.cpu().numpy()
         return _statistics(features, labels, client.task.num_classes, self.params.model_dump())
 

@@ -24,7 +24,7 @@ from ..core.task import Task, Tensors
 from ..training.loops import Loss, TrainingOptions, evaluate, train
 from ..training.networks import gumbel
 from ..training.parts import Parts, encoder_and_head, to_arrays
-from . import Client, Method, MethodParams, grades
+from . import Client, Method, MethodParams, Range, grades, searched
 
 BANDWIDTHS = (10.0, 15.0, 20.0, 50.0)
 """The bandwidths of the kernels in the alignment, as in the official code."""
@@ -35,8 +35,9 @@ class FedCPParams(MethodParams):
 
     lr: float = Field(0.005, gt=0, description="eta; official script: 0.005")
     batch_size: int = Field(10, ge=1, description="official script: 10")
-    alignment_weight: float = Field(
+    alignment_weight: float = searched(
         5.0,
+        Range(0.1, 10, log=True),
         ge=0,
         description="lambda in Eq. 8; official script: 5. Bandwidths are fixed: where features lie close together "
         "it can hold the encoder fast, and much less is better",

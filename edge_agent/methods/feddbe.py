@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from ..core.task import State, Task, Tensors
 from ..training.loops import Loss, TrainingOptions, evaluate, features_of, train
 from ..training.parts import Parts, encoder_and_head
-from . import Client, Method, MethodParams, Update, grades
+from . import Client, Method, MethodParams, Range, Update, grades, searched
 from .families import LARGEST, require_finite
 
 _MEAN = "extra.mean"
@@ -41,7 +41,9 @@ class FedDBEParams(MethodParams):
 
     lr: float = Field(0.005, gt=0, description="eta; the paper: 0.005")
     batch_size: int = Field(10, ge=1, description="the paper: 10")
-    mean_weight: float = Field(50.0, ge=0, description="kappa of the distance to the consensus; official script: 50")
+    mean_weight: float = searched(
+        50.0, Range(0.1, 100, log=True), ge=0, description="kappa of the distance to the consensus; official script: 50"
+    )
     momentum_of_mean: float = Field(
         1.0, gt=0, le=1, description="mu, the share of a batch in the running mean of features; official script: 1"
     )

@@ -27,7 +27,7 @@ from ..core.task import State, Task, Tensors
 from ..training.finetune import copy_tensors, second
 from ..training.loops import cross_entropy, evaluate, train
 from ..training.parts import Parts, load_arrays, to_arrays
-from . import Client, LocalWork, MethodParams, Stage, Update, grades
+from . import Choices, Client, LocalWork, MethodParams, Stage, Update, grades, searched
 from .base import is_learned
 from .families import TwoNetworks, names_in, rng_of, with_rows
 
@@ -49,7 +49,13 @@ class FedFomoParams(MethodParams):
     lr_decay: float = Field(0.99, gt=0, le=1, description="factor of lr for each round; official code: 0.99")
     weight_decay: float = Field(1e-4, ge=0, description="official code: 1e-4")
     local_epochs: int = Field(5, ge=0, description="official code: 5")
-    peers: int = Field(5, ge=1, le=100, description="M, models that a client gets; official code: 4 or 9; PFLlib: 5")
+    peers: int = searched(
+        5,
+        Choices((4, 5, 9)),
+        ge=1,
+        le=100,
+        description="M, models that a client gets; official code: 4 or 9; PFLlib: 5",
+    )
     explore: float = Field(0.3, ge=0, le=1, description="epsilon: chance of each peer to be any; official code: 0.3")
     explore_decay: float = Field(0.05, ge=0, le=1, description="what epsilon falls by each round; official code: 0.05")
 

@@ -38,7 +38,7 @@ from ..core.task import State, Task, Tensors
 from ..heads import fedpac as steps
 from ..training.loops import Loss, TrainingOptions, cross_entropy, features_of, train
 from ..training.parts import Parts, to_arrays
-from . import Client, LocalWork, Method, MethodParams, Stage, Update, grades
+from . import Client, LocalWork, Method, MethodParams, Range, Stage, Update, grades, searched
 from ._simplex import best_weights, combined, gram, pruned, soft_smallest
 from .base import CLASS_MEANS, CLASSIFIERS
 from .families import LARGEST, names_in, objection_to, packed, require_finite, with_rows
@@ -58,7 +58,7 @@ class FedPACParams(MethodParams):
     local_epochs: int = Field(5, ge=0, description="E, of the encoder")
     head_lr: float = Field(0.1, gt=0, description="eta_g in Eq. 6, fixed in the paper's code")
     head_epochs: int = Field(1, ge=0, description="passes of the classifier before the encoder; the paper's code: 1")
-    alignment_weight: float = Field(1.0, ge=0, description="lambda in Eq. 3")
+    alignment_weight: float = searched(1.0, Range(0.1, 10, log=True), ge=0, description="lambda in Eq. 3")
     weights: Literal["qp", "prototype_loss"] = Field(
         "qp", description="combination of classifiers: the paper's programme (Eq. 10), or the report's (Eqs. 12-13)"
     )

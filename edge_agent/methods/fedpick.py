@@ -32,7 +32,7 @@ from ..training.loops import TrainingOptions, evaluate, features_of, train
 from ..training.losses import negative_entropy, symmetric_divergence
 from ..training.networks import ensemble, feature_mask, mask_noise
 from ..training.parts import Parts, encoder_and_head
-from . import Client, Method, MethodParams, grades, ours, refreshed_stats
+from . import Choices, Client, Method, MethodParams, grades, ours, refreshed_stats, searched
 
 _log = logging.getLogger(__name__)
 
@@ -44,7 +44,9 @@ class FedPickParams(FedPickCommonParams, MethodParams):
         16, paper=32, ge=1, description="ours; lost in the paper, FedBN's code for the same data: 32"
     )
     refresh_stats: bool = refreshed_stats()
-    global_weight: float = Field(1.0, ge=0, description="weight g in Eq. 15, of L_g; Digits-Five 10")
+    global_weight: float = searched(
+        1.0, Choices((1.0, 5.0, 10.0)), ge=0, description="weight g in Eq. 15, of L_g; Digits-Five 10"
+    )
     share_mask: bool = Field(False, description="the mask network travels ('Share PFSM' in Table IV)")
     share_local_heads: bool = Field(False, description="h_r and h_u travel: 'PFSM' may mean them, too")
     share_norm: bool = Field(False, description="batch norm travels ('Share BN' in Table IV)")

@@ -28,7 +28,7 @@ from ..core.task import State, Task, Tensors
 from ..heads.fedpac import class_means
 from ..training.loops import Loss, TrainingOptions, evaluate, features_of, optimizer_of, train
 from ..training.parts import Parts, encoder_and_head
-from . import Client, Method, MethodParams, Update
+from . import Choices, Client, Method, MethodParams, Update, searched
 from .families import objection_to, require_finite
 from .values import ClassStatistics
 
@@ -40,8 +40,8 @@ class FedProtoParams(MethodParams):
     """The authors' code."""
 
     batch_size: int = Field(32, ge=1, description="B; the authors' code: 4 to 32")
-    alignment_weight: float = Field(
-        1.0, ge=0, description="lambda of the distance to prototypes; MNIST 1, CIFAR-10 0.1"
+    alignment_weight: float = searched(
+        1.0, Choices((0.1, 1.0, 10.0)), ge=0, description="lambda of the distance to prototypes; MNIST 1, CIFAR-10 0.1"
     )
     prototypes: Literal["last_epoch", "after"] = Field(
         "last_epoch",

@@ -12,17 +12,20 @@ term acts on weights, not on running statistics. The reported loss is the cross 
 
 from __future__ import annotations
 
-from pydantic import Field
-
 from ..core.task import Tensors
 from ..training.loops import TrainingOptions, cross_entropy, train
-from . import Client, Method, MethodParams
+from . import Choices, Client, Method, MethodParams, searched
 
 
 class FedProxParams(MethodParams):
     """FedAvg's, and the weight of the proximal term."""
 
-    mu: float = Field(0.01, ge=0, description="mu in Eq. 2; FedBN's code 0.01, the paper tries 0.001 to 1; 0: FedAvg")
+    mu: float = searched(
+        0.01,
+        Choices((0.001, 0.01, 0.1, 1.0)),
+        ge=0,
+        description="mu in Eq. 2; FedBN's code 0.01, the paper tries 0.001 to 1; 0: FedAvg",
+    )
 
 
 class FedProx(Method):

@@ -19,7 +19,7 @@ from pydantic import Field
 from ..core.task import Tensors
 from ..training.finetune import on_features
 from ..training.loops import TrainingOptions, cross_entropy, train
-from . import Client, LocalWork, MethodParams, Stage, grades
+from . import Choices, Client, LocalWork, MethodParams, Stage, grades, searched
 from .fedper import FedPer
 
 
@@ -28,8 +28,8 @@ class FedRepParams(MethodParams):
 
     batch_size: int = Field(10, ge=1, description="B; the authors' code: 10")
     local_epochs: int = Field(1, ge=0, description="passes of the encoder")
-    head_epochs: int = Field(
-        10, ge=0, description="tau, passes of the head before; the authors' code: 10, DualFed's: 4"
+    head_epochs: int = searched(
+        10, Choices((1, 4, 10)), ge=0, description="tau, passes of the head before; the authors' code: 10, DualFed's: 4"
     )
     head_lr: float | None = Field(None, gt=0, description="step size of the head; none: lr")
     frozen_norm: Literal["eval", "train"] = Field(

@@ -51,13 +51,19 @@ from ..training.loops import (
 from ..training.losses import GaussianPredictor, gaussian_misfit, vclub
 from ..training.networks import Generator, SpecificEncoder, kl_to_standard_normal, sample, unfit_images
 from ..training.parts import Parts, channels_last, encoder_and_head, feature_dim
-from . import Client, LocalWork, Method, MethodParams, Stage, grades, ours, refreshed_stats
+from . import Client, LocalWork, Method, MethodParams, Range, Stage, grades, ours, refreshed_stats
 
 
 class FedRIRParams(MethodParams):
     """The paper's settings but where a default is called ours; [C] marks what only the authors' code says."""
 
-    lr: float = ours(2e-3, paper=5e-4, gt=0, description="step size of each Adam; ours; paper, 4.2: 0.0005")
+    lr: float = ours(
+        2e-3,
+        paper=5e-4,
+        search=Range(0.0001, 0.01, log=True),
+        gt=0,
+        description="step size of each Adam; ours; paper, 4.2: 0.0005",
+    )
     optimizer: Literal["adam"] = Field("adam", description="paper, 4.2")
     momentum: float = Field(0.0, ge=0, le=0, description="none: all optimizers are Adam")
     batch_size: int = ours(32, paper=100, ge=1, description="ours; paper, 4.2: 100")
@@ -73,7 +79,13 @@ class FedRIRParams(MethodParams):
         paper="official",
         description="vclub: Eq. 7, sound; ours. official: IDM predicts c from g [C], as published",
     )
-    id_weight: float = ours(0.01, paper=1.0, ge=0, description="weight of L_id beside cross entropy; ours; Eq. 10: 1")
+    id_weight: float = ours(
+        0.01,
+        paper=1.0,
+        search=Range(0.001, 1, log=True),
+        ge=0,
+        description="weight of L_id beside cross entropy; ours; Eq. 10: 1",
+    )
     negatives: Literal["all", "permutation"] = Field("all", description="vclub: pairs of c and g: all, or one g each")
     idm_steps: int = Field(1, ge=1, description="vclub: steps of IDM before each step of the encoder; ours")
     id_floor: bool = Field(True, description="vclub: an estimate below 0 counts as 0, else g grows without end; ours")

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from ..core.task import Task, Tensors
 from ..training.loops import Loss, TrainingOptions, evaluate, local_optimizer, train
 from ..training.parts import Parts, encoder_and_head
-from . import Client, Method, MethodParams, grades
+from . import Client, Method, MethodParams, Range, grades, searched
 
 _GENERIC = "condition.generic"
 _PERSONAL = "condition.personal"
@@ -38,8 +38,11 @@ class GPFLParams(MethodParams):
     lr: float = Field(0.005, gt=0, description="eta; official code: 0.005")
     momentum: float = Field(0.0, ge=0, lt=1, description="official code: none")
     batch_size: int = Field(10, ge=1, description="official code: 10")
-    magnitude_weight: float = Field(
-        0.01, ge=0, description="lambda of the distance to the class's embedding; official script: 0.01"
+    magnitude_weight: float = searched(
+        0.01,
+        Range(0.0001, 0.1, log=True),
+        ge=0,
+        description="lambda of the distance to the class's embedding; official script: 0.01",
     )
     valve_decay: float = Field(0.1, ge=0, description="mu, weight decay of valve and embeddings; official script: 0.1")
     conditions: Literal["own", "received"] = Field(

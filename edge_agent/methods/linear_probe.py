@@ -11,20 +11,26 @@ Differs from the paper: nothing known.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field
 
 from ..core.task import State, Task, Tensors
 from ..training.parts import Parts, encoder_alone
-from . import Client, LocalWork, MethodParams, grades
+from . import Choices, Client, LocalWork, MethodParams, grades, searched
 from .families import FittedHead
 
 
 class LinearProbeParams(MethodParams):
     """The head; parameters of training are without effect, as nothing is trained."""
 
-    head: str = Field("lr", description="personal head, a file name in edge_agent/heads")
+    not_searched: ClassVar[tuple[str, ...]] = ("lr",)
+
+    head: str = searched(
+        "lr",
+        Choices(("lr", "svm", "mlp", "prototype", "knn")),
+        description="personal head, a file name in edge_agent/heads",
+    )
     head_params: dict[str, Any] = Field(default_factory=dict, description="parameters of that head")
 
 

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from ..core.task import Tensors
 from ..training.loops import TrainingOptions, cross_entropy, local_optimizer, train, train_by_steps
 from ..training.optimizers import SGD
-from . import Client, LocalWork, MethodParams, Stage, grades
+from . import Client, LocalWork, MethodParams, Range, Stage, grades, searched
 from .families import Tuned
 
 if TYPE_CHECKING:
@@ -40,7 +40,12 @@ class PerFedAvgParams(MethodParams):
     lr: float = Field(0.005, gt=0, description="beta, step size of the start; paper: 0.001; PFLlib: 0.005")
     optimizer: Literal["sgd"] = Field("sgd", description="the method is made of SGD steps")
     momentum: float = Field(0.0, ge=0, lt=1, description="of the start's steps; the paper: none")
-    adapt_lr: float = Field(0.005, gt=0, description="alpha, step size of the adaptation; paper: 0.01; PFLlib: 0.005")
+    adapt_lr: float = searched(
+        0.005,
+        Range(0.001, 0.1, log=True),
+        gt=0,
+        description="alpha, step size of the adaptation; paper: 0.01; PFLlib: 0.005",
+    )
     adapt_steps: int = Field(1, ge=1, description="batches of the adaptation before a test; the paper: 1")
     order: Literal["first", "hessian_free"] = Field(
         "first", description="FO leaves the Hessian out; HF takes it from a difference of gradients (Sec. 5)"

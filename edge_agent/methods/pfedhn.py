@@ -28,7 +28,7 @@ from ..core.errors import ConfigError
 from ..core.task import State, Tensors
 from ..training.loops import TrainingOptions, cross_entropy, train
 from ..training.parts import load_arrays, to_arrays
-from . import Client, LocalWork, Method, MethodParams, Stage, Update, grades
+from . import Client, LocalWork, Method, MethodParams, Range, Stage, Update, grades, searched
 from .base import is_learned
 from .families import names_in, rng_of, with_rows
 from .values import Norm
@@ -52,7 +52,9 @@ class PFedHNParams(MethodParams):
     clip: float = Field(
         50.0, gt=0, description="largest norm of gradients, of clients and of the server; official code"
     )
-    server_lr: float = Field(0.01, gt=0, description="alpha, step size of H and embeddings; official code: 0.01")
+    server_lr: float = searched(
+        0.01, Range(0.001, 0.1, log=True), gt=0, description="alpha, step size of H and embeddings; official code: 0.01"
+    )
     server_momentum: float = Field(0.9, ge=0, lt=1, description="of the server; official code: 0.9")
     server_weight_decay: float = Field(1e-3, ge=0, description="of the server; official code: 0.001")
     embedding_size: int = Field(8, ge=1, le=1024, description="numbers for each client; official code: 1 + M / 4")

@@ -24,7 +24,7 @@ from ..core.weighted_sum import WeightedSum
 from ..training.finetune import copy_tensors, pairs, second
 from ..training.loops import TrainingOptions, local_optimizer, train_by_steps
 from ..training.losses import proximal_gradient
-from . import Client, LocalWork, MethodParams, Stage
+from . import Choices, Client, LocalWork, MethodParams, Range, Stage, searched
 from .families import TwoNetworks, towards
 
 
@@ -37,8 +37,10 @@ class PFedMeParams(MethodParams):
     batch_size: int = Field(20, ge=1, description="|D|")
     local_steps: int = Field(20, ge=0, description="R, batches in a round; 0: as many as local_epochs passes take")
     inner_steps: int = Field(5, ge=1, description="K, steps of theta for each batch")
-    personal_lr: float = Field(0.05, gt=0, description="step size of theta; official scripts: 0.01 to 0.1")
-    proximal_weight: float = Field(15.0, gt=0, description="lambda in Eq. 3")
+    personal_lr: float = searched(
+        0.05, Range(0.01, 0.1, log=True), gt=0, description="step size of theta; official scripts: 0.01 to 0.1"
+    )
+    proximal_weight: float = searched(15.0, Choices((10.0, 15.0, 30.0)), gt=0, description="lambda in Eq. 3")
     server_rate: float = Field(1.0, gt=0, description="beta in Algorithm 1; the paper tries 1 to 4")
 
 

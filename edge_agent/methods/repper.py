@@ -29,19 +29,19 @@ from ..training import augment
 from ..training.loops import Loss, local_optimizer, train
 from ..training.losses import supervised_contrastive
 from ..training.parts import Parts, encoder_alone, encoder_and_head
-from . import Client, LocalWork, MethodParams, Stage, grades
+from . import Choices, Client, LocalWork, MethodParams, Range, Stage, grades, searched
 from .families import FittedHead
 
 
 class RepPerParams(MethodParams):
     """The paper's defaults."""
 
-    lr: float = Field(1e-3, gt=0, description="step size of Adam")
+    lr: float = searched(1e-3, Range(0.0001, 0.01, log=True), gt=0, description="step size of Adam")
     optimizer: Literal["adam"] = Field("adam", description="of the encoder; paper")
     weight_decay: float = Field(1e-4, ge=0)
     batch_size: int = Field(256, ge=1, description="images in a batch; with two views each, twice as many vectors")
     local_epochs: int = Field(10, ge=0, description="E")
-    temperature: float = Field(0.1, gt=0, description="tau in Eq. 5")
+    temperature: float = searched(0.1, Choices((0.05, 0.1, 0.5)), gt=0, description="tau in Eq. 5")
     sc_variant: Literal["in", "out"] = Field(
         "in", description="position of the logarithm; 'in' is Eq. 5, 'out' is usual"
     )

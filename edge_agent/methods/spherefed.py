@@ -33,7 +33,7 @@ from ..heads import get as head_called
 from ..training.loops import Loss, TrainingOptions, features_of, train
 from ..training.networks import orthonormal
 from ..training.parts import Parts, encoder_and_head
-from . import Client, LocalWork, Method, MethodParams, Stage, Update
+from . import Client, LocalWork, Method, MethodParams, Range, Stage, Update, searched
 from .families import MOST_SAMPLES
 from .values import ClassStatistics
 
@@ -44,7 +44,9 @@ _CROSS = "extra.cross"
 class SphereFedParams(MethodParams):
     """The parameters of SphereFed, with the defaults of DualFed's comparison."""
 
-    lr: float = Field(0.1, gt=0, description="step size; DualFed's comparison: 0.1, Office-Home 1.0")
+    lr: float = searched(
+        0.1, Range(0.01, 1, log=True), gt=0, description="step size; DualFed's comparison: 0.1, Office-Home 1.0"
+    )
     loss: Literal["mse", "ce"] = Field("mse", description="squared error of W z to one-hot labels, or cross entropy")
     scale: float = Field(10.0, gt=0, description="factor of W z in cross entropy and in probabilities; ours")
     classifier_seed: int = Field(0, ge=0, description="seed of the orthonormal rows of the fixed classifier W")

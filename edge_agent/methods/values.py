@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, get_args
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, ValidationError
 
-from ..core.errors import TrainingFailed
+from ..core.errors import ConfigError, TrainingFailed
 from ..core.published import Published
+from ..core.search_space import Choices, Range, Space
 from ..core.task import Frozen, Task, Tensors
 
 if TYPE_CHECKING:
@@ -45,9 +46,93 @@ def grades(**heads: tuple[Grade, str]) -> Exactness:
     return heads
 
 
-def ours(default: Any, *, paper: Any, description: str, **limits: Any) -> Any:
-    """Return a parameter whose default is ours; ``paper`` is the published value, which ``--paper`` takes."""
-    return Field(default, description=description, json_schema_extra={"paper": paper}, **limits)
+def ours(default: Any, *, paper: Any, description: str, search: Space | None = None, **limits: Any) -> Any:
+    """Return a parameter whose default is ours; ``paper`` is the published value, which ``--paper`` takes.
+
+    ``search``: the values that a search tries, as in `searched`.
+    """
+    extra: dict[str, Any] = {"paper": paper}
+    if search is not None:
+        extra["search"] = search
+    return Field(default, description=description, json_schema_extra=extra, **limits)
+
+
+def searched(default: Any, search: Space, *, description: str, **limits: Any) -> Any:
+    """Return a parameter that 'headwater compare' and 'headwater sweep' search.
+
+    Args:
+        default: The default.
+        search: The values that they try, such as ``Range(0.001, 0.1, log=True)`` or ``Choices((0, 0.01, 0.1))``.
+        description: What the parameter is.
+        limits: What pydantic's ``Field`` takes, such as ``gt=0``.
+    """
+    return Field(default, description=description, json_schema_extra={"search": search}, **limits)
+
+
+def search_space(params: type[MethodParams]) -> dict[str, Space]:
+    """Name -> values that a search tries, of the parameters that have some, in the order of the fields.
+
+    A field that a method defines again keeps the values of the class that it derives from, unless it states its own.
+    Fields in ``not_searched`` are left out.
+
+    Raises:
+        ConfigError: Nothing can be drawn, or a value is not allowed; the message lists all mistakes.
+    """
+    spaces: dict[str, Space] = {}
+    for name in params.model_fields:
+        if name in params.not_searched:
+            continue
+        space = _stated_space(params, name)
+        if space is not None:
+            spaces[name] = space
+    return checked_space(params, spaces, where=f"search space of {params.__name__}")
+
+
+def _stated_space(params: type[MethodParams], name: str) -> Space | None:
+    """Return the values of a field as the nearest class states them that does; None: no class does."""
+    for base in params.__mro__:
+        fields = getattr(base, "model_fields", {})
+        extra = fields[name].json_schema_extra if name in fields else None
+        if isinstance(extra, dict) and "search" in extra:
+            return extra["search"]  # type: ignore[return-value]
+    return None
+
+
+def checked_space(params: type[MethodParams], spaces: Mapping[str, Space], *, where: str) -> dict[str, Space]:
+    """Return the same spaces, with ranges of whole numbers where a parameter is one.
+
+    Args:
+        params: The parameters of a method.
+        spaces: Name of a parameter -> the values that a search tries.
+        where: What the message of an error begins with.
+
+    Raises:
+        ConfigError: A parameter is unknown, nothing can be drawn, or a value is not allowed; all mistakes are listed.
+    """
+    from ..core.config import mistakes_of
+
+    checked: dict[str, Space] = {}
+    mistakes = list[str]()
+    for name, stated in spaces.items():
+        space = stated
+        if not isinstance(space, Range | Choices):
+            mistakes.append(f"{name}: {type(space).__name__}, expected a Range or Choices")
+            continue
+        if isinstance(space, Range) and name in params.model_fields:
+            space = replace(space, whole=params.model_fields[name].annotation is int)
+        impossible = [f"{name}: {reason}" for reason in space.mistakes()]
+        mistakes += impossible
+        refused: dict[str, None] = {}
+        for value in () if impossible else space.ends():
+            try:
+                params.model_validate({name: value})
+            except ValidationError as error:
+                refused |= dict.fromkeys(mistakes_of(error, params))
+        mistakes += refused
+        checked[name] = space
+    if mistakes:
+        raise ConfigError(where, mistakes)
+    return checked
 
 
 def refreshed_stats() -> Any:
@@ -70,7 +155,10 @@ def paper_values(params: type[MethodParams]) -> dict[str, Any]:
 class MethodParams(Frozen):
     """Fields that every method has; methods add theirs, each with its symbol and source."""
 
-    lr: float = Field(0.01, gt=0, description="learning rate of local training")
+    not_searched: ClassVar[tuple[str, ...]] = ()
+    """Fields that a search leaves alone although they have values to try: those without effect in this method."""
+
+    lr: float = searched(0.01, Range(0.001, 0.3, log=True), gt=0, description="learning rate of local training")
     optimizer: Literal["sgd", "adam"] = Field("sgd", description="of local training; adam ignores momentum")
     momentum: float = Field(0.5, ge=0, lt=1)
     weight_decay: float = Field(0.0, ge=0)

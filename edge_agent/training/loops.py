@@ -654,7 +654,7 @@ def evaluate(
     model.eval()
     try:
         with torch.no_grad():
-            if torch.jit.is_tracing():  # an exported graph is for any number of inputs at once
+            if torch.onnx.is_in_onnx_export():  # an exported graph is for any number of inputs at once
                 return function(inputs)
             return torch.cat([function(piece) for piece in torch.split(inputs, batch)])
     finally:

@@ -20,7 +20,7 @@ from edge_agent.core.limits import keep_freed_memory
 from edge_agent.core.task import ImageInput, Task
 from edge_agent.training.parts import encoder_and_head
 
-CASES = {"fedpac_cnn": (1, 28, 50), "small_cnn": (3, 32, 32), "resnet18": (3, 64, 32)}
+CASES = {"fedpac_cnn": (1, 28, 50), "small_cnn": (3, 32, 32)}
 """Encoder -> channels, pixels of a side, samples of a batch."""
 
 TURNS = 15

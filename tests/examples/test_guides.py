@@ -12,6 +12,7 @@ import contextlib
 import functools
 import importlib
 import io
+import json
 import os
 import re
 import shutil
@@ -47,6 +48,7 @@ GUIDES = ROOT / "examples/guides"
 PAGES = sorted(path.stem for path in GUIDES.glob("*.md"))
 SLOW = {
     "data-center",
+    "data-sets",
     "five-minutes",
     "method-without-torch",
     "own-parts",
@@ -116,6 +118,27 @@ def recording(folder: Path) -> None:
     (folder / "recording.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
+def leaf_set(folder: Path) -> None:
+    """``femnist``: four writers of LEAF's layout, who draw bars in two directions."""
+    rng = np.random.default_rng(0)
+    for part, count in (("train", 12), ("test", 4)):
+        data_of = {}
+        for writer in range(4):
+            images = rng.integers(0, 60, (count, 28, 28))
+            labels = np.arange(count) % 2
+            for image, label in zip(images, labels, strict=True):
+                at = int(rng.integers(4, 22))
+                if label:
+                    image[at : at + 3] = 255
+                else:
+                    image[:, at : at + 3] = 255
+            pixels = (images.reshape(count, 784) / 255).tolist()
+            data_of[f"f{writer:04d}_{writer:02d}"] = {"x": pixels, "y": labels.tolist()}
+        content = {"users": [*data_of], "num_samples": [count] * 4, "user_data": data_of}
+        (folder / "femnist" / part).mkdir(parents=True)
+        (folder / "femnist" / part / f"all_data_0_{part}.json").write_text(json.dumps(content), encoding="utf-8")
+
+
 @functools.cache
 def small_bundle() -> bytes:
     """An encoder that was trained for two rounds: pages show what is done with it, not how good it is."""
@@ -153,7 +176,7 @@ def networks(folder: Path) -> None:
     hugging_face_export(folder)
 
 
-SETUPS = {one.__name__: one for one in (photos, recording, demo, coordinator, repository, networks)}
+SETUPS = {one.__name__: one for one in (photos, recording, demo, coordinator, repository, networks, leaf_set)}
 
 
 @pytest.fixture

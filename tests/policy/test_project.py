@@ -210,7 +210,7 @@ def test_changelog_has_an_entry_for_this_version(root, project):
     assert "## [Unreleased]" in text
 
 
-ALONE = {"camera", "mlflow", "otel", "postgres", "ray", "s3", "tables", "tensorboard", "wandb"}
+ALONE = {"camera", "mlflow", "optuna", "otel", "postgres", "ray", "s3", "tables", "tensorboard", "wandb"}
 
 
 def test_extra_all_is_everything_but_development_and_what_only_clusters_need(project):
@@ -445,6 +445,7 @@ def test_readme_says_where_the_programs_are_and_leads_to_the_guides_before_anyth
         "blobs-by-reference",
         "capacity",
         "certificates",
+        "data-sets",
         "device-faults",
         "home-assistant",
         "hostile-agents",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import textwrap
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,11 @@ from pydantic import TypeAdapter
 from edge_agent.core.errors import MissingCapability
 from edge_agent.core.storage import check_writable, write_atomic
 
+from ...report.charts import clean
+from ...report.pictures import COLUMN, Format, picture
 from ...text import counted
+from .page import render
+from .plots import Figure, figures
 from .records import Comparison
 from .row_statistics import ComparisonStatistics, compute_statistics
 from .tables import (
@@ -21,8 +27,10 @@ from .tables import (
     differences_table,
     facts,
     figures_csv,
+    findings,
     latex,
     markdown,
+    markdown_text,
     methods_table,
     rows_csv,
     text_lines,
@@ -32,12 +40,16 @@ from .tables import (
 MOST_FAILURES = 5
 """The most runs without a result that stand on a terminal; all of them are in table.md."""
 
+PAGE = "index.html"
+PRINT_FORMATS: tuple[Format, ...] = ("svg", "pdf")
+
 
 def write_outputs(comparison: Comparison, folder: Path) -> list[Path]:
-    """Write the tables of a comparison, and return the files in the order in which a reader wants them.
+    """Write the page, the tables and the figures of a comparison, and return the files; the page is the first one.
 
-    They are ``table.md``, ``table.tex``, ``table.csv`` (all figures of each row), ``differences.csv``, ``clients.csv``
-    and, with pyarrow, ``clients.parquet`` (each client in each run). Each file replaces an earlier one as a whole.
+    They are ``index.html``, ``table.md``, ``table.tex``, ``table.csv`` (all figures of each row), ``differences.csv``,
+    ``clients.csv`` and, with pyarrow, ``clients.parquet`` (each client in each run), and each figure for print, one
+    column wide, as SVG and PDF. Each file replaces an earlier one as a whole.
 
     Args:
         comparison: What has been found so far; it may lack runs, or all of them.
@@ -48,31 +60,43 @@ def write_outputs(comparison: Comparison, folder: Path) -> list[Path]:
     """
     check_writable(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    # The page comes last, because it has links to the others.
+    statistics = compute_statistics(comparison)
+    drawn_figures = figures(comparison, statistics)
     paths = []
-    for name, content in _files(comparison):
+    for name, content in _files(comparison, statistics, drawn_figures):
         write_atomic(folder / name, content)
         paths.append(folder / name)
-    return paths
+    page = render(comparison, statistics, drawn_figures, [path.name for path in paths])
+    write_atomic(folder / PAGE, page.encode(errors="replace"))
+    return [folder / PAGE, *paths]
 
 
-def _files(comparison: Comparison) -> Iterator[tuple[str, bytes]]:
-    """Yield the name and the content of each file."""
-    statistics = compute_statistics(comparison)
+def _files(
+    comparison: Comparison, statistics: ComparisonStatistics, drawn_figures: Sequence[Figure]
+) -> Iterator[tuple[str, bytes]]:
+    """Yield the name and the content of each file but the page."""
+    # 1. The tables.
     tables = all_tables(comparison, statistics)
     yield "table.md", _document(comparison, statistics).encode(errors="replace")
     yield "table.tex", latex(tables, _caption(comparison)).encode(errors="replace")
     yield "table.csv", figures_csv(tables)
     yield "differences.csv", rows_csv(differences_table(statistics))
+    # 2. All clients. Without pyarrow clients.csv alone has them.
     yield "clients.csv", clients_csv(comparison)
-    try:
+    with contextlib.suppress(MissingCapability):
         yield "clients.parquet", clients_parquet(comparison)
-    except MissingCapability:
-        return  # clients.csv has the same; the message is for those who ask for parquet alone
+    # 3. The figures.
+    for figure in drawn_figures:
+        for kind in PRINT_FORMATS:
+            yield f"{figure.name}.{kind}", picture([figure.chart], kind, form=COLUMN)
 
 
 def _document(comparison: Comparison, statistics: ComparisonStatistics) -> str:
     """Return all tables in Markdown below what all rows have in common."""
-    parts = [f"# {comparison.title}\n", "".join(f"- {name}: {value}\n" for name, value in facts(comparison))]
+    task = "".join(f"- {name}: {markdown_text(value)}\n" for name, value in facts(comparison))
+    sentences = markdown_text(" ".join(findings(comparison, statistics)))
+    parts = [f"# {markdown_text(clean(comparison.title, 200))}\n", task, f"{sentences}\n"]
     if comparison.command:
         parts.append(f"Made by\n\n```\n{comparison.command}\n```\n")
     parts += map(markdown, all_tables(comparison, statistics))
@@ -82,7 +106,7 @@ def _document(comparison: Comparison, statistics: ComparisonStatistics) -> str:
 def _caption(comparison: Comparison) -> str:
     """Return the caption of the table of methods: what a reader of a paper needs to know of the task."""
     common = "; ".join(f"{name.lower()}: {value}" for name, value in facts(comparison))
-    return f"{comparison.title}. {common}."
+    return f"{clean(comparison.title, 200)}. {common}."
 
 
 def summary_lines(comparison: Comparison, width: int = 140) -> list[str]:
@@ -94,6 +118,7 @@ def summary_lines(comparison: Comparison, width: int = 140) -> list[str]:
     """
     statistics = compute_statistics(comparison)
     lines = text_lines(methods_table(comparison, statistics), width)
+    lines += ["", *textwrap.wrap(" ".join(findings(comparison, statistics)), width)]
     if statistics.has_tuning:
         lines += ["", *text_lines(tuning_table(comparison, statistics), width)]
     hours = sum(row.costs.trial_hours + row.costs.run_hours for row in statistics.rows)

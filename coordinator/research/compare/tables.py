@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from edge_agent.data.columns import import_pyarrow
 
-from ...report.charts import clean
+from ...report.charts import clean, percent
 from ...text import counted, listed
 from .records import ClientScore, Comparison, MethodRecord, SeedRun
 from .row_statistics import (
@@ -64,6 +64,9 @@ class Column:
     is_signed: bool = False
     """Whether positive values have a plus, as differences do."""
 
+    least: float | None = None
+    """Smaller values are shown as smaller than this one, as p values are; None: as they are."""
+
     has_spread: bool = False
     has_interval: bool = False
 
@@ -82,6 +85,8 @@ class Column:
             return clean(value, 200)
         if self.digits is None:
             return str(value)
+        if self.least is not None and value < self.least:
+            return f"< {self.least:.{self.digits}f}"
         shown = f"{value * self.factor:.{self.digits}f}"
         is_zero = float(shown) == 0
         if is_zero:
@@ -172,8 +177,8 @@ def methods_table(comparison: Comparison, statistics: ComparisonStatistics) -> T
     best_pooled = _highest(row.pooled_mean for row in statistics.rows if not row.missing_seeds)
     best_tenth = _highest(row.worst_tenth for row in statistics.rows if not row.missing_seeds)
     columns = (
-        Column("rank", "rank"),
         _ROW,
+        Column("rank", "rank"),
         _share("client_mean", "client mean", has_spread=True),
         _share("pooled_mean", "pooled mean", has_spread=True),
         _share("worst_tenth", "worst tenth", has_spread=True),
@@ -188,8 +193,8 @@ def methods_table(comparison: Comparison, statistics: ComparisonStatistics) -> T
         hurt = row.hurt
         rows.append(
             (
-                Cell(row.rank),
                 Cell(row.name, marks=_marks_of_row(row)),
+                Cell(row.rank),
                 _estimate(row.client_mean, is_best=row.name == statistics.best, marks=_marks_of_mean(row)),
                 _estimate(row.pooled_mean, is_best=_is_value(row.pooled_mean, best_pooled)),
                 _estimate(row.worst_tenth, is_best=_is_value(row.worst_tenth, best_tenth)),
@@ -212,8 +217,8 @@ def differences_table(statistics: ComparisonStatistics) -> Table:
         Column("pairs", "pairs"),
         _difference("difference", "difference"),
         Column("standard_error", "standard error", "points", digits=2, factor=HUNDRED),
-        Column("p", "p", digits=3),
-        Column("p_holm", "p, Holm", digits=3),
+        Column("p", "p", digits=3, least=0.001),
+        Column("p_holm", "p, Holm", digits=3, least=0.001),
         Column("verdict", "verdict", is_number=False),
     )
     rows = list[tuple[Cell, ...]]()
@@ -457,6 +462,46 @@ def _params_text(record: MethodRecord) -> str:
     return "the defaults"
 
 
+def findings(comparison: Comparison, statistics: ComparisonStatistics) -> list[str]:
+    """Return in a few sentences what the tables show, and what they lack."""
+    sentences = list[str]()
+    best = next((row for row in statistics.rows if row.name == statistics.best), None)
+    if best is None or best.client_mean is None:
+        return ["No run has a result yet."]
+    # 1. Which row is best, and which others may be as good.
+    sentences.append(f"Best client mean: {clean(best.name)}, {percent(best.client_mean.mean)}.")
+    others = [row for row in statistics.rows if row.to_best is not None]
+    undecided_rows = [row.name for row in others if row.to_best is not None and row.to_best.is_distinguishable is None]
+    similar_rows = [row.name for row in others if row.to_best is not None and row.to_best.is_distinguishable is False]
+    if similar_rows:
+        sentences.append(f"Not distinguishable from it: {clean(listed(similar_rows), 300)}.")
+    elif others and not undecided_rows:
+        sentences.append("All other rows are at least two standard errors below it.")
+    if undecided_rows:
+        rows = clean(listed(undecided_rows), 300)
+        sentences.append(f"One pair of seeds says nothing of chance: compare with more seeds ({rows}).")
+    # 2. Whom a mean hides, and what tuning has changed.
+    judged_rows = [(row.hurt.hurt, row.name) for row in statistics.rows if row.hurt is not None]
+    if judged_rows:
+        share, name = max(judged_rows)
+        baseline = _baseline_name(comparison, statistics)
+        sentence = f"No row has hurt clients against {baseline}."
+        if share > 0:
+            sentence = f"Most clients are hurt against {baseline} by {clean(name)}: {percent(share)}."
+        sentences.append(sentence)
+    default_best = [row.name for row in statistics.rows if row.tuning.rank == 1]
+    if statistics.has_tuning and default_best:
+        sentences.append(f"With the methods' defaults the best row is {clean(listed(default_best), 300)}.")
+    # 3. What to doubt.
+    differing_rows = [row.name for row in statistics.rows if row.differing]
+    if differing_rows:
+        sentences.append(f"Rows that rest on something else than the others: {clean(listed(differing_rows), 300)}.")
+    incomplete_rows = [row.name for row in statistics.rows if row.missing_seeds]
+    if incomplete_rows:
+        sentences.append(f"Rows without a result for some seeds: {clean(listed(incomplete_rows), 300)}.")
+    return sentences
+
+
 # --- notes -----------------------------------------------------------------------------------------------------------
 
 
@@ -492,9 +537,7 @@ def _notes_of_methods(comparison: Comparison, statistics: ComparisonStatistics) 
     if any(row.missing_seeds for row in statistics.rows):
         yield Note("lacks seeds: means over those that it has, differences over the common ones.", SEEDS_MISSING)
     if any(_has_one_pair(row) for row in statistics.rows):
-        yield Note(
-            "one pair of seeds: neither interval nor verdict, and clients are hurt by their test samples.", ONE_PAIR
-        )
+        yield Note("one pair of seeds: no interval, no verdict; clients are judged by their test samples.", ONE_PAIR)
 
 
 def _said_of_many(statistics: ComparisonStatistics) -> str:
@@ -567,13 +610,13 @@ def text_lines(table: Table, width: int) -> list[str]:
 
 def markdown(table: Table) -> str:
     """Return a table in Markdown with its notes; the best values are bold."""
-    lines = [f"## {_markdown_text(table.title)}", ""]
-    lines.append(_markdown_row(_markdown_text(column.title) for column in table.columns))
+    lines = [f"## {markdown_text(table.title)}", ""]
+    lines.append(_markdown_row(markdown_text(column.title) for column in table.columns))
     lines.append(_markdown_row("--:" if column.is_number else "---" for column in table.columns))
     lines += [_markdown_row(map(_markdown_cell, row, table.columns)) for row in table.rows]
     if table.notes:
         lines.append("")
-    lines += [f"- {_markdown_text(note.marked_text)}" for note in table.notes]
+    lines += [f"- {markdown_text(note.marked_text)}" for note in table.notes]
     return "\n".join(lines) + "\n"
 
 
@@ -584,13 +627,13 @@ def _markdown_row(cells: Iterable[str]) -> str:
 
 def _markdown_cell(cell: Cell, column: Column) -> str:
     """Return a cell in Markdown."""
-    text = _markdown_text(cell.text(column))
+    text = markdown_text(cell.text(column))
     if cell.is_best:
         text = f"**{text}**"
     return f"{text} {cell.symbols}".rstrip()
 
 
-def _markdown_text(text: str) -> str:
+def markdown_text(text: str) -> str:
     """Return text whose characters mean nothing in Markdown."""
     return re.sub(r"([\\`*_{}\[\]<>|#])", r"\\\1", text)
 

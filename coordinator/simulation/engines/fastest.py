@@ -4,10 +4,10 @@ Serial and pool give the same bits; what stacked gives equals them up to roundin
 saves a fifth. The choice is written into the folder of the run with what was expected of each engine, and a run that is
 resumed keeps it.
 
-The model of cost: all rounds take as many seconds as the clients of a cohort have steps, times the rounds, times what
-one client's step takes. One after another that is timed; a pool divides it among its workers, which take `START_S` to
-start. A pass of k clients takes a + k d: what it costs whatever its size, which is what stacking saves, and what each
-client adds; both follow from passes of one client and of `FEW`.
+The model of cost, in processor seconds: each job of a client takes `JOB_S` whatever the engine, for messages, journal
+and state, and each step what a step takes. One after another that is timed; a pool divides it among its workers, which
+take `START_S` to start. A pass of k clients takes a + k d: what it costs whatever its size, which is what stacking
+saves, and what each client adds; both follow from passes of one client and of `FEW`.
 """
 
 from __future__ import annotations
@@ -37,6 +37,9 @@ from .stacked import FEW, MOST_AT_ONCE, ONE_BY_ONE, Starter, Trial
 START_S = 2.5
 """Until the workers of a pool can compute: two at once on two cores, most of it the import of torch."""
 
+JOB_S = 0.006
+"""What one job of a client takes beside its steps, on an AMD EPYC."""
+
 WAYS: tuple[Convolutions, ...] = ("grouped", "unfolded")
 
 SAVING = 0.2
@@ -65,7 +68,7 @@ class EngineTrial(Frozen):
 
 
 def settle_engine(
-    prepared: Prepared, folder: Path, clock: Callable[[], float] = time.perf_counter
+    prepared: Prepared, folder: Path, clock: Callable[[], float] | None = None
 ) -> tuple[Prepared, EngineTrial | None]:
     """Return the simulation with the engine that is expected to be the fastest, and the trial; None: another was named.
 
@@ -79,10 +82,15 @@ def settle_engine(
     return replace(prepared, choice=EngineChoice(trial.engine, trial.workers)), trial
 
 
-def time_engines(prepared: Prepared, clock: Callable[[], float]) -> EngineTrial:
-    """Time some steps of some clients, and choose; model and random numbers are afterwards as before."""
+def time_engines(prepared: Prepared, clock: Callable[[], float] | None) -> EngineTrial:
+    """Time some steps of some clients, and choose; model and random numbers are afterwards as before.
+
+    ``clock``: returns seconds; None: processor time on a CPU, which other programs do not disturb, else wall time.
+    """
     model = prepared.model.model
     device = next(iter(model.state_dict().values())).device
+    if clock is None:
+        clock = time.process_time if device.type == "cpu" else time.perf_counter
 
     def measure(_: str, work: Callable[[], object]) -> float:
         if device.type == "cuda":
@@ -110,6 +118,7 @@ def time_engines(prepared: Prepared, clock: Callable[[], float]) -> EngineTrial:
     return choose(
         seconds,
         steps=steps_of_all_rounds(prepared),
+        jobs=prepared.plan.rounds * cohort_size(prepared),
         workers=prepared.choice.workers,
         has_pool=can_use_pool(device) and prepared.choice.workers > 1,
         not_stacked=not_stacked,
@@ -131,27 +140,29 @@ def cohort_size(prepared: Prepared) -> int:
 
 
 def choose(
-    seconds: dict[str, float], *, steps: float, workers: int, has_pool: bool, not_stacked: str = ""
+    seconds: dict[str, float], *, steps: float, jobs: float, workers: int, has_pool: bool, not_stacked: str = ""
 ) -> EngineTrial:
     """Return the engine for so many steps of clients.
 
     Args:
         seconds: Way of computing -> seconds of one client's step, `ONE_BY_ONE` among them.
         steps: Steps of all clients in all rounds.
+        jobs: Jobs of all clients in all rounds.
         workers: Workers that a pool would have.
         has_pool: Whether there can be a pool.
         not_stacked: Why clients cannot be trained in one pass.
     """
     one_by_one_s = steps * seconds[ONE_BY_ONE]
-    expected: dict[EngineName, float] = {"serial": one_by_one_s}
+    beside_s = JOB_S * jobs
+    expected: dict[EngineName, float] = {"serial": beside_s + one_by_one_s}
     if has_pool:
-        expected["pool"] = START_S + one_by_one_s / workers
+        expected["pool"] = START_S + beside_s + one_by_one_s / workers
     engine = min(expected, key=lambda name: expected[name])
     in_one_pass: dict[Convolutions, float] = {way: seconds[way] for way in WAYS if way in seconds}
     convolutions: Convolutions = "grouped"
     if in_one_pass:
         convolutions = min(in_one_pass, key=lambda way: in_one_pass[way])
-        expected["stacked"] = steps * in_one_pass[convolutions]
+        expected["stacked"] = beside_s + steps * in_one_pass[convolutions]
         if expected["stacked"] < (1 - SAVING) * expected[engine]:
             engine = "stacked"
     return EngineTrial(

@@ -265,7 +265,7 @@ class LocalWorkers:
     def of(cls, prepared: Prepared, folder: Path, setup: Sequence[str]) -> LocalWorkers:
         """Describe the workers of the simulation in ``folder``; `start` and `spawn` begin them."""
         init = {**worker_init(prepared, setup), "folder": str(folder.absolute())}
-        memory = prepared.memory or SharedBuffer.of(*prepared.pools.content())
+        memory = prepared.memory or SharedBuffer.of(*prepared.pools.content(), on_disk=prepared.pools.is_on_disk)
         return cls(init, memory, folder / "workers", Limits(threads=prepared.plan.threads or None))
 
     def start(self, count: int) -> int:

@@ -164,7 +164,7 @@ class PairedComparison:
         shown = [self.clients[position] for position in spread_out(len(self.clients))]
         rows = [(name_of(one.client), share(one.first), share(one.second), f"{one.gain:+.4f}") for one in shown]
         means = fmean(one.first for one in self.clients), fmean(one.second for one in self.clients)
-        rows.append(("mean", *map(share, means), f"{self.mean:+.4f}"))
+        rows.append(("mean", share(means[0]), share(means[1]), f"{self.mean:+.4f}"))
         what = f"{counted(len(self.clients), 'client')}, accuracy on the same test samples"
         columns = ("client", *(name_of(name, 20) for name in self.names), "difference")
         return ShownTable(what, columns, tuple(rows), tuple(map(cut, self._notes())))

@@ -84,7 +84,8 @@ class PersonalModel:
         Raises:
             UsageError: The inputs have another shape.
         """
-        return np.asarray(self.classes)[self.predict_proba(inputs).argmax(axis=1)]
+        names: np.ndarray = np.asarray(self.classes)[self.predict_proba(inputs).argmax(axis=1)]
+        return names
 
     def score(self, inputs: np.ndarray, names: Sequence[str]) -> float:
         """Return the share (0..1) of inputs whose class has this name.

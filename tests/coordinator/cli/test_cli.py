@@ -140,7 +140,7 @@ def test_all_wrong_parameters_are_told_at_once(call, config):
 def test_parameters_without_an_equals_sign_are_refused(call, config):
     code, _, err = call("run", "--config", config, "-p", "lr")
     assert code == 2
-    assert "--param lr: expected name=value" in err
+    assert "--set lr: expected name=value, for example --set lr=VALUE" in err
 
 
 def test_all_mistakes_of_a_configuration_are_told_at_once(call, config):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import http.server
 import importlib.metadata
 import re
 import socket
+import threading
 
 import pytest
 
@@ -56,6 +58,8 @@ def test_relative_folders_count_from_where_they_are_given(tmp_path):
     assert absolute_choice("csv:logs", tmp_path) == f"csv:{tmp_path / 'logs'}"
     assert absolute_choice("csv", tmp_path) == "csv"
     assert absolute_choice("mlflow:http://h:1?experiment=x", tmp_path) == "mlflow:http://h:1?experiment=x"
+    assert absolute_choice("wandb:me/it", tmp_path) == "wandb:me/it"
+    assert absolute_choice("wandb:it?dir=w&mode=offline", tmp_path) == f"wandb:it?dir={tmp_path / 'w'}&mode=offline"
     assert absolute_choice("cvs:logs", tmp_path) == "cvs:logs", "refused later, with all mistakes"
     (tmp_path / "mine.py").write_text(OWN)
     assert absolute_choice("mine.py:Mine?x", tmp_path) == "mine.py:Mine?x", "no such file here"
@@ -121,6 +125,31 @@ def test_a_server_that_is_away_is_refused_with_what_to_do(tmp_path):
     assert "mlflow server" in said
     with pytest.raises(UsageError, match="say where, for example --log mlflow:http://"):
         RunLogs.open("mlflow", tmp_path)
+
+
+class OtherServer(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_error(404, "nothing here")
+
+    def do_POST(self):
+        self.send_error(404, "nothing here")
+
+    def log_message(self, *_): ...
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_server_of_another_kind_is_refused_before_anything_starts(tmp_path):
+    pytest.importorskip("mlflow")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), OtherServer) as server:
+        serving = threading.Thread(target=server.serve_forever)
+        serving.start()
+        try:
+            address = f"http://127.0.0.1:{server.server_address[1]}"
+            with pytest.raises(UsageError, match=rf"{address} cannot be used: .*404.*correct the address"):
+                RunLogs.open(f"mlflow:{address}", tmp_path)
+        finally:
+            server.shutdown()
+            serving.join(30)
 
 
 def test_wandb_sends_nothing_unless_it_is_asked_to_and_then_needs_a_key(tmp_path, monkeypatch):

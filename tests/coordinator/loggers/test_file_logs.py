@@ -19,9 +19,10 @@ from coordinator.api import Watching, finish
 from coordinator.loggers.log_files import LineFile
 from coordinator.loggers.records import RoundResult, RunDescription, RunEnd, Spread, clients_table
 from coordinator.loggers.run_logs import RunLogs, open_parent
+from coordinator.simulation.logged import log_finished
 from coordinator.simulation.run import open_simulation
 from coordinator.simulation.setup import Prepared
-from edge_agent.core.errors import RunFailed
+from edge_agent.core.errors import RunFailed, StateError
 
 SETTINGS = {
     "clients": 3, "rounds": 4, "encoder": "linear", "encoder_params": {"feature_dim": 4}, "device": "cpu",
@@ -87,6 +88,31 @@ def test_the_tables_have_the_figures_of_the_result(tmp_path, images):
         assert (only(logs / "csv") / name).exists()
     assert [one["is_complete"] for one in result.summary["logs"]] == [True] * 3
     assert json.loads((tmp_path / "sim" / "result.json").read_text()) == result.summary
+
+
+def test_a_run_that_is_over_is_logged_from_its_folder_without_its_data(tmp_path, images):
+    """The same files as the run itself has written, though the samples are gone."""
+    logs = ("csv", "jsonl")
+    plan = small_plan(images, "fedper", clients=4, new_clients=1, rounds=3, local=False, name="it", tags={"a": "b"})
+    folder = tmp_path / "sim"
+    with open_simulation(Prepared.of(plan), folder) as simulation:
+        finish(simulation, folder, Watching(logs=RunLogs.open(logs, folder)))
+    (tmp_path / "images.npz").unlink()
+    names = [f"{name}:{tmp_path / 'again'}/{name}" for name in logs]
+    outcomes = log_finished(folder, RunLogs.open(names, None), tags={"more": "tags"})
+    assert [(outcome.rounds, outcome.is_complete) for outcome in outcomes] == [(3, True), (3, True)]
+    for name in ("rounds.csv", "clients.csv", "final_clients.csv", "report.html"):
+        written = only(folder / "logs" / "csv") / name
+        assert (only(tmp_path / "again" / "csv") / name).read_bytes() == written.read_bytes()
+    lines, again = (
+        [json.loads(line) for line in (only(base / "jsonl") / "run.jsonl").read_text().splitlines()]
+        for base in (folder / "logs", tmp_path / "again")
+    )
+    assert again[0].pop("tags") == {"a": "b", "more": "tags"}
+    assert lines[0].pop("tags") == {"a": "b"}
+    assert again == lines
+    with pytest.raises(StateError, match="holds no simulation that is over"):
+        log_finished(tmp_path / "again", RunLogs.open(None, None))
 
 
 KILLED = """

@@ -97,7 +97,7 @@ def test_folders_in_a_file_count_from_the_file(call, short, tmp_path):
     [
         (("--log", "cvs"), "unknown log 'cvs': did you mean 'csv'?"),
         (("--log", "csv:file/below"), "no file can be written there"),
-        (("--tag", "goal"), "--tag goal: expected name=value, for example --tag goal=baseline"),
+        (("--tag", "goal"), "--tag goal: expected name=value, for example --tag goal=VALUE"),
         (("--log", "mlflow:http://a:b@127.0.0.1:1"), "holds a password"),
         (("--name", "x" * 201), "name"),
     ],

@@ -154,7 +154,7 @@ def history(server, run, name):
 def test_mlflow_has_a_parent_with_a_child_for_each_seed(tmp_path, images, mlflow_server):
     choice = f"mlflow:{mlflow_server.url}?experiment=tables"
     parent = open_parent(choice, RunDescription("a parent", "fedper, two seeds", tmp_path, tags={"table": "1"}))
-    shared = {"log": parent.child, "tags": {"goal": "try"}, "note": "a note", **SETTINGS}
+    shared = {"log": parent.child, "tags": {"goal": "try", "odd@key": "x"}, "note": "a note", **SETTINGS}
     results = [
         coordinator.simulate("fedper", data=images, seed=seed, out=tmp_path / f"s{seed}", name=f"seed {seed}", **shared)
         for seed in range(2)
@@ -170,7 +170,7 @@ def test_mlflow_has_a_parent_with_a_child_for_each_seed(tmp_path, images, mlflow
         run = runs[f"seed {seed}"]
         assert run.data.tags["mlflow.parentRunId"] == above.info.run_id
         assert run.data.tags["mlflow.note.content"] == "a note"
-        assert run.data.tags["goal"] == "try"
+        assert (run.data.tags["goal"], run.data.tags["odd_key"]) == ("try", "x")
         assert run.info.status == "FINISHED"
         assert run.data.params["seed"] == str(seed)
         assert float(run.data.params["params.lr"]) == result.summary["params"]["lr"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from statistics import fmean
 
@@ -162,4 +163,6 @@ def test_the_front_door_takes_a_function_and_names_the_end(tmp_path, images):
     assert [row.round for row in rows] == [1, 2]
     assert result.summary["stopped"] == "round 2 is enough"
     assert len(result.rounds) == 2
+    page = (tmp_path / "sim/runs/run-0001/report.html").read_text(encoding="utf-8")
+    assert re.search(r"Ended early: [Rr]ound 2 is enough\.", page)
     assert result.clients["c0"]["acc.personal"] is not None

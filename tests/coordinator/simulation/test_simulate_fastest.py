@@ -9,7 +9,6 @@ import pytest
 from simulation_harness import learned_anywhere, run, small_plan, write_images
 
 from coordinator.cli.simulate import reading
-from coordinator.simulation.engines import fastest
 from coordinator.simulation.engines.base import EngineChoice
 from coordinator.simulation.engines.fastest import EngineTrial, choose, settle_engine, step_in_pass, steps_of_all_rounds
 from coordinator.simulation.engines.stacked import ONE_BY_ONE
@@ -27,7 +26,7 @@ def images(tmp_path):
 def test_seconds_that_are_expected_by_hand():
     """10,000 steps of 1 ms are 10 s; of four workers 2.5 + 10 / 4 s; in one pass of 0.3 ms 3 s: far less."""
     seconds = {ONE_BY_ONE: 1e-3, "grouped": 3e-4, "unfolded": 7e-4}
-    trial = choose(seconds, steps=10_000, workers=4, has_pool=True)
+    trial = choose(seconds, steps=10_000, jobs=0, workers=4, has_pool=True)
     assert trial.expected_s == {"serial": 10.0, "pool": 5.0, "stacked": 3.0}
     assert (trial.engine, trial.workers) == ("stacked", 1)
     assert trial.reason() == (
@@ -47,15 +46,25 @@ def test_seconds_that_are_expected_by_hand():
     ],
 )
 def test_the_bits_of_the_others_are_given_up_for_a_fifth_of_the_time(grouped_s, steps, has_pool, engine):
-    assert choose({ONE_BY_ONE: 1e-3, "grouped": grouped_s}, steps=steps, workers=4, has_pool=has_pool).engine == engine
+    assert (
+        choose({ONE_BY_ONE: 1e-3, "grouped": grouped_s}, steps=steps, jobs=0, workers=4, has_pool=has_pool).engine
+        == engine
+    )
 
 
 def test_what_cannot_be_stacked_says_so():
     trial = choose(
-        {ONE_BY_ONE: 1e-3}, steps=100, workers=2, has_pool=True, not_stacked="two of its layers share weights"
+        {ONE_BY_ONE: 1e-3}, steps=100, jobs=0, workers=2, has_pool=True, not_stacked="two of its layers share weights"
     )
     assert trial.engine == "serial"
     assert trial.reason().endswith("; not stacked: two of its layers share weights")
+
+
+def test_what_no_engine_saves_is_expected_of_each():
+    """1,000 jobs take 6 s beside their steps: of 11 s in a pool, stacking would save 2 s, which is not a fifth."""
+    trial = choose({ONE_BY_ONE: 1e-3, "grouped": 3e-4}, steps=10_000, jobs=1000, workers=4, has_pool=True)
+    assert trial.expected_s == {"serial": 16.0, "pool": 11.0, "stacked": 9.0}
+    assert trial.engine == "pool"
 
 
 @pytest.mark.parametrize(
@@ -84,7 +93,6 @@ def test_the_choice_changes_nothing_that_is_learned_and_is_said(images, tmp_path
     plan = small_plan(images, params=PARAMS)
     serial = run(plan, tmp_path / "serial")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fastest.time, "perf_counter", lambda: 0.0)
         patch.setattr(settle_engine, "__defaults__", (lambda: 0.0,))
         result = run(plan.model_copy(update={"engine": "fastest"}), tmp_path / "fastest")
     trial = result.pop("engine_trial")

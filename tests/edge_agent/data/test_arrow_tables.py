@@ -167,6 +167,13 @@ def test_users_and_recordings_are_columns(tmp_path):
     assert [part.users.names[number] for number in part.users.numbers] == ["a", "b"]
 
 
+def test_columns_of_users_and_recordings_are_names_or_numbers(tmp_path):
+    table = image_table(pixels_of(2), [0, 1], writer=[[1], [2]], take=[0.5, 1.5])
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"'take' holds double, expected integers or text.*'writer' holds list"):
+        load(f"parquet:{tmp_path / 'a.parquet'}?user=writer&group=take")
+
+
 def test_every_wrong_name_of_a_column_is_reported_with_the_nearest(saved):
     root, _ = saved
     with pytest.raises(DataError) as caught:

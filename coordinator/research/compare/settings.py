@@ -1,0 +1,332 @@
+"""What is compared: the arguments of a comparison, checked, and the file that a later call has to agree with."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, ValidationError
+
+from edge_agent import data, methods
+from edge_agent.core.config import mistakes_of, parse
+from edge_agent.core.errors import ConfigError, UnknownName, UsageError
+from edge_agent.core.registry import is_reference, load_reference, own_name
+from edge_agent.core.search_space import Space, parse_space
+from edge_agent.core.task import Frozen
+from edge_agent.methods import MethodParams
+from edge_agent.methods.values import checked_space, search_space
+
+from ...simulation.own_parts import add_method
+from ...simulation.plan import HOW_NOT_WHAT, Plan
+from .optuna_search import OptunaSearch
+from .tuners import Grid, Halving, Random, Tuner
+
+ALWAYS = ("local", "fedavg", "fedavg_ft", "linear_probe")
+"""Methods of every comparison: each client alone, one model for all, that model fine-tuned, a frozen encoder's head."""
+
+TUNERS: Mapping[str, type[Tuner]] = {kind.name: kind for kind in (Random, Halving, Grid, OptunaSearch)}
+"""Name on the command line -> how parameters are searched."""
+
+VALIDATION = 0.25
+"""Share of the training samples that trials are scored on."""
+
+OF_THE_COMPARISON = (
+    *("method", "params", "seed", "validation", "local", "keep_every", "new_clients", "head_clients"),
+    *("name", "tags", "note", "log"),
+)
+"""Fields of a simulation that a comparison sets itself, or cannot compare."""
+
+SPACE = "--space"
+"""The option that states the values of a search."""
+
+
+class MethodChoice(Frozen):
+    """A method of a comparison, and the parameters that all its simulations have."""
+
+    name: str = Field(min_length=1, max_length=80)
+    method: str = Field(min_length=1, max_length=1000)
+    params: dict[str, Any] = Field(default_factory=dict)
+
+
+class Arguments(Frozen):
+    """All that decides what a comparison finds. The same folder can be continued with the same arguments alone."""
+
+    methods: tuple[MethodChoice, ...]
+    plan: dict[str, Any] = Field(description="fields of all simulations that were given")
+    seeds: tuple[int, ...]
+    trials: int = Field(ge=0, le=10_000)
+    search: str = "random"
+    points: int = Field(3, ge=2, le=1000, description="values of each range in a grid")
+    space: dict[str, str] = Field(
+        default_factory=dict, description="[method.]parameter -> its values, as they were typed"
+    )
+    validation: float = Field(VALIDATION, gt=0, lt=1)
+    tune_seed: int = Field(0, ge=0)
+    untuned: bool = False
+
+    def differences(self, now: Arguments) -> list[str]:
+        """Return ``name value, now value`` for each argument that differs in ``now``."""
+        before = self._compared()
+        after = now._compared()
+        names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+        return [f"{name} {_shown(before.get(name))}, now {_shown(after.get(name))}" for name in names]
+
+    def _compared(self) -> dict[str, Any]:
+        """Return name -> value of all arguments, those of simulations included; data by where they are."""
+        fields = self.model_dump(mode="json", exclude={"plan"})
+        folder = Path(self.plan["folder"])
+        plan = {name: value for name, value in self.plan.items() if name not in {*HOW_NOT_WHAT, "folder"}}
+        plan["data"] = [str(data.location(source, folder)) for source in plan["data"]]
+        return {**fields, **plan}
+
+
+def _shown(value: Any) -> str:
+    """Return a value of an argument as a message has it."""
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return ", ".join(entry.get("name", "") for entry in value)
+    return "none" if value is None else str(value)
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A method that is ready to be compared."""
+
+    choice: MethodChoice
+    kind: type[MethodParams]
+    space: Mapping[str, Space]
+
+    @property
+    def slug(self) -> str:
+        """Its name as a part of a folder's name."""
+        return re.sub(r"[^A-Za-z0-9_.-]+", "-", self.choice.name)
+
+
+def parse_seeds(text: str) -> tuple[int, ...]:
+    """Return the seeds of ``0:6`` (0 to 5) or ``0,1,2``.
+
+    Raises:
+        UsageError: The text is neither, has no seed, or has one twice.
+    """
+    try:
+        if ":" in text:
+            first, end = (int(word) for word in text.split(":"))
+            seeds = tuple(range(first, end))
+        else:
+            seeds = tuple(int(word) for word in text.split(",") if word.strip())
+    except ValueError as error:
+        raise UsageError(f"--seeds '{text}': expected FIRST:END such as 0:6 (0 to 5), or 0,1,2") from error
+    return checked_seeds(seeds, f"--seeds '{text}'")
+
+
+def checked_seeds(seeds: Iterable[int], where: str) -> tuple[int, ...]:
+    """Return the seeds as a tuple.
+
+    Raises:
+        UsageError: There is none, one is negative, or one is there twice.
+    """
+    seeds = tuple(seeds)
+    if not seeds:
+        raise UsageError(f"{where}: no seed; expected at least one, for example 0:6")
+    if min(seeds) < 0:
+        raise UsageError(f"{where}: {min(seeds)} is negative; expected seeds from 0 on")
+    if len(set(seeds)) < len(seeds):
+        raise UsageError(f"{where}: a seed is given twice; that is not another run")
+    return seeds
+
+
+def choices_of(references: Sequence[str], params: Mapping[str, Any], *, always: Sequence[str]) -> list[MethodChoice]:
+    """Return the methods of a comparison with the parameters that are set for them.
+
+    Args:
+        references: Names of methods, or ``PATH.py:CLASS``; those of ``always`` are added.
+        params: ``parameter`` or ``method.parameter`` -> its value. The former is for all methods that have it.
+        always: Methods that belong to it.
+
+    Raises:
+        UnknownName: There is no such method.
+        ConfigError: A parameter is one of no method, or has an impossible value; all mistakes are listed.
+    """
+    unique = dict.fromkeys((*always, *references))
+    names = {_row_name(reference): reference for reference in unique}
+    if len(names) < len(unique):
+        raise UsageError(f"methods {', '.join(unique)}: two of them have one name; give yours another class name")
+    kinds = {name: params_of(reference) for name, reference in names.items()}
+    mistakes = list[str]()
+    fixed = _by_method(params, kinds, mistakes, "--set")
+    for name, kind in kinds.items():
+        try:
+            kind.model_validate(fixed[name])
+        except ValidationError as error:
+            mistakes += [f"{name}: {mistake}" for mistake in mistakes_of(error, kind)]
+    if mistakes:
+        raise ConfigError("parameters of the methods", mistakes)
+    return [MethodChoice(name=name, method=names[name], params=fixed[name]) for name in names]
+
+
+def params_of(reference: str) -> type[MethodParams]:
+    """Return the class of a method's parameters; a method from a file is made known to this process.
+
+    Raises:
+        UnknownName: There is no such method.
+        UsageError: The file cannot be read, or what it names is no method.
+    """
+    name = reference
+    if is_reference(reference):
+        name = add_method(load_reference("method", reference))
+    return methods.get(name).Params
+
+
+def _row_name(reference: str) -> str:
+    """Return the name of a method as its row has it: of one from a file, that of its class."""
+    if is_reference(reference):
+        return own_name(reference.rpartition(":")[2])
+    return reference
+
+
+def _by_method(
+    values: Mapping[str, Any], kinds: Mapping[str, type[MethodParams]], mistakes: list[str], option: str
+) -> dict[str, dict[str, Any]]:
+    """Return method -> parameter -> value; what fits no method is added to the mistakes."""
+    result: dict[str, dict[str, Any]] = {name: {} for name in kinds}
+    for key, value in values.items():
+        method, _, parameter = key.rpartition(".")
+        if method and method not in kinds:
+            mistakes.append(str(UnknownName(f"method of {option} {key}", method, kinds)))
+            continue
+        candidates = [method] if method else list(kinds)
+        having = [name for name in candidates if parameter in kinds[name].model_fields]
+        if option == SPACE:  # a search among values without effect would waste its trials
+            having = [name for name in having if parameter not in kinds[name].not_searched]
+        if not having:
+            every = {field for name in candidates for field in kinds[name].model_fields}
+            mistakes.append(str(UnknownName(f"parameter of {option} {key}", parameter, every)))
+        for name in having:
+            # A value for one method counts more than one for all of them.
+            if method or parameter not in result[name]:
+                result[name][parameter] = value
+    return result
+
+
+def contenders_of(arguments: Arguments) -> list[Contender]:
+    """Return the methods of a comparison with their search spaces: their files' own, but for what a user states.
+
+    A parameter that is set to a value is not searched.
+
+    Raises:
+        ConfigError: A parameter is one of no method, set and searched at once, or its values are not allowed; all
+            mistakes are listed.
+        UsageError: Values cannot be read.
+    """
+    choices = {choice.name: choice for choice in arguments.methods}
+    kinds = {name: params_of(choice.method) for name, choice in choices.items()}
+    mistakes = list[str]()
+    spaces = dict[str, Space]()
+    for key, text in arguments.space.items():
+        try:
+            spaces[key] = parse_space(text)
+        except UsageError as error:
+            mistakes.append(f"--space {key}: {error}")
+    typed = _by_method(spaces, kinds, mistakes, SPACE)
+    contenders = []
+    for name, kind in kinds.items():
+        fixed = choices[name].params
+        for parameter in sorted(fixed.keys() & typed[name].keys()):
+            mistakes.append(f"{name}: {parameter} is set by --set and searched by --space; leave one of them out")
+        own = {key: space for key, space in search_space(kind).items() if key not in fixed}
+        try:
+            checked = checked_space(kind, typed[name], where="--space")
+        except ConfigError as error:
+            mistakes += [f"--space {name}.{mistake}" for mistake in error.mistakes]
+            continue
+        contenders.append(Contender(choices[name], kind, own | checked))
+    if mistakes:
+        raise ConfigError("the search space", dict.fromkeys(mistakes))
+    return contenders
+
+
+def check_fields(fields: Mapping[str, Any]) -> None:
+    """Require that fields of a simulation leave to the comparison what is its own.
+
+    Raises:
+        ConfigError: Some do not; all of them are listed.
+    """
+    reserved = [name for name in OF_THE_COMPARISON if name in fields]
+    if reserved:
+        reasons = [f"{name}: a comparison sets it itself; leave it out" for name in reserved]
+        raise ConfigError("the settings of a comparison", reasons)
+    parse(Plan, {**fields, "method": ALWAYS[0]}, where="the settings of a comparison")
+
+
+def tuner_named(name: str) -> type[Tuner]:
+    """Return how parameters are searched by the name on the command line.
+
+    Raises:
+        UnknownName: There is no such search; the nearest name is suggested.
+    """
+    if name not in TUNERS:
+        raise UnknownName("search", name, TUNERS)
+    return TUNERS[name]
+
+
+def trial_plan(arguments: Arguments, choice: MethodChoice, params: Mapping[str, Any], rounds: int) -> Plan:
+    """Return the simulation of a trial: evaluated at its end on validation samples, with the seed of the tuning."""
+    fields = {
+        **arguments.plan,
+        "method": choice.method,
+        "params": {**choice.params, **params},
+        "rounds": rounds,
+        "seed": arguments.tune_seed,
+        "validation": arguments.validation,
+        "evaluate_every": 0,
+        "local": False,
+    }
+    return parse(Plan, fields, where=f"a trial of {choice.name}")
+
+
+def run_plan(arguments: Arguments, choice: MethodChoice, params: Mapping[str, Any], seed: int) -> Plan:
+    """Return the simulation of a run on test samples."""
+    own_params = {**choice.params, **params}
+    fields = {**arguments.plan, "method": choice.method, "params": own_params, "seed": seed, "local": False}
+    return parse(Plan, fields, where=f"a run of {choice.name}")
+
+
+def untuned_plan(arguments: Arguments, choice: MethodChoice, seed: int) -> Plan:
+    """Return the simulation of a run with the method's defaults."""
+    return run_plan(arguments, choice, {}, seed)
+
+
+def _option_words(name: str, value: Any) -> Iterator[str]:
+    """Yield the words by which a field of a simulation is given; none for a flag that is off."""
+    flag = f"--{name.replace('_', '-')}"
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from (flag.rstrip("s"), f"{key}={item}")
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from (flag, str(item))
+    elif value is True:
+        yield flag
+    elif value is not False:
+        yield from (flag, str(value))
+
+
+def command_of(arguments: Arguments, out: Path) -> Iterator[str]:
+    """Yield the words of the command that makes a comparison again."""
+    yield from ("headwater", "compare", *(choice.method for choice in arguments.methods))
+    for name, value in arguments.plan.items():
+        if name != "folder":
+            yield from _option_words(name, value)
+    for choice in arguments.methods:
+        for key, value in choice.params.items():
+            yield from ("--set", f"{choice.name}.{key}={value}")
+    for key, text in arguments.space.items():
+        yield from ("--space", f"{key}={text}")
+    yield from ("--seeds", ",".join(map(str, arguments.seeds)), "--tune", str(arguments.trials))
+    yield from ("--search", arguments.search, "--tune-seed", str(arguments.tune_seed))
+    yield from ("--validation", str(arguments.validation))
+    if arguments.untuned:
+        yield "--untuned"
+    yield from ("--out", str(out))

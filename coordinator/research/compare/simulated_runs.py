@@ -1,0 +1,278 @@
+"""One simulation of a comparison: what is run, and its outcome, which a file beside its folder keeps.
+
+The outcome is written atomically once the simulation is over. Until then the file counts the processor time so far, so
+that what a killed process has spent is not lost. A simulation that was stopped is resumed by its own folder.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field
+
+from edge_agent.core.config import parse
+from edge_agent.core.errors import HeadwaterError, StateError, cause
+from edge_agent.core.own_folders import remove_folder
+from edge_agent.core.storage import read_json, write_atomic, write_json
+from edge_agent.core.task import Frozen
+
+from ...simulation.failures import Failure
+from ...simulation.plan import Plan
+from ...simulation.setup import PARTITION, SIMULATION_FOLDER, read_plan
+from .records import ClientScore
+
+if TYPE_CHECKING:
+    from edge_agent.data.partition import Division
+    from edge_agent.wire.messages.down import Job
+
+log = logging.getLogger(__name__)
+
+_OR_ELSE = "choose another folder with --out"
+
+Watch = Callable[[int], object]
+"""Called with the number of rounds that a simulation has done so far."""
+
+
+class RunOutcome(Frozen):
+    """What a simulation has found, as the file beside its folder keeps it."""
+
+    plan: dict[str, Any] = Field(description="the settings of the simulation")
+    is_over: bool = Field(False, description="false: it was begun, and the processor time is that so far")
+    failure: str = Field("", description="why it failed; empty: it did not")
+    clients: tuple[ClientScore, ...] = ()
+    curve: tuple[tuple[float, float], ...] = ()
+    bytes_up: int = Field(0, ge=0)
+    bytes_down: int = Field(0, ge=0)
+    cpu_s: float = Field(0.0, ge=0, description="CPU seconds of all processes, those of earlier attempts included")
+    seconds: float = Field(0.0, ge=0, description="seconds by the clock, those of earlier attempts included")
+    partition_hash: str = ""
+
+    @property
+    def score(self) -> float | None:
+        """The mean accuracy over clients; None where it failed."""
+        if not self.clients:
+            return None
+        return sum(client.accuracy for client in self.clients) / len(self.clients)
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """A simulation to run."""
+
+    location: str
+    """Its folder, relative to that of the comparison; the file of its outcome has the same name and ``.json``."""
+
+    plan: Plan
+    is_trial: bool
+    """Whether it is scored on validation samples, and its folder goes once it is over."""
+
+    def folder(self, base: Path) -> Path:
+        """Return its folder; ``base`` is that of the comparison."""
+        return base / self.location
+
+    def outcome_path(self, base: Path) -> Path:
+        """Return the file of its outcome."""
+        return base / f"{self.location}.json"
+
+    def read(self, base: Path) -> RunOutcome | None:
+        """Return its outcome, or the processor time so far; None: it was not begun.
+
+        Raises:
+            StateError: The file is damaged, or of a simulation with other settings.
+        """
+        path = self.outcome_path(base)
+        content = read_json(path)
+        if content is None:
+            return None
+        outcome = parse(RunOutcome, content, where=str(path))
+        begun = parse(Plan, outcome.plan, where=str(path))
+        differences = begun.differences(self.plan, but=())
+        if differences:
+            raise StateError(
+                f"{path}: has other settings ({'; '.join(differences[:5])}): the method's search space or an earlier "
+                f"trial was another one; {_OR_ELSE}"
+            )
+        return outcome
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON for another process; `from_json` reads it."""
+        plan = self.plan.model_dump(mode="json", exclude_unset=True)
+        return {"location": self.location, "plan": plan, "is_trial": self.is_trial}
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> RunSpec:
+        """Read what `to_json` has made."""
+        return cls(fields["location"], Plan.model_validate(fields["plan"]), fields["is_trial"])
+
+
+class Meter:
+    """Processor time of this process and its children, and time by the clock, since the last reading."""
+
+    def __init__(self, *, from_start: bool = False) -> None:
+        """``from_start``: count from the start of the process, so that its imports are counted, too."""
+        self._cpu_s = 0.0 if from_start else cpu_seconds()
+        self._began_s = time.monotonic()
+
+    def read(self) -> tuple[float, float]:
+        """Return (CPU seconds, seconds by the clock) since the reading before, and begin again."""
+        now_cpu_s = cpu_seconds()
+        now_s = time.monotonic()
+        spent = (max(0.0, now_cpu_s - self._cpu_s), now_s - self._began_s)
+        self._cpu_s = now_cpu_s
+        self._began_s = now_s
+        return spent
+
+
+def cpu_seconds() -> float:
+    """Return the CPU seconds, user and system, of this process and of its children that have ended."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return time.process_time()
+    both = (resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in both)
+
+
+def simulate_run(spec: RunSpec, base: Path, meter: Meter, watch: Watch = lambda _: None) -> RunOutcome:
+    """Simulate to the end, or resume what is in the folder, and write the outcome; a failure is an outcome, too.
+
+    Args:
+        spec: What is simulated.
+        base: The folder of the comparison.
+        meter: Where processor time is read from.
+        watch: Called with the number of closed rounds.
+
+    Raises:
+        StateError, OSError: Files cannot be read or written, on a full disk for example; then it can be resumed.
+    """
+    before = spec.read(base)
+    if before is not None and before.is_over:
+        return before
+    ledger = _Ledger(spec, base, meter, before)
+    try:
+        outcome = _simulate(spec, base, ledger, watch)
+    except (StateError, OSError):
+        raise
+    except HeadwaterError as error:
+        outcome = ledger.failed(str(error))
+    except Exception as error:
+        # The method or encoder of a user may raise anything, and ends its own run alone.
+        log.exception("run_broke run=%s", spec.location)
+        outcome = ledger.failed(f"{type(error).__name__}: {cause(error)}{Failure.of(error).where}")
+    write_json(spec.outcome_path(base), outcome.model_dump(mode="json"))
+    return outcome
+
+
+class _Ledger:
+    """The processor time of a simulation over all its attempts, written after each round."""
+
+    def __init__(self, spec: RunSpec, base: Path, meter: Meter, before: RunOutcome | None) -> None:
+        self._path = spec.outcome_path(base)
+        self._meter = meter
+        self._plan = spec.plan.model_dump(mode="json", exclude_unset=True)
+        self._cpu_s = 0.0 if before is None else before.cpu_s
+        self._seconds = 0.0 if before is None else before.seconds
+
+    def note(self) -> None:
+        """Write what was spent so far; a power cut may lose it."""
+        fields = self._spent()
+        write_json(self._path, RunOutcome(**fields).model_dump(mode="json"), durable=False)
+
+    def over(self, **fields: Any) -> RunOutcome:
+        """Return the outcome of a simulation that is over, with all that was spent."""
+        return RunOutcome(**self._spent(), is_over=True, **fields)
+
+    def failed(self, reason: str) -> RunOutcome:
+        """Return the outcome of a simulation that failed."""
+        return self.over(failure=reason or "no reason was given")
+
+    def _spent(self) -> dict[str, Any]:
+        """Return the fields that plan and time have."""
+        cpu_s, seconds = self._meter.read()
+        self._cpu_s += cpu_s
+        self._seconds += seconds
+        return {"plan": self._plan, "cpu_s": round(self._cpu_s, 3), "seconds": round(self._seconds, 3)}
+
+
+def _simulate(spec: RunSpec, base: Path, ledger: _Ledger, watch: Watch) -> RunOutcome:
+    """Simulate to the end, and return the outcome.
+
+    Raises:
+        HeadwaterError: It failed.
+    """
+    from ...simulation.results import curves
+    from ...simulation.run import open_simulation
+    from ...simulation.setup import Prepared
+
+    folder = spec.folder(base)
+    is_begun = read_plan(folder) is not None
+    saved = folder / PARTITION if is_begun else None
+    prepared = Prepared.of(spec.plan, saved).shared()
+    # 1. All rounds. What is spent is noted after each of them.
+    with open_simulation(prepared, folder) as simulation:
+        ledger.note()
+        last_round = 0
+
+        def on_job(job: Job) -> None:
+            nonlocal last_round
+            closed = job.round - 1 if job.purpose == "train" else spec.plan.rounds
+            if closed > last_round:
+                last_round = closed
+                ledger.note()
+                watch(closed)
+
+        result = simulation.finish(on_job)
+        summary = simulation.state.run(simulation.run).summary() or {}
+        report = str(simulation.state.run(simulation.run).report_path)
+    # 2. What the clients reach with the model that they answer with.
+    scope = scope_of(result)
+    outcome = ledger.over(
+        clients=_scores(summary, scope, prepared.division),
+        curve=_curve(result, scope),
+        bytes_up=sum(figures["bytes_up"] or 0 for figures in result["rounds"]),
+        bytes_down=sum(figures["bytes_down"] or 0 for figures in result["rounds"]),
+        partition_hash=result["partition_hash"],
+    )
+    if not outcome.clients:
+        return ledger.failed("no client has samples to be scored on; give more data or fewer clients")
+    # 3. A run has all files of a simulation; of a trial its outcome is enough.
+    if not spec.is_trial:
+        picture = folder / "curves.svg"
+        write_atomic(picture, curves(result))
+        where = {"folder": str(folder), "report": report, "curves": str(picture)}
+        write_json(folder / "result.json", {**result, **where})
+    return outcome
+
+
+def scope_of(result: Mapping[str, Any]) -> str:
+    """Return which model clients answer with after the run: their personal one where there is any, else the global."""
+    return "personal" if "personal" in result["last"]["acc"] else "global"
+
+
+def _scores(summary: Mapping[str, Any], scope: str, division: Division) -> tuple[ClientScore, ...]:
+    """Return the accuracy of each client that was scored, in the order of the partition."""
+    accuracies = {agent["id"]: agent["acc"].get(scope) for agent in summary.get("agents", [])}
+    scores = []
+    for client, share in division.clients.items():
+        accuracy = accuracies.get(client)
+        if accuracy is not None:
+            scores.append(ClientScore(id=client, samples=len(share.test), accuracy=accuracy))
+    return tuple(scores)
+
+
+def _curve(result: Mapping[str, Any], scope: str) -> tuple[tuple[float, float], ...]:
+    """Return (rounds done, mean over clients) of the model that clients answer with."""
+    from ...simulation.results import curve
+
+    return tuple(curve(result, scope, "clients_mean"))
+
+
+def forget(spec: RunSpec, base: Path) -> None:
+    """Remove the folder of a simulation, whose outcome is known or is not wanted any more."""
+    # The folder of the comparison is the user's choice, and may be reached by a link.
+    remove_folder(base.resolve() / spec.location, SIMULATION_FOLDER)

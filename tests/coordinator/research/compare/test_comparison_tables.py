@@ -1,0 +1,181 @@
+"""Tables of comparisons: what each form shows of a cell, and that no name breaks one."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+import shutil
+import subprocess
+
+import pytest
+from comparison_harness import comparison_of, made_up, row_of, run_of, trials_of
+
+from coordinator.research.compare.row_statistics import compute_statistics
+from coordinator.research.compare.tables import (
+    SAME_AS_BEST,
+    Cell,
+    Column,
+    Table,
+    all_tables,
+    differences_table,
+    figures_csv,
+    findings,
+    latex,
+    latex_text,
+    markdown,
+    methods_table,
+    text_lines,
+    tuning_table,
+)
+
+HOSTILE = r"""a&b%c$d#e_f{g}h~i^j\k<l>m|n"o`p*q[r]中é"""
+SHARE = Column("mean", "client mean", "%", digits=1, factor=100.0, has_spread=True)
+DIFFERENCE = Column("to", "to best", "points", digits=1, factor=100.0, is_signed=True, has_interval=True)
+
+
+def tables_of(*rows, **fields):
+    comparison = comparison_of(*rows, **fields)
+    return {table.key: table for table in all_tables(comparison, compute_statistics(comparison))}
+
+
+@pytest.mark.parametrize(
+    "column, cell, text",
+    [
+        (SHARE, Cell(0.8214, spread=0.0049), "82.1 ± 0.5"),
+        (SHARE, Cell(0.8214), "82.1"),
+        (SHARE, Cell(None), "–"),
+        (DIFFERENCE, Cell(-0.012, low=-0.02, high=0.004), "−1.2 [−2.0, +0.4]"),
+        (DIFFERENCE, Cell(0.012), "+1.2"),
+        (DIFFERENCE, Cell(-0.0001), "0.0"),
+        (Column("p", "p", digits=3, least=0.001), Cell(0.0004), "< 0.001"),
+        (Column("p", "p", digits=3, least=0.001), Cell(0.0104), "0.010"),
+        (Column("n", "seeds"), Cell(6), "6"),
+    ],
+)
+def test_a_cell_is_shown_with_its_unit_and_what_stands_beside_it(column, cell, text):
+    assert cell.text(column) == text
+
+
+def test_best_and_not_distinguishable_are_marked_in_markdown_and_latex():
+    table = Table("t", "Title", (SHARE,), ((Cell(0.9, is_best=True),), (Cell(0.89, marks=(SAME_AS_BEST,)),)))
+    assert "| **90.0** |\n| 89.0 ≈ |" in markdown(table)
+    content = latex([table], "Caption")
+    assert r"\textbf{90.0} \\" in content
+    assert r"89.0$^{\approx}$ \\" in content
+
+
+def test_a_row_within_two_standard_errors_of_the_best_is_marked():
+    """b - a: 0.02, -0.01, 0.02: mean 0.01, one standard error; c - a: -0.2 each time but for 0.01."""
+    rows = [
+        row_of("a", [run_of(seed, [0.7]) for seed in range(3)]),
+        row_of("b", [run_of(seed, [0.7 + gain]) for seed, gain in enumerate((0.02, -0.01, 0.02))]),
+        row_of("local", [run_of(seed, [0.5 + 0.01 * seed]) for seed in range(3)]),
+    ]
+    table = tables_of(*rows)["methods"]
+    column = next(index for index, column in enumerate(table.columns) if column.key == "client_mean")
+    assert [row[0].value for row in table.rows] == ["b", "a", "local"]
+    assert [row[column].symbols for row in table.rows] == ["", "≈", ""]
+    assert [row[column].is_best for row in table.rows] == [True, False, False]
+    comparison = comparison_of(*rows)
+    assert "Not distinguishable from it: a." in findings(comparison, compute_statistics(comparison))
+
+
+def test_one_seed_has_no_interval_and_says_so():
+    rows = [row_of("local", [run_of(0, [0.5])]), row_of("fedavg", [run_of(0, [0.6])])]
+    comparison = comparison_of(*rows)
+    statistics = compute_statistics(comparison)
+    text = markdown(methods_table(comparison, statistics))
+    assert "[" not in re.sub(r"\\\[", "", text.split("\n- ")[0])
+    assert "no interval" in text
+    assert "one pair: no verdict" in markdown(differences_table(statistics))
+    assert any("compare with more seeds" in sentence for sentence in findings(comparison, statistics))
+
+
+def test_a_row_of_another_footing_and_one_without_a_seed_are_marked():
+    settings = (("local", 2, "SGD"), ("fedavg", 2, "Adam"), ("ditto", 1, "SGD"))
+    rows = [
+        row_of(name, [run_of(seed, [0.5]) for seed in range(seeds)], footing={"optimizer": optimizer})
+        for name, seeds, optimizer in settings
+    ]
+    tables = tables_of(*rows)
+    symbols = {row[0].value: row[0].symbols for row in tables["methods"].rows}
+    assert symbols == {"local": "", "fedavg": "†", "ditto": "‡"}
+    footing = [[cell.marked_text(column) for cell, column in zip(row, tables["footing"].columns, strict=True)]
+               for row in tables["footing"].rows]  # fmt: skip
+    assert footing == [["optimizer", "the others", "SGD"], ["optimizer", "fedavg †", "Adam"]]
+
+
+def test_tuning_without_runs_of_the_defaults_says_what_is_missing():
+    row = row_of("local", [run_of(0, [0.5], params={"lr": 0.1})], chosen=1, trials=trials_of([0.1, 0.2]))
+    comparison = comparison_of(row, trials=2, search="random")
+    text = markdown(tuning_table(comparison, compute_statistics(comparison)))
+    assert "No runs with defaults" in text
+    assert "lr=0.1" in text
+
+
+def test_csv_has_the_figures_as_they_were_computed():
+    comparison = made_up(methods=3, clients=5, seeds=3)
+    statistics = compute_statistics(comparison)
+    content = figures_csv(all_tables(comparison, statistics)).decode()
+    lines = {line["row"]: line for line in csv.DictReader(io.StringIO(content))}
+    header = content.splitlines()[0].split(",")
+    assert len(set(header)) == len(header)
+    for row in statistics.rows:
+        assert float(lines[row.name]["client_mean"]) == row.client_mean.mean
+        assert float(lines[row.name]["client_mean_sd"]) == row.client_mean.deviation
+        assert float(lines[row.name]["bytes_up"]) == row.costs.bytes_up
+        if row.to_baseline is not None:
+            assert float(lines[row.name]["to_baseline_low"]) == row.to_baseline.estimate.low
+        else:
+            assert lines[row.name]["to_baseline"] == ""
+
+
+def test_hostile_names_break_neither_markdown_nor_the_terminal():
+    rows = [row_of(HOSTILE, [run_of(0, [0.5])]), row_of("[bold]x[/bold]\x1b[31m\n", [run_of(0, [0.6])])]
+    tables = tables_of(*rows)
+    lines = [line for line in markdown(tables["methods"]).splitlines() if line.startswith("|")]
+    assert {len(re.findall(r"(?<!\\)\|", line)) for line in lines} == {len(tables["methods"].columns) + 1}
+    shown = "\n".join(text_lines(tables["methods"], 200))
+    assert "[bold]x[/bold]" in shown
+    assert "\x1b" not in shown
+
+
+def test_latex_escapes_every_character_that_it_would_read_as_its_own():
+    assert latex_text("50 % & a_b ± 1") == r"50 \% \& a\_b $\pm$ 1"
+    assert latex_text("d#e{f}") == r"d\#e\{f\}"
+    assert latex_text(r"h~i^j\k<") == r"h\textasciitilde{}i\textasciicircum{}j\textbackslash{}k\textless{}"
+    assert latex_text("中é") == "U+4E2Dé"
+
+
+def test_latex_has_as_many_cells_in_each_line_as_columns():
+    comparison = made_up(methods=3, clients=5, seeds=3)
+    tables = all_tables(comparison, compute_statistics(comparison))
+    for table in tables:
+        body = latex([table], "x").split(r"\toprule")[1].split(r"\bottomrule")[0]
+        lines = [line for line in body.splitlines() if line.endswith(r"\\")]
+        assert {len(re.findall(r"(?<!\\)&", line)) + 1 for line in lines} == {len(table.columns)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [HOSTILE, "afl"])
+def test_latex_compiles(tmp_path, name):
+    """Names of ordinary length leave the widest table within a page of two columns."""
+    if shutil.which("pdflatex") is None:
+        pytest.skip("no pdflatex on the path: apt-get install texlive-latex-base texlive-latex-recommended")
+    comparison = made_up(methods=9, clients=20, seeds=6)
+    row = row_of(name, [run_of(seed, [0.4, 0.6]) for seed in range(6)], footing={"optimizer": name})
+    comparison = comparison.model_copy(update={"methods": (*comparison.methods, row), "title": name})
+    tables = all_tables(comparison, compute_statistics(comparison))
+    (tmp_path / "table.tex").write_text(latex(tables, name), encoding="utf-8")
+    document = (
+        r"\documentclass[twocolumn]{article}\usepackage[letterpaper,width=6.75in,height=9in]{geometry}"
+        r"\usepackage{booktabs}\begin{document}Text.\input{table.tex}\end{document}"
+    )
+    (tmp_path / "paper.tex").write_text(document, encoding="utf-8")
+    command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "paper.tex"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=120, check=False)
+    printed = done.stdout.decode(errors="replace")
+    assert done.returncode == 0, printed[-2000:]
+    if name != HOSTILE:
+        assert "Overfull" not in printed, printed

@@ -1,0 +1,462 @@
+"""Comparisons on small samples: equal trials, equal samples, what is kept when one is stopped, and what fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from compared_samples import SETTINGS, write_samples
+
+import coordinator
+from coordinator.research.compare import interface, simulated_runs
+from coordinator.research.compare.interface import Running, read_comparison
+from coordinator.research.compare.records import Comparison
+from coordinator.research.compare.runners import FIRST_NEED_BYTES, LocalWorkers
+from coordinator.research.compare.settings import ALWAYS
+from coordinator.research.compare.simulated_runs import RunSpec, simulate_run
+from coordinator.simulation.datasets import prepare
+from coordinator.simulation.plan import Plan
+from edge_agent.core.errors import ConfigError, RunFailed, StateError, UnknownName, UsageError
+from edge_agent.data.partition import Division
+from edge_agent.methods.fedavg import FedAvg
+
+
+def without_times(comparison: Comparison) -> dict:
+    """The record without what differs from run to run."""
+    text = re.sub(r'"(cpu_s|seconds)": ?[0-9.e+-]+', r'"\1": 0', comparison.model_dump_json())
+    return json.loads(text)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """One comparison of FedProx with the four that are always there, and how it is called again."""
+    folder = tmp_path_factory.mktemp("whole")
+    write_samples(folder)
+    settings = {**SETTINGS, "data": f"npz:{folder / 'i.npz'}"}
+
+    def call(**changes):
+        how = {"running": Running(in_process=True), "out": folder / "out", **changes}
+        return coordinator.compare(["fedprox"], seeds=(0, 1), tune=2, untuned=True, **settings, **how)
+
+    return SimpleNamespace(call=call, settings=settings, comparison=call().comparison, folder=folder / "out")
+
+
+# --- what is run -----------------------------------------------------------------------------------------------------
+
+
+def test_every_method_has_equal_trials_paired_seeds_and_the_same_samples(whole):
+    record = whole.comparison
+    assert [method.name for method in record.methods] == [*ALWAYS, "fedprox"]
+    assert {len(method.trials) for method in record.methods} == {2}
+    assert {len(method.runs) for method in record.methods} == {2}
+    assert all(method.trials[0].params == {} for method in record.methods)
+    hashes = {}
+    for method in record.methods:
+        for run in (*method.runs, *method.untuned):
+            hashes.setdefault(run.seed, set()).add(run.partition_hash)
+            assert Division.read(whole.folder / run.folder / "partition.json").sha256 == run.partition_hash
+            assert run.failure == ""
+            assert run.cpu_s > 0
+            assert run.curve[-1][0] == 1
+            mean = sum(client.accuracy for client in run.clients) / len(run.clients)
+            assert run.curve[-1][1] == pytest.approx(mean, abs=1e-6)
+    assert {len(values) for values in hashes.values()} == {1}
+    assert len(set.union(*hashes.values())) == 2
+    assert read_comparison(whole.folder) == record
+
+
+def test_the_runs_have_the_parameters_of_the_best_trial(whole):
+    for method in whole.comparison.methods:
+        scores = [trial.score for trial in method.trials]
+        assert method.chosen == scores.index(max(scores))
+        assert all(run.params == method.trials[method.chosen].params for run in method.runs)
+        assert all(run.params == {} for run in method.untuned)
+        if method.chosen == 0:
+            tuned = [run.clients for run in method.runs]
+            assert tuned == [run.clients for run in method.untuned]
+
+
+def test_a_run_is_the_simulation_that_the_front_door_makes(whole):
+    (fedprox,) = (method for method in whole.comparison.methods if method.name == "fedprox")
+    for run in fedprox.untuned:
+        settings = {**whole.settings, "local": False}
+        result = coordinator.simulate("fedprox", seed=run.seed, engine="serial", **settings)
+        expected = {client: scores["acc.personal"] or scores["acc.global"] for client, scores in result.clients.items()}
+        assert {client.id: client.accuracy for client in run.clients} == expected
+
+
+def test_trials_leave_no_folders_and_runs_leave_simulations(whole):
+    trials = [path for path in (whole.folder / "trials").rglob("*") if path.is_file()]
+    assert len(trials) == 2 * 5
+    assert {path.suffix for path in trials} == {".json"}
+    result = json.loads((whole.folder / whole.comparison.methods[0].runs[0].folder / "result.json").read_text())
+    assert result["scored_on"] == "test"
+
+
+def test_trials_do_not_see_the_test_samples_of_their_seed(run, place):
+    """With other test samples all trials are the same, and the runs are not."""
+    before = run("fedprox", seeds=(0,), out="a").comparison
+    plan = Plan.model_validate({**SETTINGS, "data": ["npz:i.npz"], "folder": str(place)})
+    _, division, _ = prepare(plan)
+    test_rows = [row for share in division.clients.values() for row in share.test]
+    assert len(test_rows) == 15
+    with np.load("i.npz", allow_pickle=False) as file:
+        content = dict(file)
+    content["inputs"][test_rows] = 255 - content["inputs"][test_rows]
+    np.savez("i.npz", **content)
+    after = run("fedprox", seeds=(0,), out="b").comparison
+    scores = [[trial.score for trial in method.trials] for method in before.methods]
+    assert [[trial.score for trial in method.trials] for method in after.methods] == scores
+    assert [method.runs[0].clients for method in after.methods] != [method.runs[0].clients for method in before.methods]
+
+
+def test_data_with_test_samples_that_each_seed_draws_anew_are_told(whole, run):
+    assert "no trial has seen the test samples of seed 0" in whole.comparison.notes[0]
+    assert run("fedprox", seeds=(3,), tune=1, out="one").comparison.notes == ()
+
+
+def test_a_space_with_fewer_values_says_so(run):
+    record = run("fedprox", seeds=(0,), tune=4, space={"lr": "0.1", "mu": "0"}, out="few").comparison
+    notes = {method.name: method.note for method in record.methods}
+    assert notes["fedavg"] == "2 trials in place of 4: its space has no more values (lr = 0.1)"
+    assert notes["linear_probe"] == ""
+
+
+def test_successive_halving_counts_a_trial_once_with_the_rounds_that_it_had(run):
+    record = run("fedprox", seeds=(0,), tune=3, search="halving", rounds=3, out="halving").comparison
+    assert record.search.endswith("3 trials of 1 round, then 1 trial of 3 rounds: 6 rounds for each method")
+    for method in record.methods:
+        assert sorted(trial.rounds for trial in method.trials) == [1, 1, 3]
+        assert method.trials[method.chosen].rounds == 3
+
+
+def test_nothing_is_tuned_with_no_trials(run):
+    record = run("fedprox", seeds=(0,), tune=0, out="none").comparison
+    assert (record.trials, record.search, record.tune_seed) == (0, "", None)
+    assert all(method.trials == () and method.chosen is None for method in record.methods)
+    assert all(method.runs[0].clients for method in record.methods)
+
+
+def test_a_sweep_is_the_search_of_one_method_alone(place):
+    result = coordinator.sweep(
+        "fedprox", {"mu": "0,0.1"}, search="grid", params={"lr": 0.1}, running=Running(in_process=True), **SETTINGS
+    )
+    assert [trial.params for trial in result.trials] == [{}, {"mu": 0}, {"mu": 0.1}]
+    assert result.best.score == max(trial.score for trial in result.trials)
+    assert not (place / "sweep" / "runs").exists()
+
+
+# --- stopped and continued -------------------------------------------------------------------------------------------
+
+
+class Stop(BaseException):
+    """Stands for Ctrl-C at some point."""
+
+
+def test_a_comparison_that_is_stopped_anywhere_ends_as_if_it_was_not(whole, tmp_path):
+    steps = []
+
+    def stop(progress):
+        steps.append(progress)
+        if len(steps) % 7 == 0:
+            raise Stop
+
+    for _ in range(100):
+        try:
+            result = whole.call(out=tmp_path / "stopped", running=Running(in_process=True, watch=stop))
+        except Stop:
+            continue
+        break
+    assert len(steps) > 40
+    assert without_times(result.comparison)["methods"] == without_times(whole.comparison)["methods"]
+
+
+def test_nothing_is_run_again(whole, monkeypatch):
+    monkeypatch.setattr(simulated_runs, "_simulate", None)
+    assert whole.call().comparison == whole.comparison
+
+
+def test_what_a_killed_attempt_has_spent_is_counted(place):
+    own = {"data": ["npz:i.npz"], "folder": str(place), "local": False, "engine": "serial"}
+    plan = Plan.model_validate({**SETTINGS, **own})
+    spec = RunSpec("one", plan, is_trial=False)
+    readings = iter([(5.0, 6.0), (7.0, 8.0), (0.5, 0.5), (0.25, 0.25), (0.25, 0.25)])
+    meter = SimpleNamespace(read=lambda: next(readings))
+
+    def stop(_: int) -> None:
+        raise Stop
+
+    with pytest.raises(Stop):
+        simulate_run(spec, place, meter, stop)
+    assert spec.read(place).cpu_s == 12
+    assert not spec.read(place).is_over
+    outcome = simulate_run(spec, place, meter)
+    assert (outcome.cpu_s, outcome.seconds) == (13, 15)
+
+
+@pytest.mark.slow
+def test_a_comparison_that_is_killed_continues_and_finds_the_same(place, words, run):
+    """The process is killed by SIGKILL again and again, always after some more lines about simulations."""
+    command = [sys.executable, "-m", "coordinator", "compare", "fedprox", *words.settings, "--seeds", "0:2"]
+    command += ["--tune", "2", "--parallel", "2", "--out", "killed", "--device", "cpu"]
+    lines = 0
+    for kill_after in (1, 4, 9, None):
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        seen = 0
+        for line in process.stderr:
+            seen += " rounds, " in line
+            if kill_after is not None and seen == kill_after:
+                os.kill(process.pid, signal.SIGKILL)
+                break
+        lines += seen
+        process.stderr.close()
+        process.stdout.close()
+        code = process.wait()
+        assert code == (0 if kill_after is None else -signal.SIGKILL)
+    expected = without_times(run("fedprox", out="whole").comparison)
+    record = without_times(read_comparison(place / "killed"))
+    assert record.pop("command") != expected.pop("command")
+    assert record == expected
+    # Of 20 simulations at most two for each kill were under way, or over and not told.
+    assert 20 - 3 * 2 <= lines <= 20
+
+
+def test_other_arguments_are_refused_with_what_differs(run):
+    begun = {"seeds": (0,), "tune": 0, "out": "begun"}
+    run("fedprox", **begun)
+    for change, text in (
+        ({"rounds": 2}, "rounds 1, now 2"),
+        ({"tune": 3}, "trials 0, now 3"),
+        ({"seeds": (0, 1)}, r"seeds \[0\], now \[0, 1\]"),
+        ({"space": {"mu": "0,1"}}, "space {}, now"),
+        ({"alpha": 0.5, "partition": "dirichlet"}, "partition none, now dirichlet"),
+    ):
+        with pytest.raises(UsageError, match=text):
+            run("fedprox", **{**begun, **change})
+
+
+def test_another_engine_is_no_other_comparison(whole):
+    again = whole.call(running=Running(in_process=True, engine="stacked"))
+    assert again.comparison.methods == whole.comparison.methods
+
+
+def test_data_that_have_changed_are_another_task(run, place):
+    run("fedprox", seeds=(0,), tune=0, out="begun")
+    with np.load("i.npz", allow_pickle=False) as file:
+        content = dict(file)
+    content["labels"] = content["labels"][::-1]
+    np.savez("i.npz", **content)
+    with pytest.raises(StateError, match="the data have changed meanwhile"):
+        run("fedprox", seeds=(0,), tune=0, out="begun")
+    write_samples(place)
+    run("fedprox", seeds=(0,), tune=0, out="begun")
+
+
+def test_a_folder_of_others_is_left_alone(run, place):
+    (place / "theirs").mkdir()
+    (place / "theirs" / "thesis.tex").touch()
+    with pytest.raises(UsageError, match=r"not empty \(thesis\.tex\)"):
+        run("fedprox", out="theirs")
+
+
+# --- what fails ------------------------------------------------------------------------------------------------------
+
+
+class Explodes(FedAvg):
+    """A method that fails in its first round."""
+
+    def local_update(self, client, received):
+        raise ZeroDivisionError("nothing to divide")
+
+
+@pytest.fixture(autouse=True)
+def _own_methods_are_forgotten(monkeypatch):
+    from edge_agent import methods
+
+    monkeypatch.setattr(methods.registry, "_extra", dict(methods.registry._extra))
+
+
+def test_a_method_whose_trials_all_fail_has_no_runs_and_stops_nobody(run):
+    result = run(Explodes, seeds=(0, 1))
+    own = result.comparison.methods[-1]
+    assert own.name == "explodes"
+    assert [trial.score for trial in own.trials] == [None, None]
+    assert own.chosen is None
+    assert [run.seed for run in own.runs] == [0, 1]
+    assert all("all 2 trials failed; trial 0: " in run.failure for run in own.runs)
+    assert "nothing to divide" in own.runs[0].failure
+    assert all(run.clients for method in result.comparison.methods[:-1] for run in method.runs)
+    assert len(result.failures) == 2
+
+
+def test_the_crash_of_one_seed_is_recorded_and_can_be_tried_again(run, monkeypatch):
+    simulate = simulated_runs._simulate
+
+    def failing(spec, *others):
+        if spec.location == "runs/fedprox/seed-1":
+            raise RunFailed("the machine was tired")
+        return simulate(spec, *others)
+
+    monkeypatch.setattr(simulated_runs, "_simulate", failing)
+    result = run("fedprox", out="tired")
+    assert result.failures == ("fedprox, seed 1: the machine was tired",)
+    monkeypatch.setattr(simulated_runs, "_simulate", simulate)
+    assert run("fedprox", out="tired").failures == result.failures
+    again = run("fedprox", out="tired", running=Running(in_process=True, again=True))
+    assert again.failures == ()
+    assert without_times(again.comparison)["methods"] == without_times(run("fedprox", out="new").comparison)["methods"]
+
+
+def test_a_full_disk_stops_the_comparison_and_the_same_call_continues(run, monkeypatch):
+    simulate = simulated_runs._simulate
+
+    def full(spec, *others):
+        if spec.location.startswith("runs/"):
+            raise StateError("no space left on device; make room")
+        return simulate(spec, *others)
+
+    monkeypatch.setattr(simulated_runs, "_simulate", full)
+    with pytest.raises(StateError, match="make room"):
+        run("fedprox", out="disk")
+    record = read_comparison(interface.Path("disk"))
+    assert all(len(method.trials) == 2 and method.runs == () for method in record.methods)
+    monkeypatch.setattr(simulated_runs, "_simulate", simulate)
+    assert run("fedprox", out="disk").failures == ()
+
+
+@pytest.mark.parametrize(
+    "methods, change, error, text",
+    [
+        (["fedprx"], {}, UnknownName, "did you mean 'fedprox'"),
+        (["fedprox"], {"seed": 3}, ConfigError, "a comparison sets it itself"),
+        (["fedprox"], {"alpha": 0.3}, ConfigError, "has no effect on partition iid"),
+        (["fedprox"], {"nonsense": 1}, ConfigError, "nonsense: unknown key"),
+        (["fedprox"], {"seeds": ()}, UsageError, "no seed"),
+        (["fedprox"], {"seeds": (1, 1)}, UsageError, "twice"),
+        (["fedprox"], {"search": "grid"}, UsageError, "for sweep alone"),
+        (["fedprox"], {"search": "rando"}, UnknownName, "did you mean 'random'"),
+        (["fedprox"], {"tune": 0, "untuned": True}, UsageError, "nothing is tuned"),
+        (["fedprox"], {"space": {"moo": "1,2"}}, ConfigError, "unknown parameter"),
+        (["fedprox"], {"params": {"mu": -2}}, ConfigError, "mu = -2"),
+        (["fedprox"], {"data": "npz:nothing.npz"}, UsageError, "nothing.npz"),
+        (["fedprox"], {"running": Running(address="auto")}, UsageError, "only on ray"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused_before_anything_is_written(run, place, methods, change, error, text):
+    with pytest.raises(error, match=text):
+        run(*methods, out="nothing", **change)
+    assert not (place / "nothing" / "arguments.json").exists()
+
+
+def test_a_method_of_the_program_itself_cannot_run_in_other_processes(run):
+    class Here(FedAvg):
+        pass
+
+    with pytest.raises(UsageError, match="other processes cannot import it"):
+        run(Here, running=Running(parallel=2))
+    assert run(Here, seeds=(0,), tune=0, running=Running()).failures == ()
+
+
+def test_methods_that_cannot_do_the_task_are_named_before_hours_are_spent(run):
+    class Picky(FedAvg):
+        def check(self, task):
+            raise ConfigError("picky", [f"needs 10 classes, found {task.num_classes}"])
+
+    with pytest.raises(ConfigError, match="picky: needs 10 classes, found 3"):
+        run("fedprox", Picky)
+
+
+# --- worker processes and the command --------------------------------------------------------------------------------
+
+
+def test_a_further_worker_is_started_only_where_it_fits_into_memory(tmp_path, monkeypatch):
+    said = []
+    free = [FIRST_NEED_BYTES]
+    workers = LocalWorkers(tmp_path, 3, say=said.append, free_bytes=lambda: free[0])
+
+    def spawn(self):
+        worker = SimpleNamespace(number=0, spec=None, child=SimpleNamespace(pipe=SimpleNamespace(send=lambda *_: None)))
+        self._workers.append(worker)
+        return worker
+
+    monkeypatch.setattr(LocalWorkers, "_spawn", spawn)
+    spec = RunSpec("one", Plan(data=("digits",)), is_trial=True)
+    assert workers.has_room
+    workers.start(spec)
+    assert not workers.has_room
+    assert not workers.has_room
+    assert len(said) == 1
+    assert "1 of 3 workers run: 1.1 GB of memory are free" in said[0]
+    free[0] = 2 * FIRST_NEED_BYTES
+    assert workers.has_room
+    workers._need_bytes = 2 * FIRST_NEED_BYTES
+    assert not workers.has_room
+
+
+def test_the_command_runs_in_worker_processes_and_finds_what_this_process_finds(place, call, words, run):
+    options = [*words.settings, "--device", "cpu", "--seeds", "0", "--tune", "1", "--set", "fedprox.mu=0.5"]
+    code, out, err = call("compare", "fedprox", *options, "--out", "by-command", "--json")
+    assert code == 0, err
+    record = Comparison.model_validate_json(out)
+    assert "runs/fedprox/seed-0: " in err
+    assert read_comparison(place / "by-command") == record
+    here = run("fedprox", seeds=(0,), tune=1, params={"fedprox.mu": 0.5}, out="here").comparison
+    assert without_times(record)["methods"] == without_times(here)["methods"]
+    # The command in the record is one that continues it.
+    code, out, err = call(*record.command.split()[1:])
+    assert code == 0, err
+    assert re.search(r"^fedprox  ", out, re.MULTILINE)
+    assert (place / "by-command" / "table.tex").exists()
+
+
+@pytest.mark.usefixtures("place")
+def test_the_command_says_what_is_wrong_with_its_words(call, words):
+    for options, text in (
+        ([], "no methods"),
+        (["fedprox", "--space", "mu"], "expected NAME=VALUES"),
+        (["fedprox", "--space", "mu=1", "--space", "mu=2"], "given twice"),
+        (["fedprox", "--seeds", "a"], "expected FIRST:END"),
+    ):
+        code, _, err = call("compare", *options, *words.settings)
+        assert (code, text in err) == (2, True), err
+    code, _, err = call("compare", "fedprox")
+    assert (code, "no data" in err) == (2, True)
+    code, _, err = call("sweep", "fedprox", *words.settings, "--search", "grid", "--trials", "3")
+    assert (code, "has no effect on --search grid" in err) == (2, True)
+    code, _, err = call("sweep", "fedprox", *words.settings, "--points", "3")
+    assert (code, "only on grid" in err) == (2, True)
+
+
+@pytest.mark.usefixtures("place")
+def test_a_failing_run_is_exit_code_1_and_a_ctrl_c_130(call, words, monkeypatch):
+    def none_better(*_, **__):
+        raise KeyboardInterrupt
+
+    options = [*words.settings, "--seeds", "0", "--tune", "0", "--out", "c"]
+    monkeypatch.setattr(interface, "_run_all", none_better)
+    code, _, err = call("compare", "fedprox", *options)
+    assert code == 130
+    assert "the same command continues" in err
+    monkeypatch.undo()
+
+
+@pytest.mark.slow
+def test_a_worker_that_crashes_costs_its_own_run_alone(place, call, words):
+    (place / "own.py").write_text(
+        "import os\nfrom edge_agent.methods.fedavg import FedAvg\n\n\nclass Dies(FedAvg):\n"
+        "    def local_update(self, client, received):\n        os._exit(3)\n"
+    )
+    options = [*words.settings, "--device", "cpu", "--seeds", "0", "--tune", "0", "--json"]
+    code, out, err = call("compare", "own.py:Dies", *options)
+    assert code == 1
+    record = Comparison.model_validate_json(out)
+    assert "its worker ended 3 times" in record.methods[-1].runs[0].failure
+    assert all(method.runs[0].clients for method in record.methods[:-1])
+    assert "exit code 3" in err
