@@ -192,6 +192,16 @@ class Personalizer:
         bundle = load_bundle(path, cache)
         return cls(bundle, Encoder.open(bundle, precision, threads), norm=norm, threads=threads)
 
+    def __repr__(self) -> str:
+        """Return one line: the bundle, the classes, and the head."""
+        head = "no head yet"
+        if self.numeric is not None:
+            head = f"head {self.numeric.head.name}"
+        elif self.head is not None:
+            head = f"head {self.head.title}"
+        bundle = self.bundle.manifest.bundle_id[:12]
+        return f"Personalizer(bundle {bundle}, {len(self.classes)} classes, {head}, {self.encoder.precision})"
+
     @property
     def classes(self) -> tuple[str, ...]:
         """Names of the classes, in the order of the columns of ``predict_proba``: the head's, else the bundle's."""

@@ -11,7 +11,7 @@ from edge_agent.core.storage import check_writable, write_atomic
 from ...report.pictures import Format, format_of
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plot:
     """A picture, which notebooks display."""
 
@@ -30,6 +30,9 @@ class Plot:
             check_writable(target.parent)
             write_atomic(target, content)
         return cls(draw("svg").decode())
+
+    def __repr__(self) -> str:
+        return f"Plot (SVG, {len(self.svg) / 1000:.0f} kB; a notebook shows it, and .plot(path) writes it)"
 
     def _repr_svg_(self) -> str:
         return self.svg

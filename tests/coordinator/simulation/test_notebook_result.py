@@ -70,6 +70,11 @@ def test_texts_fit_a_terminal(fedper, fedavg):
         assert max(map(len, lines)) <= 80
 
 
+def test_a_picture_is_one_line_where_it_cannot_be_shown(fedper):
+    assert len(repr(fedper.plot())) <= 80
+    assert "SVG" in repr(fedper.plot())
+
+
 def test_html_has_a_caption_and_headings_of_rows_and_columns(fedper, fedavg):
     for shown in (*shown_in(fedper), fedper.compare(fedavg)):
         tags = Tags(shown._repr_html_()).tags

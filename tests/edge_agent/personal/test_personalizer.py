@@ -16,6 +16,13 @@ def opened(make_bundle, tmp_path):
     return Personalizer.open(make_bundle().path, cache=tmp_path / "cache")
 
 
+def test_it_says_in_one_line_what_it_has(opened):
+    assert "10 classes, no head yet, fp32)" in repr(opened)
+    opened.fit(*samples(), head="prototype")
+    assert "head prototype" in repr(opened)
+    assert len(repr(opened)) < 100
+
+
 def samples(seed=0):
     """Images whose brightness is their class, of three."""
     rng = np.random.default_rng(seed)
