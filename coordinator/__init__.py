@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .config import CoordinatorConfig, load_config
     from .research.compare.interface import compare, sweep
     from .service.coordinator import Coordinator
+    from .simulation.engines.kept_workers import workers
     from .simulation.notebook.result import SimulationResult
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "load_config",
     "simulate",
     "sweep",
+    "workers",
 ]
 
 _HOMES = {
@@ -45,6 +47,7 @@ _HOMES = {
     "load_config": ".config",
     "simulate": ".api",
     "sweep": ".research.compare.interface",
+    "workers": ".simulation.engines.kept_workers",
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from edge_agent.methods import Method
     from edge_agent.wire.messages.down import Job
 
+    from .simulation.engines.kept_workers import KeptWorkers
     from .simulation.notebook.result import SimulationResult
     from .simulation.observer import OnRound
     from .simulation.run import Simulation
@@ -66,6 +67,8 @@ def simulate(
     params: Mapping[str, Any] | None = None,
     encoder: str | Callable[..., nn.Module] | None = None,
     out: str | Path | None = None,
+    resume: bool = False,
+    pool: KeptWorkers | None = None,
     watch: Callable[[Job], None] = lambda _: None,
     on_round: OnRound | None = None,
     log: LogChoice | Sequence[LogChoice] | None = None,
@@ -81,13 +84,20 @@ def simulate(
     its clients may also have ``(X, y, X_test, y_test)``. X holds images (n, h, w, c) or (n, c, h, w), integers 0..255
     or floats 0..1, or windows (n, channels, length) of floats; y integers or text.
 
-    ``partition``: a rule (see 'headwater partition'), the file of one, or a mapping: client -> rows of the data, or
-    -> ``(training rows, test rows)``.
+    ``partition``: a rule (see 'headwater partition'), the file of one or of an index table, or a mapping: client ->
+    rows of the data, or -> ``(training rows, test rows)``.
 
     ``encoder``: a name, ``"path.py:Name"``, or a class or function that makes a ``torch.nn.Module`` whose result are
     features (n, d); it is called with ``encoder_params``, and with ``task`` where it has such a parameter.
 
     ``out``: folder of the run; default: a temporary one, removed with the result and kept where the run fails.
+
+    ``resume``: continue the simulation that is in ``out``, or begin it where there is none. The settings have to be
+    those that it began with, but for ``rounds``: more of them continue also a run that has finished, and the result is
+    that of a run which had as many from the beginning. A finished one with the same rounds is read, not repeated.
+
+    ``pool``: worker processes that stay after the run, see `coordinator.workers`: of several simulations one after
+    another only the first waits for their start. The bits are the same.
 
     ``watch`` is called after each finished task of a client, ``on_round`` after each closed round, with a
     `coordinator.loggers.records.RoundResult`: accuracies by scope, loss, seconds, bytes, and what each client has
@@ -110,22 +120,29 @@ def simulate(
         RunFailed: the run failed otherwise.
     """
     check_export()
+    if resume and out is None:
+        raise UsageError("resume=True continues the simulation in a folder; name it with out=")
     logs = RunLogs.open(log, out if out is None else Path(out))
     given = {"partition": partition, "clients": clients, "rounds": rounds, "seed": seed, **settings}
     fields = {name: value for name, value in given.items() if value is not None}
     fields |= {"params": dict(params or {}), "folder": str(Path.cwd())}
+    if pool is not None:
+        pool.check_open()
+        fields = {"engine": "pool", "workers": pool.count, **fields}
+        if fields["engine"] != "pool":
+            raise UsageError(f"engine = '{fields['engine']}' uses no worker processes of pool=; leave one of them out")
     # Logs that have a name are kept with the settings, so that a run that is resumed goes on in them.
     names = [absolute_choice(choice) for choice in choices_of(log) if isinstance(choice, str)]
     if names:
         fields["log"] = names
     watching = Watching(watch, on_round, logs)
     if out is not None:
-        return _run(_plan(method, encoder, data, fields, Path(out)), Path(out), watching)
+        return _run(_plan(method, encoder, data, fields, Path(out), resume=resume), Path(out), watching, pool)
     # The folder that holds temporary ones may be reached by a link, and `remove_folder` follows none.
     temporary = Path(tempfile.mkdtemp(prefix="headwater-")).resolve()
     mark_folder(temporary, TEMPORARY_RUN, temporary.name)
     try:
-        result = _run(_plan(method, encoder, data, fields, temporary / "run"), temporary / "run", watching)
+        result = _run(_plan(method, encoder, data, fields, temporary / "run"), temporary / "run", watching, pool)
     except Exception as error:
         is_mistake = isinstance(error, HeadwaterError) and not isinstance(error, TrainingFailed | RunFailed)
         if is_mistake or not (temporary / "run").is_dir():
@@ -147,13 +164,22 @@ def _plan(
     data: object,
     fields: dict[str, Any],
     folder: Path,
+    *,
+    resume: bool = False,
 ) -> Plan:
-    """Return the plan of a simulation in ``folder``; registers the caller's own parts and writes its samples."""
+    """Return the plan of a simulation in ``folder``; registers the caller's own parts and writes its samples.
+
+    With ``resume`` it may be the one that is there.
+    """
     from .simulation import own_parts
+    from .simulation.resuming import continued
     from .simulation.setup import read_plan
 
-    if read_plan(folder) is not None:
-        raise UsageError(f"{folder} holds a simulation; choose another folder with out=")
+    saved = read_plan(folder)
+    if saved is not None and not resume:
+        raise UsageError(
+            f"{folder} holds a simulation; continue it with resume=True, or choose another folder with out="
+        )
     in_process = []  # parts that worker processes cannot import
     for name, part, add in (
         ("method", method, own_parts.add_method),
@@ -175,7 +201,8 @@ def _plan(
     if "partition" in chosen:  # its file has the rows that are held out
         fields.pop("test_fraction", None)
     fields |= chosen
-    return parse(Plan, fields, where="simulate()")
+    plan = parse(Plan, fields, where="simulate()")
+    return plan if saved is None else continued(saved, plan, folder)
 
 
 def _data_fields(data: object, fields: Mapping[str, Any], folder: Path) -> dict[str, Any]:
@@ -211,16 +238,18 @@ def _data_fields(data: object, fields: Mapping[str, Any], folder: Path) -> dict[
     return {"data": sources, "partition": file}
 
 
-def _run(plan: Plan, folder: Path, watching: Watching) -> SimulationResult:
+def _run(plan: Plan, folder: Path, watching: Watching, pool: KeptWorkers | None) -> SimulationResult:
     import torch
 
     from .simulation.notebook.result import SimulationResult
     from .simulation.run import open_simulation
-    from .simulation.setup import Prepared
+    from .simulation.setup import PARTITION, Prepared, read_plan
 
     threads = torch.get_num_threads()
     try:
-        prepared = Prepared.of(plan).shared()
+        saved = folder / PARTITION
+        prepared = Prepared.of(plan, saved if read_plan(folder) is not None else None).shared()
+        prepared = replace(prepared, kept=pool)
         with open_simulation(prepared, folder) as simulation:
             summary = finish(simulation, folder, watching)
             recorded = simulation.state.run(simulation.run).summary() or {}

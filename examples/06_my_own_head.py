@@ -13,8 +13,7 @@ from pydantic import Field
 
 from edge_agent import data, heads
 from edge_agent.core.task import ImageInput, Tensors
-from edge_agent.heads import FitData, Head, HeadParams
-from edge_agent.heads.base import softmax
+from edge_agent.heads import FitData, Head, HeadParams, softmax
 
 
 class Cosine(Head):

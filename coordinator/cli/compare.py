@@ -18,6 +18,7 @@ from ..simulation.plan import Plan
 from ..text import about_time
 from .options import INTERRUPTED, Given, Json, Verbose, from_model
 from .output import console, is_live, present, set_up_logging, sigterm_as_ctrl_c
+from .reading import drawn_reading, printed_reading
 from .simulate import sources
 
 if TYPE_CHECKING:
@@ -45,6 +46,10 @@ TuneSeed = Annotated[
 Untuned = Annotated[bool, typer.Option("--untuned", help="Also run the defaults: what tuning was worth.")]
 Parallel = Annotated[int, typer.Option("--parallel", "-j", min=1, max=1024, help="Simulations at a time.")]
 Out = Annotated[Path | None, typer.Option("--out", "-o", help="Folder; the same command continues there.")]
+Logs = Annotated[
+    list[str] | None,
+    typer.Option("--log", help="Also log it and its runs, as 'headwater simulate --log' does; repeatable."),
+]
 Again = Annotated[bool, typer.Option("--again", help="Try simulations that have failed once more.")]
 
 WITHOUT = (
@@ -78,6 +83,7 @@ def compare(
     parallel: Parallel = 1,
     out: Out = None,
     again: Again = False,
+    log: Logs = None,
     as_json: Json = False,
     verbose: Verbose = False,
 ) -> None:
@@ -113,9 +119,10 @@ def compare(
             untuned=untuned,
             out=folder,
             running=running,
+            log=log or (),
             **given,
         )
-    present(result.comparison.model_dump(mode="json"), _shown(result), as_json=as_json)
+    present(result.comparison.model_dump(mode="json"), _shown(result, len(log or ())), as_json=as_json)
     if result.failures:
         raise typer.Exit(1)
 
@@ -186,7 +193,8 @@ def shown_progress() -> Iterator[Callable[[Progress], object]]:
             _say(f"{progress.event}; {progress.done_rounds} of {progress.total_rounds} rounds, {left(progress)}")
 
     if not is_live(console):
-        yield print_line
+        with printed_reading():
+            yield print_line
         return
     from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bar
@@ -202,15 +210,18 @@ def shown_progress() -> Iterator[Callable[[Progress], object]]:
             text = f"{counts}; {progress.event}"
             bar.update(task, completed=progress.done_rounds, total=progress.total_rounds, description=text)
 
-        yield update
+        with drawn_reading(lambda text: bar.update(task, description=text)):
+            yield update
 
 
-def _shown(result: ComparisonResult) -> Iterator[str]:
-    """Yield the tables, and what a reader has to know beside them."""
+def _shown(result: ComparisonResult, logs: int) -> Iterator[str]:
+    """Yield the tables, and what a reader has to know beside them; ``logs``: the number of logs that were asked for."""
+    from ..research.compare.logged import describe_logs
     from ..research.compare.outputs import summary_lines
 
     comparison = result.comparison
     yield from summary_lines(comparison)
     yield from (f"{method.name}: {method.note}" for method in comparison.methods if method.note)
     yield from (f"note: {note}" for note in comparison.notes)
+    yield from describe_logs(result.logs, logs)
     yield f"tables: {result.folder}/table.md, table.tex and table.csv; all records: {result.folder}/comparison.json"

@@ -15,6 +15,7 @@ from rich.table import Table
 from edge_agent import methods as registry
 from edge_agent.core.errors import UsageError
 from edge_agent.core.published import published_of
+from edge_agent.core.registry import absolute, is_reference, load_reference
 
 from ..text import listed, plain
 from .options import Json
@@ -23,7 +24,7 @@ from .output import present, print_json, show, table
 if TYPE_CHECKING:
     from edge_agent.methods import MethodParams
 
-Name = Annotated[str | None, typer.Argument(help="One method, with its parameters; default: all, in short.")]
+Name = Annotated[str | None, typer.Argument(help="One method, or PATH.py:CLASS, in full; default: all, in short.")]
 GRADE_MARKS: dict[str, str] = {"exact": "=", "same form": "≈", "approximate": "~"}
 LISTED = "methods.json"
 """What the list shows of our own methods, made by tests/harness/reference.py: importing them takes seconds."""
@@ -34,6 +35,7 @@ def methods(name: Name = None, as_json: Json = False) -> None:
 
     Example: headwater methods repper
     """
+    name = None if name is None else _loaded(name)
     if name is not None:
         one = {**describe(name), "params": parameters(name), "search": search_values(name)}
         present(one, _lines(one), as_json=as_json)
@@ -57,6 +59,17 @@ def methods(name: Name = None, as_json: Json = False) -> None:
         f"Heads on the frozen encoder, against the method's own personal part: {legend}. 'methods NAME' says why.",
         *broken.values(),
     )
+
+
+def _loaded(name: str) -> str:
+    """Return a method's name; one in a file, ``PATH.py:CLASS``, is known to this process from then on.
+
+    Raises:
+        UsageError: There is no such file or class, or it is no method.
+    """
+    if not is_reference(name):
+        return name
+    return registry.add(load_reference("method", absolute(name)))
 
 
 def describe(name: str) -> dict[str, Any]:

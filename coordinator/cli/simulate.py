@@ -56,7 +56,13 @@ From = Annotated[
 _NO_SETTINGS = frozenset({"out", "resume", "config", "json", "verbose"})
 """Options that are not settings of a simulation: they are given on the command line, never in a file."""
 
-Resume = Annotated[bool, typer.Option("--resume", help="Resume the run in --out with the settings saved there.")]
+Resume = Annotated[
+    bool,
+    typer.Option(
+        "--resume",
+        help="Resume the run in --out with the settings saved there; a larger --rounds continues a finished one.",
+    ),
+]
 Config = Annotated[
     Path | None, typer.Option("--config", "-c", help="TOML file with these settings; options override it.")
 ]
@@ -94,8 +100,7 @@ def simulate(
         given["data"] = tuple(map(absolute, given["data"]))
     if "log" in given:
         given["log"] = tuple(map(absolute_choice, given["log"]))
-    if is_saved_partition(given.get("partition")):
-        given["partition"] = str(Path(given["partition"]).expanduser().absolute())
+    _make_files_absolute(given)
     plan, folder = _resumed(given, config, out) if resume else _planned(given, config, out)
     # A method in a file of the user's is loaded by the run itself; until then nothing is known of it.
     if plan.method_name in methods.names():
@@ -173,6 +178,13 @@ def _planned(given: dict[str, Any], config: Path | None, out: Path | None) -> tu
     return plan, folder
 
 
+def _make_files_absolute(given: dict[str, Any]) -> None:
+    """Replace the paths of a partition and of a table of devices, which count from the current folder."""
+    for name, suffix in (("speeds", ".csv"), ("partition", ".json")):
+        if str(given.get(name, "")).endswith(suffix):
+            given[name] = str(Path(given[name]).expanduser().absolute())
+
+
 def _refuse_options(settings: Mapping[str, Any], config: Path) -> None:
     """Require that a file holds settings of a simulation alone, and no options that say where it goes and how it runs.
 
@@ -222,7 +234,11 @@ def _logs_in(value: object, folder: Path) -> object:
 
 
 def _resumed(given: dict[str, Any], config: Path | None, out: Path | None) -> tuple[Plan, Path]:
-    """Return the plan of the simulation in ``out``; only options that change no results may differ from it."""
+    """Return the plan of the simulation in ``out``, with more rounds where those were given.
+
+    Other options may differ from it only where they change no results.
+    """
+    from ..simulation.resuming import rounds_to_resume
     from ..simulation.setup import read_plan
 
     if out is None or config is not None:
@@ -233,17 +249,21 @@ def _resumed(given: dict[str, Any], config: Path | None, out: Path | None) -> tu
     if plan is None:
         raise UsageError(f"{out} holds no simulation; start one without --resume")
     differing = []
+    how = {}
     for name, value in given.items():
         saved = getattr(plan, name)
         is_path = name in {"partition", "weights"} and saved is not None
-        if name in HOW_NOT_WHAT or saved == value or (is_path and Path(saved).resolve() == Path(value).resolve()):
+        if name == "rounds":
+            how["rounds"] = rounds_to_resume(plan, value, out)
+        elif name in HOW_NOT_WHAT or saved == value or (is_path and Path(saved).resolve() == Path(value).resolve()):
             continue
-        differing.append(f"{name} is {saved}, {value} was given")
+        else:
+            differing.append(f"{name} is {saved}, {value} was given")
     if differing:
         raise UsageError(
             f"--resume keeps the settings of the run in {out}: {'; '.join(differing)}; leave out what differs"
         )
-    how = {name: value for name, value in given.items() if name in HOW_NOT_WHAT}
+    how |= {name: value for name, value in given.items() if name in HOW_NOT_WHAT}
     return parse(Plan, {**plan.model_dump(exclude_unset=True), **how}, where="--resume"), out
 
 

@@ -238,6 +238,14 @@ class RunCancelled(Fact):
     reason: AnyText | None = None
 
 
+class RunExtended(Fact):
+    """A run has more rounds than it was requested with, also one that had finished; simulations alone have these."""
+
+    kind = "run_extended"
+
+    rounds: Count = Field(0, description="how many rounds it has now")
+
+
 class PruneRequested(Fact):
     """The files of these runs are to be removed."""
 

@@ -25,6 +25,7 @@ Kind = Literal[
     "run_finished",
     "run_failed",
     "run_cancelled",
+    "run_extended",
     "prune_requested",
     "run_pruned",
     "bundle_exported",

@@ -520,7 +520,10 @@ class PostgresJournal(DeferredEntries, SharedJournal):
 
     def unfinished(self) -> list[str]:
         """Return the names of the runs that have not ended, in the order of their requests."""
-        ended = "SELECT run FROM headwater_entries WHERE kind = ANY(%s::text[]) AND run IS NOT NULL"
+        later = "SELECT 1 FROM headwater_entries AS later WHERE later.run = ended.run AND later.id > ended.id"
+        goes_on = f"EXISTS ({later} AND later.kind = 'run_extended')"
+        ended = "SELECT run FROM headwater_entries AS ended WHERE kind = ANY(%s::text[]) AND run IS NOT NULL"
+        ended = f"{ended} AND NOT {goes_on}"
         query = f"SELECT run FROM headwater_entries WHERE kind = 'run_requested' AND run NOT IN ({ended}) ORDER BY id"  # noqa: S608 - constants
         return [row["run"] for row in self._rows(query, [list(FINAL)])]
 

@@ -417,7 +417,10 @@ class SqliteJournal(DeferredEntries, Journal):
 
     def unfinished(self) -> list[str]:
         """Return the ids of the runs that have not ended, in the order of their requests."""
-        over = f"SELECT run FROM entries WHERE kind IN {(*FINAL,)} AND run IS NOT NULL"  # noqa: S608 - constants
+        later = "SELECT 1 FROM entries AS later WHERE later.run = ended.run AND later.id > ended.id"
+        goes_on = f"EXISTS ({later} AND later.kind = 'run_extended')"
+        ended = f"kind IN {(*FINAL,)} AND run IS NOT NULL"
+        over = f"SELECT run FROM entries AS ended WHERE {ended} AND NOT {goes_on}"  # noqa: S608 - constants
         query = f"SELECT run FROM entries WHERE kind = 'run_requested' AND run NOT IN ({over}) ORDER BY id"  # noqa: S608 - constants
         with self._transaction() as connection:
             return [run for (run,) in connection.execute(query)]

@@ -191,7 +191,12 @@ class Journal(JournalStore, Protocol):
 
     def unfinished(self) -> list[str]:
         """Return the names of the runs that have not ended, in the order of their requests."""
-        ended = {entry.run for entry in self.entries(kinds=tuple(FINAL))}
+        ended = set()
+        for entry in self.entries(kinds=(*FINAL, "run_extended")):
+            if entry.kind in FINAL:
+                ended.add(entry.run)
+            else:
+                ended.discard(entry.run)
         return [run for run in self.runs() if run not in ended]
 
     def newest_run(self) -> int:

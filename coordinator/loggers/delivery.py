@@ -43,6 +43,10 @@ ABORT_LIMIT_S = 5.0
 """The same for a run that has failed or was stopped, which is resumed and logged again."""
 
 
+LONGEST_REASON = 300
+"""Characters of a reason: some packages quote the whole page that a server has answered with."""
+
+
 @dataclass(frozen=True)
 class LogOutcome:
     """What a log has of a run."""
@@ -207,7 +211,8 @@ class Delivery:
 
     def _note_failure(self, error: Exception) -> None:
         """Keep the reason, and log the first failure of a series: as a warning only once in a run."""
-        reason = str(error) if isinstance(error, HeadwaterError) else reason_of(error)
+        text = str(error) if isinstance(error, HeadwaterError) else reason_of(error)
+        reason = text[:LONGEST_REASON]
         with self._changed:
             is_first = not self._reason
             self._reason = reason

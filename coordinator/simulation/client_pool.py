@@ -169,7 +169,7 @@ class SimulatedClients:
         if not self._engine.is_busy:
             return None
         done = self._engine.take()
-        _check(done)
+        check_done(done)
         client = done.work.client
         job = done.work.job
         self._durations.note(client, job.purpose, done.seconds)
@@ -279,7 +279,7 @@ class SimulatedClients:
             self._transport.publish(self._topics.up_chunks(client), frame)
 
 
-def _check(done: Done) -> None:
+def check_done(done: Done) -> None:
     """Raise a client's fault as an error: a simulated round does not continue without one of its clients.
 
     After the last round the run ends without the reply of a client whose training failed, as with devices.

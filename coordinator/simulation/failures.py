@@ -18,6 +18,11 @@ _OWN = tuple(str(Path(__file__).resolve().parents[2] / name) for name in ("coord
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 
 
+def is_of_user(file: str) -> bool:
+    """Return whether a file of code is a user's own: neither of this program nor installed."""
+    return not file.startswith((*_OWN, *_INSTALLED))
+
+
 @dataclass(frozen=True)
 class Failure:
     """An unexpected error of a client's work.
@@ -36,7 +41,7 @@ class Failure:
     def of(cls, error: BaseException) -> Failure:
         """Describe where an error that was caught came from."""
         frames = traceback.extract_tb(error.__traceback__)
-        foreign = [frame for frame in frames if not frame.filename.startswith((*_OWN, *_INSTALLED))]
+        foreign = [frame for frame in frames if is_of_user(frame.filename)]
         chosen = (foreign or frames)[-1:]
         location = "".join(f"{frame.filename}, line {frame.lineno}, in {frame.name}" for frame in chosen)
         return cls(location, "".join(traceback.format_exception(error)))

@@ -43,6 +43,9 @@ RULE = "table"
 PARTS = ("train", "test", "validation")
 _COLUMNS = ("client", "row", "part")
 _MOST_BYTES = 1 << 30
+_BEGIN_OF_PARTITIONS = b'{"clients":'
+"""The first bytes of partitions as they are saved, which may have many megabytes: they are not parsed to tell."""
+
 _MOST_MISTAKES = 20
 _SHOWN_LINES = 5
 """Lines that a mistake names."""
@@ -171,7 +174,10 @@ def is_table(path: Path) -> bool:
     if path.suffix.lower() in TABLE_SUFFIXES:
         return True
     try:
-        content = json.loads(read_regular(path, _MOST_BYTES))
+        raw = read_regular(path, _MOST_BYTES)
+        if raw.startswith(_BEGIN_OF_PARTITIONS):
+            return False
+        content = json.loads(raw)
     except (OSError, ValueError, RecursionError):  # which reading it as a partition says better
         return False
     if isinstance(content, list):

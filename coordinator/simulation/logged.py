@@ -50,10 +50,14 @@ class Ending:
         """Log that the run has failed or was stopped; nothing where its result was logged."""
         if self._is_done or self._logs.is_empty:
             return
+        closed = 0
+        with contextlib.suppress(HeadwaterError, OSError):  # where the journal is what has failed
+            closed = replay(self._simulation.state.journal, self._simulation.run).round
+        if not isinstance(error, Exception):  # Ctrl-C, or an exit of the program
+            self._logs.abort(RunEnd("stopped", "stopped before its end", closed))
+            return
         reason = str(error) if isinstance(error, HeadwaterError) else reason_of(error)
-        closed = replay(self._simulation.state.journal, self._simulation.run).round
-        is_failure = isinstance(error, Exception)  # others are Ctrl-C, and exits of the program
-        self._logs.abort(RunEnd("failed" if is_failure else "stopped", reason, closed))
+        self._logs.abort(RunEnd("failed", reason, closed))
 
 
 @contextlib.contextmanager
@@ -109,7 +113,7 @@ def _end_of(state: StateFolder, run: str, result: Mapping[str, Any]) -> RunEnd:
     paths = (state.path / RESULT, state.path / "curves.svg", state.run(run).report_path)
     return RunEnd(
         status="finished",
-        reason=result["stopped"] or "",
+        reason=result.get("stopped") or "",
         round=result["last"]["rounds_done"],
         figures=final_figures(result),
         clients=clients,

@@ -228,7 +228,7 @@ def _client_by_training(prepared: Prepared) -> int | None:
 def _client_by_sizes(prepared: Prepared, model_bytes: int) -> int:
     """Return what a client takes by the sizes of its samples, layers and weights; an upper bound for common methods."""
     total_of_row, _ = _bytes_of_a_row(prepared)
-    batch = min(
+    batch: int = min(
         prepared.method.params.batch_size, max(len(share.train) for share in prepared.division.clients.values())
     )
     # Each output of a layer and its gradient; weights as received, loaded, their gradients, two moments, and sent.
@@ -246,7 +246,7 @@ def _evaluation(prepared: Prepared, model_bytes: int) -> int:
 def _samples_of_a_client(prepared: Prepared) -> int:
     """Return the bytes of the samples of the client that has the most."""
     pool = prepared.pools.train.inputs
-    row = pool[:1].astype("float32").nbytes
+    row: int = pool[:1].astype("float32").nbytes
     return max((len(share.train) + len(share.test)) * row for share in prepared.division.clients.values())
 
 
@@ -276,6 +276,9 @@ def _bytes_of_a_row(prepared: Prepared) -> tuple[int, int]:
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             encoder.eval()(torch.from_numpy(row).to(device))
+    # An encoder of a user's may raise anything. Whatever is wrong, its first round says it better.
+    except Exception as error:  # noqa: BLE001
+        log.info("memory_not_measured because=%s", type(error).__name__)
     finally:
         model.train(was_training)
         for hook in hooks:

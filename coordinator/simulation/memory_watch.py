@@ -53,6 +53,12 @@ def occupied(pids: Sequence[int]) -> Occupied | None:
     return Occupied(private * page, shared * page)
 
 
+def private_bytes(pid: int) -> int:
+    """Return what a process has for itself alone, without samples in shared memory; 0: the system does not say it."""
+    pages = _pages_of(str(pid))
+    return 0 if pages is None else pages[0] * os.sysconf("SC_PAGE_SIZE")
+
+
 def _pages_of(process: str) -> tuple[int, int] | None:
     """Return the pages of a process that it has for itself, and those of files and of shared memory."""
     try:

@@ -119,6 +119,24 @@ class Plan(Frozen):
     dropout: float = Field(
         0.0, ge=0, lt=1, description="probability that a client of a round leaves, or trains and never delivers"
     )
+    mode: Literal["synchronous", "buffered"] = Field(
+        "synchronous",
+        description="buffered: a round closes with its first updates, those of slower devices count in later rounds; "
+        "needs speeds",
+    )
+    buffer: int | None = Field(
+        None, ge=1, le=100_000, description="updates that close a buffered round; default: 10, or all clients"
+    )
+    max_staleness: int | None = Field(
+        None, ge=0, le=10_000, description="rounds after which a buffered update is given up; default: 10"
+    )
+    speeds: str | None = Field(
+        None,
+        min_length=1,
+        max_length=1000,
+        description="kinds of devices, drawn by the seed: profiles such as pi4,jetson, or a CSV file with name, "
+        "seconds_per_sample, down_mbit_s, up_mbit_s; rounds then have simulated seconds",
+    )
     new_clients: int = Field(
         0,
         ge=0,
@@ -228,6 +246,7 @@ class Plan(Frozen):
     def _says_one_thing(self) -> Plan:
         # All mistakes at once, so that nobody mends them one by one.
         mistakes = [*self._mistakes_of_data(), *self._options_without_effect(), *self._mistakes_of_engine()]
+        mistakes += self._mistakes_of_time()
         if mistakes:
             raise ValueError("; ".join(mistakes))
         return self
@@ -272,6 +291,20 @@ class Plan(Frozen):
                 yield f"{precision} with engine stacked, which computes in float32; leave one of them out"
         elif self.stacked_always:
             yield f"stacked_always has no effect on engine {self.engine or 'pool'} (only on stacked)"
+
+    def _mistakes_of_time(self) -> Iterator[str]:
+        """Yield what contradicts itself in the order of updates."""
+        if self.mode == "buffered":
+            if self.speeds is None:
+                yield "mode = buffered needs speeds, which say whose updates come first, for example --speeds pi4,pc"
+            if self.head_clients:
+                yield f"head_clients = {self.head_clients} with mode = buffered, in which all clients train"
+        else:
+            for option in ("buffer", "max_staleness"):
+                if getattr(self, option) is not None:
+                    yield f"{option} = {getattr(self, option)} has no effect on mode synchronous (only on buffered)"
+        if self.speeds is not None and self.dropout:
+            yield f"dropout = {self.dropout} with speeds: nobody knows how long a device was waited for that never came"
 
     def _mistakes_of_address(self, address: str) -> Iterator[str]:
         """Yield why a cluster's address cannot be used."""

@@ -28,6 +28,7 @@ from edge_agent.wire.transport import Message
 from ..fleet.run_ids import RunNames
 from ..journal.entries import RoundOpened
 from ..journal.store import facts_of
+from ..rounds.buffered import BufferedCollection
 from ..rounds.context import RunContext
 from ..runs.run_queue import Runs
 from ..service.coordinator import Coordinator
@@ -38,6 +39,7 @@ from ..text import listed, reason_of
 from ..views.runs import replay
 from .client_pool import RESUMABLE, CoordinatorServices, Dropouts, Population, SimulatedClients
 from .client_tasks import Sessions, Shared
+from .device_speeds import Speeds, read_speeds
 from .engines.base import Engine, Serial
 from .engines.fastest import EngineTrial, settle_engine
 from .engines.pool import LocalWorkers, WorkerPool
@@ -59,6 +61,7 @@ from .setup import (
     read_plan,
     run_in,
 )
+from .timed_clients import TIMES, SimulatedTimes, TimedClients
 
 SHORTEST_PAUSE_S = 0.01
 STALLED_S = 5 * LONGEST_SILENCE_S
@@ -101,16 +104,19 @@ class Simulation:
             runtime=Runtime(clock=lambda: self.clock_s, stopwatch=time.perf_counter, hooks=self.observer),
             start=StartOptions(probe_s=0.0, run_ids=RunNames(state.journal)),
         )
-        self.clients = SimulatedClients(
-            broker,
-            CoordinatorServices(self.coordinator.topics, self.coordinator.distributor, self.coordinator.roster),
-            engine,
-            _population_of(prepared),
-            attempt=self._attempt,
-            beside=self._pooled_norm,
-        )
+        services = CoordinatorServices(self.coordinator.topics, self.coordinator.distributor, self.coordinator.roster)
+        population = _population_of(prepared)
+        self.times: SimulatedTimes | None = None
+        """The simulated clock; None where the speed of devices is not simulated."""
+
+        kind = SimulatedClients if prepared.plan.speeds is None else TimedClients
+        self.clients = kind(broker, services, engine, population, attempt=self._attempt, beside=self._pooled_norm)
+        if isinstance(self.clients, TimedClients):
+            self.times = SimulatedTimes(state.path / TIMES, lambda: _speeds_of(prepared))
+            self.clients.keep_time(self.times)
         self._pooled: tuple[Outgoing, ...] | None = None
         self._silent_s = 0.0
+        self._has_invited = False
         self.is_over = False
         """Whether the run has finished or failed."""
 
@@ -141,9 +147,32 @@ class Simulation:
     def talk(self) -> None:
         """Exchange all messages between the coordinator and its clients."""
         with translate_file_errors(self.state.path):
-            while self.coordinator.step(0) or self.clients.receive():
-                self._silent_s = 0.0
+            self._exchange()
+            if self.times is not None and self._invite_busy_clients():
+                self._exchange()
         self.coordinator.catch_up(STATUS_EVERY_S)
+
+    def _exchange(self) -> None:
+        """Deliver messages both ways until there are none."""
+        while self.coordinator.step(0) or self.clients.receive():
+            self._silent_s = 0.0
+
+    def _invite_busy_clients(self) -> bool:
+        """Ask once more, after a restart, those who worked on a job of an earlier round; returns whether anybody did.
+
+        Devices that work on when a coordinator restarts deliver by themselves. Here they have lost their job with it.
+        """
+        collection = self.coordinator.collector.open_round
+        loop = self.coordinator.loop
+        if self._has_invited or collection is None or loop is None:
+            return False
+        self._has_invited = True
+        busy: list[str] = []
+        if isinstance(collection, BufferedCollection):
+            busy += [client for client in collection.outstanding if client in collection.asked_in]
+        for client in busy:
+            loop.invite(client)
+        return bool(busy)
 
     def work(self) -> Job | None:
         """Let clients work until one has done a job, which is returned; without jobs the clock advances.
@@ -195,6 +224,9 @@ class Simulation:
         with translate_file_errors(self.state.path):
             describe(self.state, self.run, self.prepared)
         result = result_of(self.state, self.run, self.prepared)
+        if self.times is not None:
+            for figures in result["rounds"]:
+                figures["simulated_s"] = self.times.closed.get(figures["round"])
         return {**result, "start_s": round(self.engine.start_s, 3), **self.engine.figures, **self._chosen_figures()}
 
     def _chosen_figures(self) -> dict[str, Any]:
@@ -227,6 +259,12 @@ class Simulation:
         if not facts:
             return 1
         return facts[-1].attempt
+
+
+def _speeds_of(prepared: Prepared) -> Speeds:
+    """Return the speed of each client, as the plan and its seed give them."""
+    plan = prepared.plan
+    return Speeds.draw(read_speeds(plan.speeds or "", plan.folder), tuple(prepared.division.clients), plan.seed)
 
 
 def _population_of(prepared: Prepared) -> Population:

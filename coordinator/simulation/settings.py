@@ -58,6 +58,19 @@ class Settings(TypedDict, total=False):
     dropout: float
     """probability that a client of a round leaves, or trains and never delivers."""
 
+    mode: Literal["synchronous", "buffered"]
+    """buffered: a round closes with its first updates, those of slower devices count in later rounds; needs speeds."""
+
+    buffer: int | None
+    """updates that close a buffered round; default: 10, or all clients."""
+
+    max_staleness: int | None
+    """rounds after which a buffered update is given up; default: 10."""
+
+    speeds: str | None
+    """kinds of devices, drawn by the seed: profiles such as pi4,jetson, or a CSV file with name, seconds_per_sample,
+    down_mbit_s, up_mbit_s; rounds then have simulated seconds."""
+
     new_clients: int
     """the last so many clients by name never train; after the run they fit a head: acc.new."""
 

@@ -21,7 +21,7 @@ from edge_agent.training.precision import time_steps
 from edge_agent.training.weights import read_weights
 
 from ..config import NO_BOUNDS, CoordinatorConfig
-from ..journal.entries import Simulated
+from ..journal.entries import RunExtended, Simulated
 from ..processes.pipe import SharedBuffer
 from ..rounds.request import Request, Weights
 from ..state.store import StateFolder
@@ -29,7 +29,9 @@ from ..views.runs import RunRecord, replay
 from .client_tasks import state_files_in
 from .datasets import Pools, prepare
 from .device_heads import check_head
+from .device_speeds import read_speeds
 from .engines.base import EngineChoice
+from .engines.kept_workers import KeptWorkers
 from .own_parts import register
 from .plan import Plan
 
@@ -75,6 +77,9 @@ class Prepared:
     memory: SharedBuffer | None = None
     """The pools in shared memory, where workers share them."""
 
+    kept: KeptWorkers | None = None
+    """Worker processes that stay after the run; None: they are of this run alone."""
+
     @classmethod
     def of(cls, plan: Plan, saved: Path | None = None) -> Prepared:
         """Make data, partition, method and model of a plan. ``saved``: the partition of a run that is resumed.
@@ -102,6 +107,8 @@ class Prepared:
                 "torch; leave it out, or choose a method that has one, such as afl"
             )
         check_head(plan)
+        if plan.speeds is not None and saved is None:  # a run that is resumed has the devices that it began with
+            read_speeds(plan.speeds, plan.folder)
         weights_path = plan.weights_path
         if weights_path is not None:
             # A simulation that is resumed has a copy of its own: the original may have changed since.
@@ -173,7 +180,7 @@ class Prepared:
     def config(self, folder: Path) -> CoordinatorConfig:
         """Return the configuration of a coordinator that waits for every client that can still deliver."""
         plan = self.plan
-        closing = {"quorum": 1.0, "max_attempts": 1, "deadline_s": LONGEST_ROUND_S}
+        closing: dict[str, Any] = {"quorum": 1.0, "max_attempts": 1, "deadline_s": LONGEST_ROUND_S}
         if plan.dropout:
             closing = {
                 "quorum": LOWEST_QUORUM,
@@ -181,6 +188,8 @@ class Prepared:
                 "grace_s": GRACE_S,
                 "deadline_s": LONGEST_SILENCE_S,
             }
+        kind = {"mode": plan.mode, "buffer": plan.buffer, "max_staleness": plan.max_staleness}
+        closing |= {name: value for name, value in kind.items() if value is not None}
         raw = {
             "federation": FEDERATION,
             "state": folder,
@@ -209,7 +218,7 @@ _JOURNAL = ("journal.db", "journal.db-journal", "journal.db-shm", "journal.db-wa
 _LEFT_BY_A_BEGINNING = {_LOCK, *_JOURNAL, PLAN, PARTITION, WEIGHTS, ENGINE, MARK}
 _LEFT_BY_ROUNDS = (CLIENTS, "blobs", "runs")
 
-_RECORDS = ("result.json", "failed.json", "curves.svg", "status.json", "workers", "logs")
+_RECORDS = ("result.json", "failed.json", "curves.svg", "status.json", "workers", "logs", "simulated-times.json")
 """What is written beside the state of a simulation while it runs and when it ends."""
 
 _TOP_LEVEL = re.compile(
@@ -288,6 +297,8 @@ def run_in(state: StateFolder, prepared: Prepared) -> str:
     runs = state.journal.runs()
     if runs:
         record = replay(state.journal, runs[0])
+        if prepared.plan.rounds > record.request.rounds:
+            record = _extended(state, record, prepared)
         _check_is_requested(state.path, record, prepared)
         _check_is_newest(state.path, record, prepared)
         return runs[0]
@@ -307,6 +318,31 @@ def run_in(state: StateFolder, prepared: Prepared) -> str:
     )
     request = replace(prepared.request(), weights=weights).to_fact()
     return state.journal.request_run(request.changed(simulation=simulated))
+
+
+def _extended(state: StateFolder, record: RunRecord, prepared: Prepared) -> RunRecord:
+    """Give a run more rounds, whether it has finished or not, and return where it stands then.
+
+    A round computes from the state before it, the seed and its number alone: the state after round 10 of 20 is that
+    after the last of 10. Only the end differs: personal models that were made after the last round go, and clients make
+    them again at the new end.
+
+    Raises:
+        UsageError: A step of the method depends on the number of rounds.
+    """
+    before, rounds = record.request.rounds, prepared.plan.rounds
+    tied = prepared.method.tied_to_rounds
+    if tied:
+        raise UsageError(
+            f"{state.path}: {before} rounds cannot become {rounds}: method '{prepared.method.name}' depends on their "
+            f"number: {tied}; start a new run with {rounds} rounds in another folder"
+        )
+    # The order makes a kill harmless: until the journal says so, the next start does all of this again.
+    write_json(state.path / PLAN, _as_json(prepared.plan))
+    for client in prepared.division.clients:
+        state_files_in(state.path / CLIENTS, client, record.run).remove(LAST_ROUND)
+    state.journal.append(RunExtended(rounds=rounds), run=record.run)
+    return replay(state.journal, record.run)
 
 
 def computing_as_begun(state: StateFolder, run: str, prepared: Prepared) -> Prepared:

@@ -46,7 +46,11 @@ def runs_beyond(state: StateFolder, keep: int) -> list[str]:
         keep: The number of runs that ended last, of those with checkpoints, which are kept.
     """
     journal = state.journal
-    ended = [entry.run for entry in journal.entries(kinds=tuple(FINAL)) if entry.run is not None]
+    ends = [entry.run for entry in journal.entries(kinds=tuple(FINAL)) if entry.run is not None]
+    # A run that had more rounds since has ended again, or not yet: its last end counts.
+    goes_on = journal.unfinished()
+    last_ends = reversed(dict.fromkeys(reversed(ends)))
+    ended = [run for run in last_ends if run not in goes_on]
     pruned = {entry.run for entry in journal.entries(kinds=("run_pruned",))}
     released = on_offer(state)
     with_states = journal.checkpoints()

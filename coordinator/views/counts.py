@@ -67,6 +67,7 @@ class Counts:
         "run_finished",
         "run_failed",
         "run_cancelled",
+        "run_extended",
         "round_opened",
         "update_refused",
         "round_closed",
@@ -104,7 +105,7 @@ class Counts:
             self.starts += 1
         elif entry.kind == "run_requested":
             self.runs[run] = "requested"
-        elif entry.kind == "run_started":
+        elif entry.kind in {"run_started", "run_extended"}:
             self.runs[run] = "running"
         elif entry.kind in FINAL:
             self.runs[run] = FINAL[entry.kind]

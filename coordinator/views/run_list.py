@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..journal.entries import BundleExported, RunCancelled, RunFailed, RunFinished, RunRequested
+from ..journal.entries import BundleExported, RunCancelled, RunExtended, RunFailed, RunFinished, RunRequested
 from ..journal.kinds import FINAL
 from ..journal.store import Entry
 from .values import as_text
@@ -56,6 +56,11 @@ class RunInfo:
             self.cancel_requested = True
         elif isinstance(fact, BundleExported):
             self.bundle = RunBundle(fact, entry.digest or "", entry.at)
+        elif isinstance(fact, RunExtended):
+            self.request = self.request.changed(rounds=fact.rounds)
+            self.status = "running"
+            self.ended_at = ""
+            self.reason = ""
         elif isinstance(fact, RunFinished | RunFailed | RunCancelled):
             self.status = FINAL[entry.kind]
             self.ended_at = entry.at
@@ -65,7 +70,7 @@ class RunInfo:
 class RunList:
     """Name -> run, in the order of their requests."""
 
-    kinds = ("run_requested", "run_started", "cancel_requested", "bundle_exported", *FINAL)
+    kinds = ("run_requested", "run_started", "cancel_requested", "bundle_exported", "run_extended", *FINAL)
 
     def __init__(self) -> None:
         self.runs: dict[str, RunInfo] = {}

@@ -15,6 +15,7 @@ from ..journal.entries import (
     RoundClosed,
     RoundOpened,
     RunCancelled,
+    RunExtended,
     RunFailed,
     RunFinished,
     RunPruned,
@@ -189,7 +190,10 @@ class RunRecord:
 _CHANGING = frozenset(
     {
         *FINAL,
-        *(fact.kind for fact in (RunStarted, WarmStarted, RunStopped, RunPruned, RoundOpened, RoundClosed)),
+        *(
+            fact.kind
+            for fact in (RunStarted, WarmStarted, RunStopped, RunExtended, RunPruned, RoundOpened, RoundClosed)
+        ),
         *(fact.kind for fact in (UpdateAccepted, UpdateRefused)),
     }
 )
@@ -210,11 +214,27 @@ def step(record: RunRecord, entry: Entry) -> RunRecord:
         return replace(record, status="running", checkpoint=begun, start=begun)
     if isinstance(fact, RunFinished | RunFailed | RunCancelled):
         return replace(record, status=FINAL[entry.kind], open_round=None, end=fact)
-    if isinstance(fact, RunStopped):
-        return replace(record, stopped=fact.reason)
+    if isinstance(fact, RunStopped | RunExtended):
+        return _change_rounds(record, fact)
     if isinstance(fact, RunPruned):
         return replace(record, is_pruned=True)
     return _step_in_rounds(record, entry)
+
+
+def _change_rounds(record: RunRecord, fact: RunStopped | RunExtended) -> RunRecord:
+    """Return the record of a run that has fewer rounds than it was requested with from now on, or more."""
+    if isinstance(fact, RunStopped):
+        return replace(record, stopped=fact.reason)
+    request = _with_rounds(record.request, fact.rounds)
+    return replace(record, request=request, status="running", end=None, stopped="")
+
+
+def _with_rounds(request: RunRequested, rounds: int) -> RunRequested:
+    """Return the request as if it had been for so many rounds."""
+    simulated = request.simulation
+    if simulated is not None:
+        simulated = simulated.changed(plan={**simulated.plan, "rounds": rounds})
+    return request.changed(rounds=rounds, simulation=simulated)
 
 
 def _step_in_rounds(record: RunRecord, entry: Entry) -> RunRecord:

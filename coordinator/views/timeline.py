@@ -23,6 +23,7 @@ from ..journal.entries import (
     RoundClosed,
     RoundOpened,
     RunCancelled,
+    RunExtended,
     RunFailed,
     RunFinished,
     RunRequested,
@@ -85,6 +86,8 @@ class TimelineView:
             self.begun_at = self.begun_at or at
         if entry.kind in FINAL:
             self.ended_at = self.ended_at or at
+        elif entry.kind == RunExtended.kind:
+            self.ended_at = ""
         self._events.append(_event_of(entry, at, self._said))
 
     def take(self) -> list[Event]:
@@ -210,6 +213,7 @@ KINDS: dict[str, tuple[Level, Callable[[Any, Entry], str]]] = {
     "run_finished": ("info", _say_finished),
     "run_failed": ("error", lambda fact, _: f"failed: {_reason(fact)}"),
     "run_cancelled": ("warning", lambda fact, _: f"cancelled: {_reason(fact)}"),
+    "run_extended": ("info", lambda fact, _: f"has more rounds from now on: {fact.rounds}"),
     "run_pruned": ("info", lambda *_: "checkpoints and bundles were removed"),
     "bundle_exported": ("info", lambda fact, _: f"{_bundle(fact)} exported"),
     "release_made": ("info", lambda fact, _: f"{_bundle(fact)} released"),

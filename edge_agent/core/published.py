@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from .errors import UnknownName
+from .errors import UnknownName, UsageError
 
 Source = Literal["paper", "authors' code", "others' code", "recalled", "not published"]
 """Who says a value.
@@ -16,6 +16,10 @@ of a library of methods. recalled: known, and not read again. not published: nob
 """
 
 SOURCES: tuple[Source, ...] = get_args(Source)
+
+
+DATA_SETS = ("cifar-10", "digits5", "domainnet", "fashion-mnist", "mnist", "officecaltech", "officehome", "pacs")
+"""The data sets for which methods that ship have values of their own; a method of others may have more."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ def data_sets_of(params: type) -> tuple[str, ...]:
 
 
 def values_for(params: type, data: str, method: str) -> Mapping[str, Any]:
-    """Return field -> the value that is published for one data set.
+    """Return field -> the value that is published for one data set alone; empty where all values hold for any.
 
     Args:
         params: The method's class of parameters.
@@ -58,12 +62,18 @@ def values_for(params: type, data: str, method: str) -> Mapping[str, Any]:
         method: The method's name, for the message.
 
     Raises:
-        UnknownName: No value is known for that data set alone; the nearest one with values is suggested.
+        UnknownName: No method has values for such a data set; the nearest one is suggested.
+        UsageError: The method has values for other data sets, and none for this one.
     """
     sets = data_sets_of(params)
     wanted = data.lower()
-    if wanted not in sets:
-        raise UnknownName(f"data set of {method}'s published values", data, sets)
+    if wanted not in {*DATA_SETS, *sets}:
+        raise UnknownName("data set of published values", data, {*DATA_SETS, *sets})
+    if sets and wanted not in sets:
+        raise UsageError(
+            f"{method} has published values for {' and '.join(sets)} that differ, and none for '{data}'; take paper "
+            f"alone in place of paper_for, and set those that 'headwater methods {method}' shows yourself"
+        )
     values: dict[str, Any] = {}
     for name, stated in published_of(params).items():
         for each in stated:

@@ -92,7 +92,7 @@ class Report:
     def __init__(
         self,
         what: str,
-        say: Callable[[str, bool], None],
+        say: Callable[[str, bool], object],
         *,
         is_redrawn: bool,
         clock: Callable[[], float] = time.monotonic,

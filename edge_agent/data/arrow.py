@@ -28,6 +28,7 @@ from .columns import (
     ColumnOptions,
     check_table,
     choose_splits,
+    damage_as_data_error,
     import_pyarrow,
     mistakes_in_types,
     parts_among,
@@ -210,12 +211,14 @@ def read(where: str, options: ColumnOptions) -> Raw:
     Raises:
         DataError: The folder, its files or their columns are not as expected.
     """
-    return read_table(_open_table(where, options), options)
+    with damage_as_data_error(f"arrow: '{where}'"):
+        return read_table(_open_table(where, options), options)
 
 
 def inspect(where: str, options: ColumnOptions) -> None:
     """Check that the folder holds such a data set with the columns that the options name."""
-    check_table(_open_table(where, options), options)
+    with damage_as_data_error(f"arrow: '{where}'"):
+        check_table(_open_table(where, options), options)
 
 
 def parts(where: str, options: ColumnOptions) -> tuple[str, str] | None:  # noqa: ARG001 - the folder alone says it

@@ -9,6 +9,7 @@ pyarrow comes with the extra ``tables`` and is imported by `import_pyarrow` alon
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import io
 import json
@@ -20,8 +21,9 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 from pydantic import Field
 
-from ..core.errors import DataError, MissingCapability
+from ..core.errors import DataError, HeadwaterError, MissingCapability, cause
 from .base import Integers, PartOptions, Raw, Strings, Users, labels_by_name, near
+from .preprocess import has_pillow
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -34,6 +36,12 @@ LABEL_KEYS = ("label", "labels", "y", "target", "class")
 
 _SHOWN = 20
 """Columns or rows that a message lists."""
+
+_OF_ANOTHER_FORM = (ValueError, KeyError, TypeError, RecursionError)
+"""Errors of JSON that is damaged, or has not the keys that are looked up."""
+
+_LONGEST_NAME = 256
+"""The most characters of a class, a recording or a user."""
 
 _UNLABELLED = -1
 """The label by which Hugging Face's data sets say that a sample has none."""
@@ -67,6 +75,29 @@ def import_pyarrow(purpose: str) -> ModuleType:
         return importlib.import_module("pyarrow")
     except ImportError as error:
         raise MissingCapability.package("pyarrow", "tables", purpose) from error
+
+
+@contextlib.contextmanager
+def damage_as_data_error(where: str) -> Iterator[None]:
+    """Let an error that reading a damaged table raises be one about data.
+
+    Names and texts that are no UTF-8, and numbers that lead out of the file, are only noticed when they are used, and
+    pyarrow has many ways to say so.
+
+    Args:
+        where: What is read, with which the message begins.
+
+    Raises:
+        DataError: The table is damaged.
+    """
+    try:
+        yield
+    except HeadwaterError:
+        raise
+    except Exception as error:
+        raise DataError(
+            f"{where}: cannot be read: {cause(error)}; it is damaged or was not copied whole: copy or save it again"
+        ) from error
 
 
 class Table(Protocol):
@@ -111,10 +142,10 @@ def read_table(table: Table, options: ColumnOptions) -> Raw:
     features = _features_of(table.schema)
     # 1. Which columns hold what. Every mistake in names and types is reported at once.
     chosen = _choose_columns(table, features, options)
-    # 2. A random part has the same rows whatever is read of them.
+    # 2. A random part has the same rows whatever is read of them; in their order, because files are read forwards.
     rows = np.arange(table.rows)
     if options.n is not None and options.n < table.rows:
-        rows = np.random.default_rng(options.seed).permutation(table.rows)[: options.n]
+        rows = np.sort(np.random.default_rng(options.seed).permutation(table.rows)[: options.n])
     # 3. Columns of one value for each sample are read whole; inputs are not.
     labels = _read_labels(table, chosen.label, features, options, rows)
     groups = None
@@ -125,7 +156,7 @@ def read_table(table: Table, options: ColumnOptions) -> Raw:
         numbers, names = _codes(table, options.user, rows)
         users = Users(numbers, names)
     cells = table.cells(chosen.input)
-    items = _Cells(cells, rows, chosen.form.reader(table, options))
+    items = _Cells(cells, rows, chosen.form.reader(table))
     reason = labels.reason or chosen.unlabelled
     return Raw(
         chosen.form.kind, items, labels.positions, labels.names, groups, unlabelled=reason, targets=labels.targets,
@@ -160,7 +191,13 @@ class _Cells(Sequence[Any]):
         """Return the item at ``index``; DataError where its cell holds none."""
         if isinstance(index, slice):
             return _Cells(self._cells, self._rows[index], self._read)
-        return self._read(self._cells[int(self._rows[index])])
+        try:
+            return self._read(self._cells[int(self._rows[index])])
+        except HeadwaterError:
+            raise
+        # As `damage_as_data_error`; whoever asks for the item names it.
+        except Exception as error:
+            raise DataError(f"cannot be read: {cause(error)}; the file is damaged, copy or save it again") from error
 
 
 # --- which columns ---------------------------------------------------------------------------------------------------
@@ -172,12 +209,21 @@ class _Form:
 
     kind: Literal["image", "window", "recording"]
     axes: int = 0
-    """The axes of the lists in a cell; 0 for an encoded image or a path."""
+    """The axes of the numbers in a cell; 0 for an encoded image or a path."""
 
-    def reader(self, table: Table, options: ColumnOptions) -> Callable[[Any], Any]:
-        """Return the function that makes an item of a cell."""
+    shape: tuple[int, ...] = ()
+    """The shape of flat lists; empty for nested ones, which have their own."""
+
+    def reader(self, table: Table) -> Callable[[Any], Any]:
+        """Return the function that makes an item of a cell.
+
+        Raises:
+            MissingCapability: The cells are images, and Pillow is not installed.
+        """
         if self.axes:
-            return lambda cell: _array_in(cell, options.shape)
+            return lambda cell: _array_in(cell, self.shape)
+        if not has_pillow():
+            raise MissingCapability.package("PIL", "agent", "reading image files")
         return lambda cell: _image_in(cell, table.folder)
 
 
@@ -248,12 +294,7 @@ def _features_of(schema: Any) -> dict[str, Any]:
         return {}
     try:
         features = json.loads(raw)["info"]["features"]
-    except (
-        ValueError,
-        KeyError,
-        TypeError,
-        RecursionError,
-    ):  # another program's: the types of the columns say the rest
+    except _OF_ANOTHER_FORM:  # by another program: the types of the columns say the rest
         return {}
     if not isinstance(features, dict):
         return {}
@@ -280,7 +321,7 @@ def _form_of(kind: Any, options: ColumnOptions, name: str, mistakes: list[str]) 
             return _Form("image")
         mistakes.append(f"column '{name}' holds images, and kind={options.kind} was given; leave kind out")
         return None
-    # 2. Numbers in lists. Of an extension type for tensors, the lists are flat and the type has their shape.
+    # 2. Numbers in lists.
     axes = 0
     while _is_list(storage):
         storage = storage.value_type
@@ -289,10 +330,14 @@ def _form_of(kind: Any, options: ColumnOptions, name: str, mistakes: list[str]) 
     if not axes or not is_number:
         mistakes.append(f"column '{name}' holds {kind}, expected images as bytes or paths, or lists of numbers")
         return None
-    shape = options.shape
-    if shape and axes > 1:
-        mistakes.append(f"shape={','.join(map(str, shape))} is for flat lists, and column '{name}' has {axes} axes")
+    if options.shape and axes > 1:
+        stated = ",".join(map(str, options.shape))
+        mistakes.append(f"shape={stated} is for flat lists, and column '{name}' has {axes} axes")
         return None
+    # 3. Flat lists have the shape of the options, or that of their type where it is one of tensors.
+    shape: tuple[int, ...] = ()
+    if axes == 1:
+        shape = tuple(options.shape or getattr(kind, "shape", ()))
     count = len(shape) or axes
     if count == 1:
         mistakes.append(
@@ -300,13 +345,27 @@ def _form_of(kind: Any, options: ColumnOptions, name: str, mistakes: list[str]) 
             "kind=window&shape=CHANNELS,LENGTH"
         )
         return None
-    return _form_of_numbers(options, name, count, mistakes, is_float=pa.types.is_floating(storage), axes=axes)
+    return _form_of_numbers(options, name, shape or axes, mistakes, is_float=pa.types.is_floating(storage))
 
 
 def _form_of_numbers(
-    options: ColumnOptions, name: str, count: int, mistakes: list[str], *, is_float: bool, axes: int
+    options: ColumnOptions, name: str, form: tuple[int, ...] | int, mistakes: list[str], *, is_float: bool
 ) -> _Form | None:
-    """Return the form of numbers with ``count`` axes; None, with a line in ``mistakes``, where they may be several."""
+    """Return the form of numbers; None, with a line in ``mistakes``, where they may be several things.
+
+    Args:
+        options: The options, which may say what the numbers are.
+        name: The column.
+        form: The shape of flat lists, or the axes of nested ones.
+        mistakes: Lines about what is wrong.
+        is_float: Whether the numbers are decimal ones.
+    """
+    shape: tuple[int, ...] = ()
+    if isinstance(form, int):
+        count = form
+    else:
+        shape = form
+        count = len(shape)
     if options.kind is None and is_float and count == 2:
         mistakes.append(f"column '{name}' holds floats with two axes: say kind=image, kind=window or kind=recording")
         return None
@@ -316,7 +375,7 @@ def _form_of_numbers(
         expected = "height,width or height,width,channels" if kind == "image" else "two axes"
         mistakes.append(f"column '{name}' has inputs with {count} axes as {kind}, expected {expected}")
         return None
-    return _Form(kind, axes)
+    return _Form(kind, count, shape)
 
 
 def _holds_images(kind: Any) -> bool:
@@ -464,6 +523,12 @@ def _codes(table: Table, name: str, rows: np.ndarray) -> tuple[np.ndarray, tuple
     codes: np.ndarray = np.concatenate([np.asarray(chunk.indices) for chunk in column.chunks])[rows]
     values = column.chunk(0).dictionary.to_pylist()
     used = np.unique(codes)
+    long = [code for code in used.tolist() if len(str(values[code])) > _LONGEST_NAME]
+    if long:
+        raise DataError(
+            f"{table.where}, column '{name}': {len(long)} values are longer than {_LONGEST_NAME} characters, the first "
+            f"begins '{str(values[long[0]])[:40]}'; expected names, name another column"
+        )
     # Integers in the order of numbers, text in that of the alphabet.
     order = sorted(used.tolist(), key=lambda code: values[code])
     positions: np.ndarray = np.full(len(values), -1, np.int64)
@@ -475,8 +540,13 @@ def _check_filled(table: Table, name: str, column: Any, rows: np.ndarray) -> Non
     """Check that a column has a value in each chosen row.
 
     Raises:
-        DataError: Cells are empty; their rows are listed.
+        DataError: Cells are empty; their rows are listed. Or there are not as many as rows.
     """
+    if len(column) != table.rows:
+        raise DataError(
+            f"{table.where}, column '{name}': {len(column)} cells in {table.rows} rows; the file is damaged, copy or "
+            "save it again"
+        )
     if not column.null_count:
         return
     empty = np.asarray(column.is_null())[rows]

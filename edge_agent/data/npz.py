@@ -133,7 +133,9 @@ def _mapped_arrays(file: BinaryIO, path: Path) -> dict[str, np.ndarray]:
             with archive.open(member) as stored:
                 shape, is_fortran, dtype = _read_header(stored)
                 head_bytes = stored.tell()
-            if dtype.hasobject or is_fortran or not dtype.itemsize:
+            # What is of another order or size than its header says, NumPy reads or refuses itself.
+            is_whole = head_bytes + math.prod(shape) * dtype.itemsize == member.file_size
+            if dtype.hasobject or is_fortran or not is_whole:
                 continue
             # Behind the fixed part of a member's own header are its name and what programs add.
             file.seek(member.header_offset + 26)

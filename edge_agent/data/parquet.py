@@ -26,6 +26,7 @@ from .columns import (
     ColumnOptions,
     check_table,
     choose_splits,
+    damage_as_data_error,
     import_pyarrow,
     mistakes_in_types,
     parts_among,
@@ -40,6 +41,9 @@ _BLOCK_ROWS = 64
 
 _BLOCK_LABELS = 1 << 16
 """Rows of a column of labels that are unpacked at once."""
+
+_BLOCK_TEXTS = 1 << 10
+"""Rows of a column of texts that are unpacked at once, for the reason of `_BLOCK_ROWS`."""
 
 _BYTES_OF_VALUE = 8
 """The memory that a label takes."""
@@ -78,17 +82,30 @@ class _ParquetTable:
         """
         import pyarrow as pa
 
-        most = memory_budget_bytes() // _BYTES_OF_VALUE
+        budget_bytes = memory_budget_bytes()
+        most = budget_bytes // _BYTES_OF_VALUE
         if self.rows > most:
             raise DataError(
                 f"{self.where}: states {self.rows} rows, and the free memory here is enough for the labels of {most}; "
                 "name some of the files, by a pattern"
             )
-        chunks: list[Any] = []
         kind = self.schema.field(name).type
+        is_fixed = pa.types.is_primitive(kind)
+        chunks: list[Any] = []
+        size_bytes = 0
         for number in range(len(self._files)):
-            chunks += self._blocks(number, name, 0, rows=_BLOCK_LABELS)
-        return without_extension(pa.chunked_array(chunks, kind))
+            for block in self._blocks(number, name, 0, rows=_BLOCK_LABELS if is_fixed else _BLOCK_TEXTS):
+                # A text that is stored once may be that of many rows: it is kept once, too.
+                chunk = block if is_fixed or pa.types.is_dictionary(block.type) else block.dictionary_encode()
+                size_bytes += chunk.nbytes
+                if size_bytes > budget_bytes:
+                    raise DataError(
+                        f"{self.where}: column '{name}' takes more than {budget_bytes / 1e6:.0f} MB, which is what the "
+                        "free memory here allows for it; name another column, or some of the files by a pattern"
+                    )
+                chunks.append(chunk)
+        column_type = chunks[0].type if chunks else kind
+        return without_extension(pa.chunked_array(chunks, column_type))
 
     def _blocks(self, number: int, name: str, first_group: int, *, rows: int) -> Iterator[Any]:
         """Yield a column of a file in blocks of at most so many rows, from the row group ``first_group`` on.
@@ -254,12 +271,14 @@ def read(where: str, options: ColumnOptions) -> Raw:
     Raises:
         DataError: The files or their columns are not as expected.
     """
-    return read_table(_open_table(where, options), options)
+    with damage_as_data_error(f"parquet: '{where}'"):
+        return read_table(_open_table(where, options), options)
 
 
 def inspect(where: str, options: ColumnOptions) -> None:
     """Check that there are such files with the columns that the options name."""
-    check_table(_open_table(where, options), options)
+    with damage_as_data_error(f"parquet: '{where}'"):
+        check_table(_open_table(where, options), options)
 
 
 def parts(where: str, options: ColumnOptions) -> tuple[str, str] | None:  # noqa: ARG001 - the names of files say it

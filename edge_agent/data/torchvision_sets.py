@@ -185,7 +185,7 @@ def read(where: str, options: TorchvisionOptions) -> Raw:
     values = np.concatenate([_labels_of(part) for part in parts])
     rows = np.arange(total)
     if options.n is not None and options.n < total:
-        rows = np.random.default_rng(options.seed).permutation(total)[: options.n]
+        rows = np.sort(np.random.default_rng(options.seed).permutation(total)[: options.n])
     labels, names = labels_by_name(values, _class_names(parts, values), f"torchvision:{where}")
     return Raw("image", _Images(parts, rows), labels[rows], names, row_name=lambda row: f"sample {rows[row]}")
 

@@ -15,7 +15,7 @@ from typing import Any
 from ..core.config import parse
 from ..core.errors import UsageError
 from ..core.registry import Registry
-from .base import Contribute, FitData, Head, HeadParams
+from .base import Contribute, FitData, Head, HeadParams, softmax
 
 __all__ = [
     "AUTO",
@@ -29,6 +29,7 @@ __all__ = [
     "get",
     "names",
     "registry",
+    "softmax",
 ]
 
 AUTO = "auto"

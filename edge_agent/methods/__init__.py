@@ -127,7 +127,8 @@ def create(
     are taken as well then.
 
     Raises:
-        UnknownName: No method has this name, or none of its published values is for that data set.
+        UnknownName: No method has this name, or no published values are for such a data set.
+        UsageError: The published values of the method are for other data sets.
         ConfigError: Parameters are unknown or out of range; all of them are listed.
         UsageError: See `get`.
     """

@@ -13,7 +13,7 @@ that start with ``server.`` stay at the coordinator.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import MappingProxyType
+from types import CodeType, MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
@@ -38,6 +38,33 @@ CLASS_MEANS = "class means"
 
 CLASSIFIERS = "classifiers"
 """The kind in `Method.bounded_extras` of classifiers, whose direction is compared with that of others, too."""
+
+
+def _reads_rounds(kind: type) -> bool:
+    """Return whether a function of a method's classes, or one of the same file that it calls, reads ``.rounds``."""
+    functions = [part for base in kind.__mro__ for part in vars(base).values()]
+    seen = set[CodeType]()
+    while functions:
+        function = functions.pop()
+        function = getattr(function, "__func__", getattr(function, "fget", function))
+        code = getattr(function, "__code__", None)
+        if code is None or code in seen:
+            continue
+        seen.add(code)
+        names = set(_names_in(code))
+        if "rounds" in names:
+            return True
+        called = [function.__globals__[name] for name in names if name in function.__globals__]
+        functions += [one for one in called if getattr(one, "__module__", "") == function.__module__]
+    return False
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    """Yield the names that a function and the functions within it read, attributes included."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)
 
 
 class Method:
@@ -150,6 +177,16 @@ class Method:
     def needs_last_round(self) -> bool:
         """Whether something happens in the last round without which the run was in vain, so it may not end earlier."""
         return False
+
+    @property
+    def tied_to_rounds(self) -> str:
+        """Why a step depends on how many rounds a run has, so that it cannot have more of them later; empty: none does.
+
+        By default what the code says: a method is tied to them that needs its last round, or reads ``client.rounds``.
+        """
+        if self.needs_last_round:
+            return "its last round is unlike the others"
+        return "its code reads client.rounds" if _reads_rounds(type(self)) else ""
 
     @property
     def least_class_count(self) -> int | None:

@@ -103,6 +103,12 @@ class FedKD(Method):
         mlp=("approximate", "one linear layer on the student's encoder; the paper answers with a whole teacher"),
     )
 
+    @property
+    def tied_to_rounds(self) -> str:
+        """Why a step depends on how many rounds a run has: unless the share of energy that is sent stays the same."""
+        is_same = self.params.energy_start == self.params.energy_end
+        return "" if is_same else "the share of energy that it sends grows to the last round (energy_end)"
+
     def sends(self, model: Parts, task: Task) -> Tensors:
         """Return the share of energy that was kept."""
         return {_ENERGY: np.zeros(1)}

@@ -86,6 +86,12 @@ class RepPer(FittedHead):
     )
 
     @property
+    def tied_to_rounds(self) -> str:
+        """Why a step depends on how many rounds a run has: with ``decay_at``, where the step size falls."""
+        falls = bool(self.params.decay_at) and self.params.lr_decay != 1
+        return "its step size falls after shares of the rounds (decay_at)" if falls else ""
+
+    @property
     def shared(self) -> tuple[str, ...]:
         """The encoder; the linear classifier too where ``global_head`` asks for it."""
         return ("encoder", "head") if self.params.global_head else ("encoder",)

@@ -94,6 +94,11 @@ class SphereFed(Method):
         """Whether the last round is needed: where the classifier is calibrated."""
         return bool(self.params.calibrate)
 
+    @property
+    def tied_to_rounds(self) -> str:
+        """Why a step depends on how many rounds a run has: the last one calibrates the classifier."""
+        return "its last round calibrates the classifier (calibrate)" if self.needs_last_round else ""
+
     def build(self, task: Task) -> Parts:
         """Return the encoder and fixed classifier.
 

@@ -63,6 +63,10 @@ class ClientStateFiles:
         newest_kept = (following - 1) // every * every
         return newest_kept >= round_number
 
+    def remove(self, round_number: int) -> None:
+        """Remove the state after a round, where there is one."""
+        self._path(round_number).unlink(missing_ok=True)
+
     def rounds(self) -> list[int]:
         """Return the rounds that have a file, in order."""
         return sorted(int(path.stem.removeprefix("kept-")) for path in self.folder.glob("kept-*.safetensors"))

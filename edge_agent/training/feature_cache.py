@@ -87,7 +87,7 @@ class FeatureCache:
 def _digest(inputs: torch.Tensor) -> bytes:
     """Return the SHA-256 of the inputs, their shape, type and device included."""
     digest = hashlib.sha256(repr((tuple(inputs.shape), inputs.dtype, str(inputs.device))).encode())
-    digest.update(inputs.detach().cpu().contiguous().numpy())
+    digest.update(inputs.detach().cpu().contiguous().numpy().data)
     return digest.digest()
 
 

@@ -26,11 +26,14 @@ import yardstick_starter_windows as starter_windows
 import yardstick_steps as steps
 import yardstick_tcp as tcp
 import yardstick_transport as transport
+import yardstick_tuning as tuning
 
+import coordinator
 from coordinator.research.bench import device, workloads
 from coordinator.research.bench import simulate as ours
 from coordinator.research.bench.measuring import SimulationSize
 from edge_agent import methods, models
+from edge_agent.client import Arrays
 
 pytestmark = pytest.mark.bench
 
@@ -147,6 +150,21 @@ def test_ratios_are_medians_of_pairs_and_not_of_all():
     assert found["fedavg: round over bare loop"].value == 1.5
     assert found["fedavg: round over bare loop, CPU of all processes"].value == 1.0
     assert found["fedavg: round over bare loop that keeps freed memory, too"].value == 2.0
+
+
+def test_tuning_is_scored_from_the_very_state_of_the_run(tmp_path):
+    """With the parameters of the run its own result comes out; others give other numbers, and nothing is trained."""
+    params = {"local_epochs": 1, "lr": 0.05, "tune_lr": 0.02, "tune_epochs": 2}
+    plan = {"method": "fedbabu", "data": ("digits:optdigits?n=200",), "clients": 2, "rounds": 1, "params": params}
+    coordinator.simulate(**plan, engine="serial", device="cpu", local=False, out=tmp_path / "run")
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    ours = tuning.Tuning(tmp_path / "run")
+    same = ours.score(tune_lr=0.02)
+    assert same.test == pytest.approx(100 * result["last"]["acc"]["personal"]["clients_mean"], abs=0.01)
+    assert ours.score(tune_epochs=0).test != same.test
+    data = tuning.ClientData.split(*[Arrays(np.arange(11)[:, None], np.arange(11))] * 2, np.random.default_rng(0))
+    assert sorted([*data.tuning.labels, *data.validation.labels]) == list(range(11))
+    assert len(data.validation.labels) == 2
 
 
 def test_the_bare_loop_does_the_work_of_its_method(monkeypatch):

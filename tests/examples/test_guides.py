@@ -54,6 +54,7 @@ SLOW = {
     "own-parts",
     "own-photos",
     "photos-together",
+    "research",
     "sensor-data",
 }
 """Pages that take more than some ten seconds."""
@@ -195,7 +196,7 @@ def environment(tmp_path_factory):
     return {
         **{key: value for key, value in os.environ.items() if not key.startswith("HEADWATER")},
         "PATH": f"{programs}:{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "configs/package"))),
         "XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache")),
         "COLUMNS": "140",
         "NO_COLOR": "1",

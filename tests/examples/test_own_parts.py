@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -79,3 +82,33 @@ def test_the_head_example_knows_its_classes_by_angle(monkeypatch):
     found = head.predict_proba(np.float32([[9, 1], [0.1, 0.2]]))
     assert found.argmax(axis=1).tolist() == [0, 2]
     assert (found[:, 1] == 0).all()
+
+
+def test_the_names_that_others_may_build_on_exist():
+    """The table of the guide: ``module`` lists its own names, and the others are named beside their module."""
+    text = (EXAMPLES / "guides" / "research.md").read_text(encoding="utf-8")
+    rows = [
+        line.split("|")[1]
+        for line in text.partition("## What you can build on")[2].splitlines()
+        if line.startswith("|")
+    ]
+    named = set()
+    for row in rows:
+        words = re.findall(r"`([\w.]+)`", row)
+        for place in (word for word in words if word.startswith("edge_agent.")):
+            module = importlib.import_module(place)
+            others = [word for word in words if word not in {place, "__all__", "torch.nn.Module"}]
+            assert [name for name in [*others, *getattr(module, "__all__", ())] if not hasattr(module, name)] == []
+            named.add(place)
+    assert named >= {"edge_agent.methods", "edge_agent.heads", "edge_agent.data", "edge_agent.training.loops"}
+
+
+def test_examples_import_only_what_others_may_build_on():
+    """A module is named by the guide, or it is a front door."""
+    text = (EXAMPLES / "guides" / "research.md").read_text(encoding="utf-8")
+    allowed = {"coordinator", "edge_agent", "export", "headwater", *re.findall(r"`(edge_agent\.[\w.]+)`", text)}
+    for name in ("05_my_own_method", "06_my_own_head", "07_my_own_encoder", "08_notebook", "09_head_without_torch"):
+        tree = ast.parse((EXAMPLES / f"{name}.py").read_text(encoding="utf-8"))
+        ours = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)} - sys.stdlib_module_names
+        imported = {module for module in ours if module.partition(".")[0] in {"coordinator", "edge_agent", "export"}}
+        assert imported <= allowed, name

@@ -121,6 +121,12 @@ REMOVALS = {
     ("edge_agent.core.large_arrays", "reserve", ".truncate"): "the same file, which is new, and made longer",
     ("coordinator.research.analyze.targets", "_open_bundle", "tempfile.TemporaryDirectory"): CHILD_FILES,
     ("coordinator.research.bench.measuring", "scratch", "tempfile.TemporaryDirectory"): CHILD_FILES,
+    ("coordinator.simulation.engines.kept_workers", "KeptWorkers.__init__", "tempfile.TemporaryDirectory"): (
+        "the type of the next one"
+    ),
+    ("coordinator.simulation.engines.kept_workers", "KeptWorkers.take", "tempfile.TemporaryDirectory"): (
+        "the logs of worker processes"
+    ),
     ("coordinator.state.release_keys", "file_to_release", "tempfile.TemporaryDirectory"): CHILD_FILES,
     # --- files that are replaced as a whole
     ("edge_agent.core.storage", "write_atomic", ".replace"): (
@@ -196,6 +202,7 @@ REMOVALS = {
         "ClientStateFiles.write",
         ".unlink",
     ): "states of other rounds, named by their number",
+    ("edge_agent.run_folder.client_state", "ClientStateFiles.remove", ".unlink"): "the state of a round, by its number",
     ("edge_agent.run_folder.checkpoint", "TrainingCheckpointFile.remove", ".unlink"): STATE_FILE,
     ("edge_agent.agent.release_record", "ReleaseRecord.pin", ".unlink"): STATE_FILE,
     ("edge_agent.agent.release_record", "WaitFile.remove", ".unlink"): STATE_FILE,

@@ -378,7 +378,8 @@ class Comparing:
             return {}
         choice = search.contender.choice
         plan = run_plan(self._arguments, choice, self._chosen_params(search), self._arguments.seeds[0])
-        return footing_of(plan, methods.create(plan.method_name, plan.params, paper=plan.paper))
+        method = methods.create(plan.method_name, plan.params, paper=plan.paper, paper_for=plan.paper_for)
+        return footing_of(plan, method)
 
     def _seed_runs(self, runs: _Runs, params: Mapping[str, Any], failure: str) -> tuple[SeedRun, ...]:
         """Return the runs of a method that are over; with a ``failure`` none can be made, and all have it."""

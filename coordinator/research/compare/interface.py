@@ -17,6 +17,8 @@ from edge_agent.core.locks import shared_folder_lock
 from edge_agent.core.registry import absolute
 from edge_agent.core.storage import check_writable, read_json, write_json
 
+from ...loggers.choice import absolute_choice
+from ...loggers.delivery import LogOutcome
 from ...shadowed import check_export
 from ...simulation.plan import Plan, is_saved_partition
 from .comparing import RECORD, Comparing, Setting
@@ -126,6 +128,8 @@ class ComparisonResult:
 
     comparison: Comparison
     folder: Path
+    logs: tuple[LogOutcome, ...] = ()
+    """What the logs have of it, where some were asked for."""
 
     @property
     def failures(self) -> tuple[str, ...]:
@@ -161,6 +165,7 @@ def compare(
     untuned: bool = False,
     out: str | Path = "comparison",
     running: Running | None = None,
+    log: str | Sequence[str] = (),
     **settings: Any,
 ) -> ComparisonResult:
     """Compare methods: the same number of trials for each on validation samples, then runs with paired seeds.
@@ -181,6 +186,7 @@ def compare(
         untuned: Whether the defaults are run, too, to show what tuning was worth.
         out: Folder of the comparison.
         running: Where and how the simulations run.
+        log: Also log the comparison and its runs, once it is over, to names as behind ``simulate --log``.
         settings: Further fields of `coordinator.simulation.plan.Plan`, such as ``partition``, ``clients``, ``rounds``.
 
     Raises:
@@ -188,6 +194,8 @@ def compare(
         StateError: Files cannot be read or written; then the same call continues.
     """
     check_export()
+    choices = [absolute_choice(choice) for choice in ((log,) if isinstance(log, str) else log)]
+    check_logs(choices, Path(out))
     how = running or Running()
     references, is_local = _references(methods)
     how = dataclasses.replace(how, in_process=how.in_process or is_local)
@@ -207,7 +215,10 @@ def compare(
         raise UsageError(f"search {search}: it has another number of trials for each method; it is for sweep alone")
     if not tune and untuned:
         raise UsageError("untuned: nothing is tuned with tune = 0, so that all runs have the defaults; leave it out")
-    return run_comparison(arguments, Path(out), how)
+    result = run_comparison(arguments, Path(out), how)
+    if not choices:
+        return result
+    return dataclasses.replace(result, logs=tuple(log_comparison(choices, result.comparison, Path(out))))
 
 
 def sweep(
@@ -423,7 +434,7 @@ def _setting(arguments: Arguments, contenders: Sequence[Contender], command: str
         plan = run_plan(arguments, contender.choice, {}, arguments.seeds[0])
         try:
             register(plan)
-            method = registry.create(plan.method_name, plan.params, paper=plan.paper)
+            method = registry.create(plan.method_name, plan.params, paper=plan.paper, paper_for=plan.paper_for)
             method.check(task)
             method.check_peft(task)
         except ConfigError as error:

@@ -17,11 +17,16 @@ from ...loggers.delivery import LogOutcome
 from ...loggers.records import RunDescription, RunEnd
 from ...loggers.run_logs import RunLogs, open_parent
 from ...simulation.logged import log_finished
+from ...text import counted
 from .records import Comparison, SeedRun
 from .row_statistics import compute_statistics
 
 LOG_ID = "log-id.json"
 """File in the folder of a comparison with the id by which logs know it."""
+
+
+SHOWN = (".md", ".tex", ".csv", ".parquet", ".html", ".svg")
+"""Suffixes of the files of a comparison that people read."""
 
 
 def check_logs(choices: Sequence[str], folder: Path) -> None:
@@ -33,9 +38,7 @@ def check_logs(choices: Sequence[str], folder: Path) -> None:
     RunLogs.open(tuple(choices), folder)
 
 
-def log_comparison(
-    choices: Sequence[str], comparison: Comparison, folder: Path, files: Sequence[Path] = ()
-) -> list[LogOutcome]:
+def log_comparison(choices: Sequence[str], comparison: Comparison, folder: Path) -> list[LogOutcome]:
     """Log a comparison as it is now, and return what the logs have: first of the parent, then of each run.
 
     Runs that have failed, or are not over, are left out.
@@ -43,8 +46,7 @@ def log_comparison(
     Args:
         choices: Names as behind ``--log``.
         comparison: What has been found so far.
-        folder: The folder of the comparison.
-        files: Its tables and page.
+        folder: The folder of the comparison, whose tables and page are logged with the parent.
 
     Raises:
         HeadwaterError: A choice names no log, or one that cannot be used.
@@ -72,9 +74,26 @@ def log_comparison(
         try:
             outcomes += log_finished(folder / run.folder, logs, name=f"{name}, seed {run.seed}", tags=tags)
         except StateError as error:
-            outcomes.append(LogOutcome(name, str(folder / run.folder), 0, 0, is_complete=False, reason=str(error)))
-    artefacts = {path.name: path for path in files}
+            outcomes.append(
+                LogOutcome("the logs", str(folder / run.folder), 0, 0, is_complete=False, reason=str(error))
+            )
+    artefacts = {path.name: path for path in sorted(folder.iterdir()) if path.suffix in SHOWN and path.is_file()}
     return [*parent.end(RunEnd("finished", figures=_figures(comparison), artefacts=artefacts)), *outcomes]
+
+
+def describe_logs(outcomes: Sequence[LogOutcome], parents: int) -> Iterator[str]:
+    """Yield lines about what `log_comparison` has logged: the parents, how many runs, and each that lacks something.
+
+    Args:
+        outcomes: What it has returned.
+        parents: How many of them, the first ones, are of parents: one for each log.
+    """
+    yield from (outcome.describe() for outcome in outcomes[:parents])
+    of_runs = outcomes[parents:]
+    complete = [outcome for outcome in of_runs if outcome.is_complete]
+    if complete:
+        yield f"and {counted(len(complete), 'run')} below"
+    yield from (outcome.describe() for outcome in of_runs if not outcome.is_complete)
 
 
 def _runs_of(comparison: Comparison) -> Iterator[tuple[str, str, SeedRun]]:

@@ -13,6 +13,7 @@ saves, and what each client adds; both follow from passes of one client and of `
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import time
 from collections.abc import Callable
@@ -20,10 +21,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from edge_agent.client import ClientState, Session
 from edge_agent.client.stacked import Convolutions, obstacle
+from edge_agent.core.errors import StateError
 from edge_agent.core.storage import read_json
 from edge_agent.core.task import Frozen, Tensors
 from edge_agent.methods import Client
@@ -33,6 +35,8 @@ from ..plan import EngineName
 from ..setup import ENGINE, Prepared
 from .base import EngineChoice, can_use_pool
 from .stacked import FEW, MOST_AT_ONCE, ONE_BY_ONE, Starter, Trial
+
+log = logging.getLogger(__name__)
 
 START_S = 2.5
 """Until the workers of a pool can compute: two at once on two cores, most of it the import of torch."""
@@ -51,15 +55,19 @@ class EngineTrial(Frozen):
 
     engine: EngineName
     workers: int = Field(ge=1)
-    expected_s: dict[str, float] = Field(description="engine -> seconds of all rounds")
-    step_ms: dict[str, float] = Field(description="way of computing -> milliseconds of one client's step")
+    expected_s: dict[str, float] = Field(default_factory=dict, description="engine -> seconds of all rounds")
+    step_ms: dict[str, float] = Field(
+        default_factory=dict, description="way of computing -> milliseconds of one client's step"
+    )
     convolutions: Convolutions = Field("grouped", description="how stacked computes convolutions")
     not_stacked: str = Field("", description="why clients cannot be trained in one pass; empty: they can")
 
     def reason(self) -> str:
         """Return the choice and the reason as one line of text."""
-        expected = ", ".join(f"{engine} {seconds:.1f} s" for engine, seconds in sorted(self.expected_s.items()))
-        line = f"{self.engine} was chosen; expected of all rounds: {expected}"
+        line = f"{self.engine} was chosen"
+        if self.expected_s:
+            expected = ", ".join(f"{engine} {seconds:.1f} s" for engine, seconds in sorted(self.expected_s.items()))
+            line = f"{line}; expected of all rounds: {expected}"
         if self.not_stacked:
             return f"{line}; not stacked: {self.not_stacked}"
         if self.engine == "stacked":
@@ -73,13 +81,33 @@ def settle_engine(
     """Return the simulation with the engine that is expected to be the fastest, and the trial; None: another was named.
 
     Raises:
-        StateError, ConfigError: The choice in the folder of a resumed run is damaged.
+        StateError: The choice in the folder of a resumed run is damaged.
     """
     if prepared.choice.engine != "fastest":
         return prepared, None
     saved = read_json(folder / ENGINE)
-    trial = time_engines(prepared, clock) if saved is None else EngineTrial.model_validate(saved)
+    if saved is not None:
+        trial = _saved_trial(saved, folder / ENGINE)
+    else:
+        try:
+            trial = time_engines(prepared, clock)
+        # A method of a user's may raise anything. Whatever is wrong, its first round says it better.
+        except Exception as error:  # noqa: BLE001
+            log.info("engines_not_timed because=%s", type(error).__name__)
+            trial = EngineTrial(engine="serial", workers=1, not_stacked=f"the trial failed ({type(error).__name__})")
     return replace(prepared, choice=EngineChoice(trial.engine, trial.workers)), trial
+
+
+def _saved_trial(saved: object, path: Path) -> EngineTrial:
+    """Return the trial in a file.
+
+    Raises:
+        StateError: It is none.
+    """
+    try:
+        return EngineTrial.model_validate(saved)
+    except ValidationError as error:
+        raise StateError(f"{path}: damaged; remove it, and an engine is chosen again") from error
 
 
 def time_engines(prepared: Prepared, clock: Callable[[], float] | None) -> EngineTrial:
@@ -182,7 +210,7 @@ def steps_of_all_rounds(prepared: Prepared) -> float:
     trained = [share for client, share in prepared.division.clients.items() if client not in prepared.new_clients]
     steps = sum(params.local_epochs * math.ceil(len(share.train) / params.batch_size) for share in trained)
     share_of_clients = (plan.fraction + (plan.fraction_max or plan.fraction)) / 2
-    return plan.rounds * share_of_clients * steps
+    return float(plan.rounds * share_of_clients * steps)
 
 
 def _obstacle(prepared: Prepared, clients: int) -> str:

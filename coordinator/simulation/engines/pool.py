@@ -8,14 +8,16 @@ state and with the same bits. `WorkerPool` does this for any `Workers`; engine `
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import logging
 import queue
 import selectors
+import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -35,10 +37,12 @@ from ...processes.supervisor import MAX_CRASHES, ChildProcess, Limits, worker_co
 from ...processes.worker_main import listen
 from ..client_tasks import Answer, Shared, answer, worker_exited
 from ..datasets import Pools
+from ..failures import is_of_user
 from ..own_parts import register
 from ..plan import Plan
 from ..setup import CLIENTS, PARTITION, Prepared
 from .base import Done, Engine, Work, decode_blobs
+from .kept_workers import FileMark, KeptWorker, KeptWorkers, mark_of
 
 log = logging.getLogger(__name__)
 
@@ -254,11 +258,24 @@ def shared_from(init: Mapping[str, Any], memory: memoryview, division: Division,
 class LocalWorkers:
     """The workers of a pool as child processes on this machine."""
 
-    def __init__(self, init: Mapping[str, Any], pools: SharedBuffer, logs: Path, limits: Limits) -> None:
+    def __init__(
+        self,
+        init: Mapping[str, Any],
+        pools: SharedBuffer,
+        logs: Path,
+        limits: Limits,
+        kept: KeptWorkers | None = None,
+    ) -> None:
+        """Name what workers need, where their logs are, and whose processes they are; None: they end with the run."""
         self._init = init
         self._pools = pools
         self._logs = logs
         self._limits = limits
+        self._kept = kept
+        self._held: dict[Worker[ChildProcess], KeptWorker] = {}
+        self._at_work = set[Worker[ChildProcess]]()
+        """Workers that have a job, so that they are not kept."""
+
         self._selector = selectors.DefaultSelector()
 
     @classmethod
@@ -266,7 +283,9 @@ class LocalWorkers:
         """Describe the workers of the simulation in ``folder``; `start` and `spawn` begin them."""
         init = {**worker_init(prepared, setup), "folder": str(folder.absolute())}
         memory = prepared.memory or SharedBuffer.of(*prepared.pools.content(), on_disk=prepared.pools.is_on_disk)
-        return cls(init, memory, folder / "workers", Limits(threads=prepared.plan.threads or None))
+        # Workers that call functions first are not like others afterwards.
+        kept = None if setup else prepared.kept
+        return cls(init, memory, folder / "workers", Limits(threads=prepared.plan.threads or None), kept)
 
     def start(self, count: int) -> int:
         """Return as many workers as requested; nothing limits processes on this machine."""
@@ -274,15 +293,32 @@ class LocalWorkers:
 
     def spawn(self, number: int) -> Worker[ChildProcess]:
         """Start a worker and send what it needs."""
-        child = ChildProcess(COMMAND, self._log(number), self._limits)
-        worker = Worker(number, child, child.pid)
-        self._send(worker, "init", self._init, [self._pools])
+        if self._kept is None:
+            child = ChildProcess(COMMAND, self._log(number), self._limits)
+            worker = Worker(number, child, child.pid)
+        else:
+            held = self._kept.take(COMMAND, self._limits)
+            child = held.child
+            worker = Worker(number, child, child.pid)
+            self._held[worker] = held
+            held.turn += 1
+        self._send(worker, "init", {**self._init, "turn": self._turn_of(worker)}, [self._pools])
         self._selector.register(child.pipe, selectors.EVENT_READ, worker)
         return worker
 
+    def _turn_of(self, worker: Worker[ChildProcess]) -> int:
+        """Return how many simulations a kept worker has begun with; 0 for one that is of this run alone."""
+        held = self._held.get(worker)
+        return 0 if held is None else held.turn
+
+    def _note_own_files(self, worker: Worker[ChildProcess], marks: Iterable[Sequence[Any]]) -> None:
+        held = self._held.get(worker)
+        if held is not None:
+            held.own_files = tuple((str(path), int(changed), int(size)) for path, changed, size in marks)
+
     def log_of(self, worker: Worker[ChildProcess]) -> str:
-        """Return the worker's own file in the folder of the run."""
-        return str(self._log(worker.number))
+        """Return the worker's own file in the folder of the run; empty for a kept worker, whose file goes with it."""
+        return "" if worker in self._held else str(self._log(worker.number))
 
     def _log(self, number: int) -> Path:
         return self._logs / f"worker-{number}.log"
@@ -293,6 +329,7 @@ class LocalWorkers:
 
     def submit(self, worker: Worker[ChildProcess], work: Work, blobs: Sequence[SharedBuffer]) -> None:
         """Send a job; the worker reads the client's state itself."""
+        self._at_work.add(worker)
         self._send(worker, "job", {"client": work.client, "job": work.job.model_dump_json()}, blobs)
 
     def wait(self) -> Iterable[tuple[Worker[ChildProcess], Answer | str | None]]:
@@ -306,10 +343,19 @@ class LocalWorkers:
                 self._selector.unregister(child.pipe)
                 reason = child.exit_reason()
                 child.close()
+                self._held.pop(worker, None)
                 yield worker, reason
                 continue
+            self._at_work.discard(worker)
             content = frame.buffers[0].map() if frame.buffers else memoryview(b"")
-            yield worker, None if frame.topic == "ready" else Answer.from_json(json.loads(frame.payload), content)
+            if frame.topic == "ready":
+                ready = json.loads(frame.payload)
+                # A worker that was kept while it started may still report on the run before.
+                if ready["turn"] == self._turn_of(worker):
+                    self._note_own_files(worker, ready["own_files"])
+                    yield worker, None
+                continue
+            yield worker, Answer.from_json(json.loads(frame.payload), content)
 
     def _send(
         self, worker: Worker[ChildProcess], topic: str, fields: Mapping[str, Any], buffers: Sequence[SharedBuffer]
@@ -319,32 +365,75 @@ class LocalWorkers:
             worker.handle.pipe.send(topic, json.dumps(fields).encode(), buffers)
 
     def close(self) -> None:
-        """Kill all workers, whatever they do."""
+        """Kill all workers, whatever they do; those that are kept go back where they have nothing to do."""
         for key in list((self._selector.get_map() or {}).values()):
             self._selector.unregister(key.fileobj)
-            key.data.handle.close()
+            worker: Worker[ChildProcess] = key.data
+            held = self._held.get(worker)
+            if self._kept is None or held is None or worker in self._at_work:
+                worker.handle.close()
+            else:
+                self._kept.give_back(held)
         self._selector.close()
 
 
 def serve(pipe: Pipe) -> None:
-    """Run a worker process: report that it is ready, then do one job after another."""
+    """Run a worker process: report that it is ready for a simulation, then do one job of it after another.
+
+    A worker that is kept rests between two simulations, and holds nothing of either then.
+    """
     frames = queue.SimpleQueue[Frame]()
     listen(pipe, frames.put)
+    shared: Shared | None = None
     with without_syncs():
-        frame = frames.get()
-        init = json.loads(frame.payload)
-        folder = Path(init["folder"])
-        shared = shared_from(init, _map_buffers(frame)[0], Division.read(folder / PARTITION), folder / CLIENTS)
-        pipe.send("ready")
         while True:
             frame = frames.get()
-            fields = json.loads(frame.payload)
-            job = Job.model_validate_json(fields["job"])
-            result = answer(shared, fields["client"], job, decode_blobs(_map_buffers(frame)))
-            buffers = []
-            if result.content:
-                buffers.append(SharedBuffer.of(*result.content))
-            pipe.send("done", json.dumps(result.to_json()).encode(), buffers)
+            if frame.topic == "rest":
+                shared = None
+                gc.collect()
+            elif frame.topic == "init":
+                shared = _begin(pipe, frame, is_over=lambda: not frames.empty())
+            elif shared is not None:
+                _do_job(pipe, shared, frame)
+
+
+def _begin(pipe: Pipe, frame: Frame, is_over: Callable[[], bool]) -> Shared | None:
+    """Make what a simulation needs, and report that; None where it is over already, and its folder gone perhaps.
+
+    ``is_over``: whether another message has come. No job is sent before the report, so it is that the run is over.
+
+    Raises:
+        HeadwaterError: Files are damaged, or the user's own cannot be loaded.
+    """
+    if is_over():
+        return None
+    init = json.loads(frame.payload)
+    folder = Path(init["folder"])
+    try:
+        shared = shared_from(init, _map_buffers(frame)[0], Division.read(folder / PARTITION), folder / CLIENTS)
+    except HeadwaterError:
+        if is_over():
+            return None
+        raise
+    pipe.send("ready", json.dumps({"turn": init["turn"], "own_files": _own_files()}).encode(), [])
+    return shared
+
+
+def _do_job(pipe: Pipe, shared: Shared, frame: Frame) -> None:
+    """Do a job, and send what came of it."""
+    fields = json.loads(frame.payload)
+    job = Job.model_validate_json(fields["job"])
+    result = answer(shared, fields["client"], job, decode_blobs(_map_buffers(frame)))
+    buffers = []
+    if result.content:
+        buffers.append(SharedBuffer.of(*result.content))
+    pipe.send("done", json.dumps(result.to_json()).encode(), buffers)
+
+
+def _own_files() -> list[FileMark]:
+    """Return the files of the user's own that this process has loaded."""
+    loaded = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
+    return sorted(mark_of(Path(file)) for file in set(loaded) if file and is_of_user(file))
 
 
 def _map_buffers(frame: Frame) -> list[memoryview]:

@@ -89,6 +89,8 @@ class SimulationResult:
         for figures in summary["rounds"]:
             means = {f"acc.{scope}": result["clients_mean"] for scope, result in figures["acc"].items()}
             others = {name: figures[name] for name in ("loss", "seconds", "bytes_up", "bytes_down")}
+            if "simulated_s" in figures:
+                others["simulated_s"] = figures["simulated_s"]
             rounds.append({"round": figures["round"], **means, **others})
         return cls(rounds, Clients.of(accuracies, RunFolder(folder)), summary, folder)
 

@@ -16,6 +16,7 @@ from NIST's Special Database 19, Shakespeare from Project Gutenberg.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -48,6 +49,9 @@ _PIXELS = 784
 
 _MEMORY_OF_JSON = 8
 """Bytes of memory that Python takes for a byte of a file of short numbers such as ``1.0, ``, while it is parsed."""
+
+_MOST_CLASSES = 1 << 16
+"""More than any of the sets has: all classes up to the largest label get a name."""
 
 _MOST_MISTAKES = 20
 """Mistakes that are listed; the others are like them."""
@@ -128,6 +132,7 @@ class _Chosen:
         del self.samples[last]
 
 
+@functools.lru_cache(maxsize=1 << 16)
 def _draw(user: str, seed: int) -> bytes:
     """Return the place of a user in the random order of a seed."""
     return hashlib.sha256(f"{seed} {user}".encode()).digest()
@@ -257,7 +262,8 @@ def _samples_of(where: str, lists: Mapping[str, Any], options: LeafOptions, mist
     if isinstance(inputs[0], str):
         return _samples_of_texts(where, inputs, labels, mistakes)
     try:
-        numbers = np.array(inputs, np.float32)
+        with np.errstate(over="ignore"):  # beyond 32 bits they become infinite, which is refused below
+            numbers = np.array(inputs, np.float32)
         values = np.array(labels)
     except (ValueError, TypeError, OverflowError):
         mistakes.append(f"{where}: inputs are no lists of numbers of one length; the first is {str(inputs[0])[:40]}")
@@ -267,6 +273,9 @@ def _samples_of(where: str, lists: Mapping[str, Any], options: LeafOptions, mist
         return None
     if values.shape != (len(numbers),) or values.dtype.kind not in "iu" or values.min() < 0:
         mistakes.append(f"{where}: labels are {values.dtype}{list(values.shape)}, expected whole numbers from 0 on")
+        return None
+    if values.max() >= _MOST_CLASSES:
+        mistakes.append(f"{where}: has the label {values.max()}, expected classes 0..{_MOST_CLASSES - 1}")
         return None
     if options.kind != "window":
         numbers = _as_bytes(numbers)

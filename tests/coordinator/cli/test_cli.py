@@ -444,6 +444,24 @@ def test_momentum_that_adam_ignores_has_no_default_to_show(call, name, shown):
     assert rows[0][1] == shown
 
 
+def test_a_method_in_a_file_is_shown_as_any_other(call, tmp_path, monkeypatch):
+    monkeypatch.setattr(methods.registry, "_extra", {})
+    (tmp_path / "own.py").write_text(
+        "from edge_agent.methods.fedprox import FedProx\nclass Nearer(FedProx):\n    'FedProx, and more of it.'\n",
+        encoding="utf-8",
+    )
+    monkeypatch.chdir(tmp_path)
+    code, out, err = call("methods", "own.py:Nearer", "--json")
+    assert code == 0, err
+    shown = json.loads(out)
+    assert shown["name"] == "nearer"
+    assert "mu" in {parameter["name"] for parameter in shown["params"]}
+    code, _, err = call("methods", "own.py:Neare")
+    assert code == 2
+    assert "did you mean 'Nearer'?" in err
+    assert call("methods", "gone.py:Nearer")[0] == 2
+
+
 def test_a_simulation_with_published_values_says_which_and_whose(call, tmp_path):
     words = ["-m", "fedpick", "-d", "digits:optdigits?n=40", "-n", "2", "-r", "1", "--engine", "serial", "--no-local"]
     words += ["--set", "local_epochs=0", "--out", str(tmp_path / "sim")]

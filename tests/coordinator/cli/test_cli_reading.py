@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from coordinator.cli import compare
 from coordinator.cli import reading as cli_reading
-from coordinator.cli.reading import shown_reading
+from coordinator.cli.reading import drawn_reading, shown_reading
 from edge_agent import data
 from edge_agent.core import reading
 
@@ -40,3 +41,25 @@ def test_on_a_terminal_a_line_is_redrawn_and_removed(monkeypatch, archive):
     drawn = shown(monkeypatch, archive, force_terminal=True, width=80)
     assert "read 20 of 20 images, " in drawn
     assert drawn.endswith("\x1b[2K"), "the line is removed"
+
+
+def test_a_comparison_shows_it_in_its_own_bar_or_by_lines(monkeypatch, archive):
+    for name in ("LINE_S", "FIRST_S", "REDRAW_S"):
+        monkeypatch.setattr(reading, name, 0.0)
+    for options, expected in (({}, "read 20 of 20 images, "), ({"force_terminal": True, "width": 80}, "read ")):
+        out = io.StringIO()
+        for module in (cli_reading, compare):
+            monkeypatch.setattr(module, "console", Console(file=out, highlight=False, **options))
+        with compare.shown_progress():
+            data.load(archive)
+        assert expected in out.getvalue()
+
+
+def test_what_is_drawn_replaces_what_was_drawn_before(monkeypatch, archive):
+    for name in ("FIRST_S", "REDRAW_S"):
+        monkeypatch.setattr(reading, name, 0.0)
+    drawn = []
+    with drawn_reading(drawn.append):
+        data.load(archive)
+    assert drawn[0].startswith("read 1 of 2 arrays, ")
+    assert drawn[-1].startswith("read 20 of 20 images, ")

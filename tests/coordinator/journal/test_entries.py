@@ -55,7 +55,7 @@ def changed(journal, body, kind=None):
     return replace(newest, body=body, kind=kind or newest.kind)
 
 
-SINCE_THEN = {"RunStopped"}
+SINCE_THEN = {"RunExtended", "RunStopped"}
 """Facts of kinds that came after that journal was written."""
 
 

@@ -70,7 +70,8 @@ def test_a_run_that_is_resumed_keeps_its_logs_and_one_that_is_over_is_logged_els
         patch.setattr(SimulatedClients, "work", interrupted)
         assert call(*short, "--log", "csv:tables", "--out", "sim")[0] == 130
     (described,) = (tmp_path / "tables").glob("*/run.json")
-    assert json.loads(described.read_text())["status"] == "stopped"
+    stopped = json.loads(described.read_text())
+    assert (stopped["status"], stopped["reason"], stopped["rounds_done"]) == ("stopped", "stopped before its end", 1)
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     code, _, err = call("--resume", "--out", tmp_path / "sim")

@@ -11,7 +11,7 @@ from comparison_harness import comparison_of, row_of, run_of
 from simulation_harness import small_plan, write_images
 
 from coordinator.api import Watching, finish
-from coordinator.research.compare.logged import check_logs, log_comparison
+from coordinator.research.compare.logged import check_logs, describe_logs, log_comparison
 from coordinator.simulation.run import open_simulation
 from coordinator.simulation.setup import Prepared
 from edge_agent.core.errors import ConfigError
@@ -47,7 +47,7 @@ def test_each_run_is_a_child_of_the_comparison_and_logging_again_adds_nothing(co
     table = folder / "table.md"
     table.write_text("| a table |\n")
     for _ in range(2):
-        outcomes = log_comparison([f"csv:{tmp_path / 'logs'}"], record, folder, [table])
+        outcomes = log_comparison([f"csv:{tmp_path / 'logs'}"], record, folder)
         assert [outcome.is_complete for outcome in outcomes] == [True] * 4, "the parent, and three runs"
     (parent,) = (tmp_path / "logs").iterdir()
     assert (parent / "table.md").read_text() == "| a table |\n"
@@ -74,6 +74,11 @@ def test_a_run_whose_folder_is_gone_is_said_and_the_others_are_logged(compared, 
     outcomes = log_comparison([f"jsonl:{tmp_path / 'logs'}"], record, folder)
     assert [outcome.is_complete for outcome in outcomes] == [True, True, False, True]
     assert "holds no simulation that is over" in outcomes[2].reason
+    lines = list(describe_logs(outcomes, 1))
+    assert lines[0].startswith("logged to jsonl: ")
+    assert lines[1] == "and 2 runs below"
+    assert lines[2].startswith(f"not all is logged to the logs ({folder}/runs/fedper/seed-0)")
+    assert len(lines) == 3
 
 
 def test_what_cannot_be_logged_is_refused_before_the_first_simulation(tmp_path):

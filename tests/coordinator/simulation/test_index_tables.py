@@ -63,6 +63,9 @@ def test_each_form_of_a_table_gives_the_same_partition(source, tmp_path):
         assert shares_of(division) == SHARES
         hashes.add(division.sha256)
     assert len(hashes) == 1
+    division.write(tmp_path / "partition.json")
+    assert not is_table(tmp_path / "partition.json")
+    assert not is_table(tmp_path / "nowhere.json")
 
 
 def test_a_table_in_parquet_is_read(source, tmp_path):

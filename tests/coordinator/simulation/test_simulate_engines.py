@@ -100,11 +100,11 @@ def say(words, topic=b"done"):
     end.sendall(struct.pack("<HI", len(topic), len(text)) + topic + text)
 begun = hear()
 """
-DIES = "say({}, b'ready'); hear(); os.kill(os.getpid(), signal.SIGKILL)"
-WAITS = "say({}, b'ready'); hear()"
+DIES = "say({'turn': 0, 'own_files': []}, b'ready'); hear(); os.kill(os.getpid(), signal.SIGKILL)"
+WAITS = "say({'turn': 0, 'own_files': []}, b'ready'); hear()"
 NEVER_STARTS = "sys.exit('no module named torch')"
 SAYS_WHERE_BLOBS_ARE = """
-say({}, b"ready")
+say({"turn": 0, "own_files": []}, b"ready")
 while True:
     first, blobs, *_ = socket.recv_fds(end, 6, 8)
     end.recv(sum(struct.unpack("<HI", first)), socket.MSG_WAITALL)

@@ -14,6 +14,7 @@ from coordinator.simulation.engines.fastest import EngineTrial, choose, settle_e
 from coordinator.simulation.engines.stacked import ONE_BY_ONE
 from coordinator.simulation.run import open_simulation
 from coordinator.simulation.setup import ENGINE, Prepared
+from edge_agent.core.errors import RunFailed, StateError
 
 PARAMS = {"local_epochs": 2, "batch_size": 8}
 
@@ -131,6 +132,22 @@ def test_why_nothing_is_stacked(changes, reason, images, tmp_path):
     _, trial = settle_engine(prepared, tmp_path)
     assert trial.not_stacked == reason
     assert trial.engine in {"serial", "pool"}
+
+
+def test_a_trial_that_fails_leaves_it_to_the_first_round_to_say_why(images, tmp_path, monkeypatch):
+    prepared = Prepared.of(small_plan(images, params=PARAMS, engine="fastest"))
+    monkeypatch.setattr(type(prepared.method), "local_update", lambda *_: 1 / 0)
+    settled, trial = settle_engine(prepared, tmp_path)
+    assert settled.choice == EngineChoice("serial")
+    assert trial.reason() == "serial was chosen; not stacked: the trial failed (ZeroDivisionError)"
+    with pytest.raises(RunFailed, match="ZeroDivisionError"):
+        run(prepared.plan, tmp_path / "sim")
+
+
+def test_a_damaged_choice_is_named(images, tmp_path):
+    (tmp_path / ENGINE).write_text('{"engine": "quantum"}')
+    with pytest.raises(StateError, match=r"engine.json: damaged; remove it"):
+        settle_engine(Prepared.of(small_plan(images, engine="fastest")), tmp_path)
 
 
 def test_an_engine_that_is_named_is_not_timed(images, tmp_path):

@@ -107,6 +107,17 @@ def test_a_trial_changes_no_bit_of_the_run(images, tmp_path):
 
 
 @needs_proc
+@pytest.mark.parametrize("limit", [None, "64GB"])
+def test_a_method_that_fails_is_told_by_its_first_round(limit, images, tmp_path, monkeypatch):
+    """Not by the trial for memory, whose model takes one sample and one batch before."""
+    plan = small_plan(images, max_memory=limit)
+    prepared = Prepared.of(plan)
+    monkeypatch.setattr(type(prepared.model.model.encoder), "forward", lambda *_: 1 / 0)
+    with pytest.raises(RunFailed, match="ZeroDivisionError"):
+        run(plan, tmp_path / "sim")
+
+
+@needs_proc
 def test_memory_of_a_child_is_its_own_and_pages_of_both_count_once():
     """A child that fills 64 MB for itself; what it shares with others is not added up."""
     code = "import sys; held = bytearray(b'x' * (64 << 20)); print('ready', flush=True); sys.stdin.read()"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import mmap
 import os
 import sys
@@ -121,6 +122,14 @@ def test_a_damaged_archive_is_refused_although_it_is_mapped(tmp_path, small_is_l
         data.load(f"npz:{path}")
     np.savez(path, inputs=np.asfortranarray(PIXELS), labels=LABELS)
     assert np.array_equal(data.load(f"npz:{path}", compact=True).inputs, PIXELS)
+    whole = io.BytesIO()
+    np.lib.format.write_array(whole, PIXELS)
+    for content in (whole.getvalue()[:-1], whole.getvalue()[:100], b"no array"):
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("labels.npy", b"")
+            archive.writestr("inputs.npy", content)
+        with pytest.raises(DataError, match=r"promises|cannot be read"):
+            data.load(f"npz:{path}")
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("inputs.npy", b"no array")
     with pytest.raises(DataError, match="cannot be read"):

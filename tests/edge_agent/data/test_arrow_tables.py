@@ -114,7 +114,7 @@ def test_numbers_in_lists_become_windows_recordings_or_images(tmp_path):
     spec = WindowInput(channels=3, length=8, stride=8)
     for name, column, options in (
         ("flat", flat, "kind=window&shape=3,8"),
-        ("tensors", tensors, "kind=window&shape=3,8"),
+        ("tensors", tensors, "kind=window"),
         ("nested", nested, "kind=window"),
     ):
         pq.write_table(pa.table({"x": column, "y": ["a", "b"]}), tmp_path / f"{name}.parquet")
@@ -309,6 +309,24 @@ def test_a_million_rows_of_one_stored_value_are_refused_before_memory_is_taken(t
         load(f"parquet:{tmp_path / 'a.parquet'}")
 
 
+def test_texts_that_are_stored_once_and_unpack_to_much_more_are_refused(tmp_path, monkeypatch):
+    """One text in each of many rows: here 60 MB in a file of some kilobytes."""
+    path = tmp_path / "a.parquet"
+    texts = pa.DictionaryArray.from_arrays(pa.array([0] * 500, pa.int32()), pa.array(["x" * 30_000]))
+    schema = pa.schema([("image", pa.list_(pa.list_(pa.uint8()))), ("label", pa.string())])
+    with pq.ParquetWriter(path, schema) as writer:
+        for _ in range(4):
+            writer.write_table(
+                pa.table({"image": [[[1, 2], [3, 4]]] * 500, "label": texts.dictionary_decode()}, schema)
+            )
+    assert path.stat().st_size < 60_000
+    with pytest.raises(DataError, match=r"1 values are longer than 256 characters, the first begins 'xxx"):
+        load(f"parquet:{path}")
+    monkeypatch.setattr("edge_agent.data.parquet.memory_budget_bytes", lambda: 1 << 16)
+    with pytest.raises(DataError, match="column 'label' takes more than 0 MB"):
+        load(f"parquet:{path}")
+
+
 def test_a_path_without_its_kind_names_the_likely_one(saved, tmp_path):
     root, _ = saved
     pq.write_table(image_table(pixels_of(1), [0]), tmp_path / "a.parquet")
@@ -321,6 +339,13 @@ def test_without_pyarrow_the_message_names_the_extra(saved, monkeypatch):
     root, _ = saved
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(MissingCapability, match=r"needs 'pyarrow', which is not installed.*tables"):
+        load(f"arrow:{root}")
+
+
+def test_without_pillow_the_message_names_its_extra(saved, monkeypatch):
+    root, _ = saved
+    monkeypatch.setattr("edge_agent.data.columns.has_pillow", lambda: False)
+    with pytest.raises(MissingCapability, match=r"reading image files needs 'PIL'"):
         load(f"arrow:{root}")
 
 
@@ -357,3 +382,30 @@ def test_what_the_library_itself_has_written_is_read(tmp_path):
     signals = load(f"arrow:{tmp_path / 'set'}?input=signal&kind=window")
     assert np.array_equal(signals.inputs, np.array(read_back["train"]["signal"][:], np.float32))
     assert np.array_equal(load(f"parquet:{tmp_path / 'a.parquet'}", compact=True).inputs, pools.train.inputs)
+
+
+@pytest.mark.parametrize("kind", ["arrow", "parquet"])
+def test_whatever_is_damaged_in_a_file_is_an_error_about_data(tmp_path, kind):
+    """Bytes are changed at random: a few of 1,500 such files ended in a traceback at first."""
+    table = image_table(pixels_of(12), [0, 1] * 6, writer=["a", "b", "c"] * 4)
+    if kind == "arrow":
+        save_arrow(tmp_path / "set", table)
+        path = tmp_path / "set" / "data-00000-of-00001.arrow"
+        source = f"arrow:{tmp_path / 'set'}?user=writer"
+    else:
+        path = tmp_path / "a.parquet"
+        pq.write_table(table, path, row_group_size=5)
+        source = f"parquet:{path}?user=writer"
+    whole = path.read_bytes()
+    rng = np.random.default_rng(0)
+    refused = 0
+    for _ in range(150):
+        damaged = bytearray(whole)
+        for position in rng.integers(0, len(whole), 6):
+            damaged[position] = rng.integers(0, 256)
+        path.write_bytes(damaged)
+        try:
+            load(source)
+        except DataError:
+            refused += 1
+    assert refused > 50

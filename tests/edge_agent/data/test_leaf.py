@@ -143,10 +143,14 @@ def test_every_mistake_of_every_file_is_listed_at_once(tmp_path):
     ragged["user_data"][name]["x"][1] = [0.5] * 3
     words = content_of(good)
     words["user_data"][name]["y"][0] = "seven"
+    many = content_of(good)
+    many["user_data"][name]["y"][0] = 10**17
     texts = {"users": ["a"], "num_samples": [2], "user_data": {"a": {"x": ["abc", "ab"], "y": ["a", "b"]}}}
     letters = {"users": ["b"], "num_samples": [1], "user_data": {"b": {"x": ["a§"], "y": ["ß"]}}}
     missing = content_of(good) | {"user_data": {}}
-    save(tmp_path, "train", counted_wrong, ragged, words, texts, letters, missing, {"users": "all"}, {"users": []})
+    save(
+        tmp_path, "train", counted_wrong, ragged, words, many, texts, letters, missing, {"users": "all"}, {"users": []}
+    )
     save(tmp_path, "test", content_of(good))
     with pytest.raises(DataError) as caught:
         load(f"leaf:{tmp_path}?user=f0000_99")
@@ -162,6 +166,7 @@ def test_every_mistake_of_every_file_is_listed_at_once(tmp_path):
     for part in (
         "inputs are no lists of numbers of one length",
         "labels are <U",
+        "has the label 100000000000000000, expected classes 0..65535",
         "user 'a': expected texts of one length",
         "user 'b': characters that are not among LEAF's 80: '§', 'ß'",
     ):

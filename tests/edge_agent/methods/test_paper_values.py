@@ -7,8 +7,8 @@ from typing import ClassVar
 import pytest
 
 from edge_agent import methods
-from edge_agent.core.errors import ConfigError, UnknownName
-from edge_agent.core.published import SOURCES, Published, published_in, published_of
+from edge_agent.core.errors import ConfigError, UnknownName, UsageError
+from edge_agent.core.published import DATA_SETS, SOURCES, Published, data_sets_of, published_in, published_of
 
 PUBLISHED = {
     "afl": {"ridge": 0.0, "intercept": False, "scale": 1.0, "min_class_count": 1},
@@ -89,12 +89,21 @@ def test_values_of_one_data_set_are_taken_with_those_that_hold_for_all(name, dat
 
 
 def test_a_data_set_without_values_of_its_own_is_refused():
-    with pytest.raises(UnknownName, match=r"dualfed's published values 'pasc': did you mean 'pacs'\? known: office"):
-        methods.create("dualfed", paper_for="pasc")
-    with pytest.raises(UnknownName, match="fedavg's published values 'pacs': known: none"):
-        methods.create("fedavg", paper_for="pacs")
-    with pytest.raises(UnknownName, match="known: officehome, pacs"):
+    for name in ("dualfed", "fedavg"):
+        with pytest.raises(UnknownName, match=r"data set of published values 'pasc': did you mean 'pacs'\?"):
+            methods.create(name, paper_for="pasc")
+    with pytest.raises(UsageError, match=r"values for officehome and pacs .* none for 'domainnet'"):
         methods.create("dualfed", paper_for="domainnet")  # its script is cut off
+
+
+def test_a_method_whose_values_hold_for_any_data_takes_these_for_one():
+    """So that one option serves all methods of a comparison."""
+    assert methods.create("fedrir", paper_for="pacs").params == methods.create("fedrir", paper=True).params
+    assert methods.create("fedavg", paper_for="pacs").params == methods.create("fedavg").params
+
+
+def test_the_data_sets_that_can_be_asked_for_are_those_with_values():
+    assert set(DATA_SETS) == {data for name in methods.names() for data in data_sets_of(methods.get(name).Params)}
 
 
 def test_values_in_use_are_those_of_the_data_set_that_was_asked_for():

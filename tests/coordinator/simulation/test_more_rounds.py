@@ -1,0 +1,227 @@
+"""A simulation that is continued: resumed from Python, and with more rounds than it began with."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+
+import numpy as np
+import pytest
+from simulation_harness import write_images
+
+from coordinator import SimulationResult, simulate
+from coordinator.cli import main
+from coordinator.journal.entries import fact_of
+from coordinator.journal.memory import MemoryJournal
+from coordinator.journal.sqlite import SqliteJournal
+from coordinator.simulation import setup as simulation_folder
+from coordinator.state.store import StateFolder
+from coordinator.views.run_list import RunList
+from coordinator.views.runs import replay
+from edge_agent import methods
+from edge_agent.core.errors import UsageError
+from edge_agent.methods.base import _reads_rounds
+from edge_agent.methods.fedavg import FedAvg
+
+
+@pytest.fixture
+def settings(tmp_path):
+    images = write_images(tmp_path / "images.npz", 90)
+    return {"data": images, "clients": 3, "engine": "serial", "local": False, "params": {"batch_size": 8}}
+
+
+def contents(folder):
+    """SHA-256 of all checkpoints and client states of a simulation."""
+    files = [path for name in ("blobs", "clients") for path in (folder / name).rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def scores(result):
+    return [{name: value for name, value in row.items() if name != "seconds"} for row in result.rounds]
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedpac", "repper", "dualfed", "scaffold"])
+@pytest.mark.parametrize("others", [{}, {"fraction": 0.4, "new_clients": 1}], ids=["all", "some"])
+def test_more_rounds_end_in_the_bits_of_an_uninterrupted_run(tmp_path, settings, method, others):
+    settings |= others
+    whole = simulate(method, **settings, rounds=4, out=tmp_path / "whole")
+    simulate(method, **settings, rounds=1, out=tmp_path / "parts", resume=True)
+    simulate(method, **settings, rounds=2, out=tmp_path / "parts", resume=True)
+    parts = simulate(method, **settings, rounds=4, out=tmp_path / "parts", resume=True)
+    assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
+    assert scores(parts) == scores(whole)
+    assert parts.clients == whole.clients
+    assert SimulationResult.open(tmp_path / "parts").rounds == parts.rounds
+    with StateFolder(tmp_path / "parts").look() as state:
+        assert [entry.fact.rounds for entry in state.journal.entries("run-0001", ("run_extended",))] == [2, 4]
+        runs = RunList()
+        for entry in state.journal.entries(kinds=RunList.kinds):
+            runs.add(entry)
+        assert (runs.runs["run-0001"].status, runs.runs["run-0001"].rounds) == ("finished", 4)
+
+
+def test_the_command_continues_a_finished_run(tmp_path, settings, capsys):
+    whole = simulate("fedper", **settings, rounds=3, out=tmp_path / "whole")
+    simulate("fedper", **settings, rounds=1, out=tmp_path / "parts")
+    with pytest.raises(SystemExit) as ended:
+        main(["simulate", "--resume", "--rounds", "3", "--out", str(tmp_path / "parts"), "--json"])
+    assert ended.value.code == 0
+    assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
+    assert scores(SimulationResult.open(tmp_path / "parts")) == scores(whole)
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        main(["simulate", "--resume", "--rounds", "2", "--out", str(tmp_path / "parts")])
+    assert ended.value.code == 2
+    assert "2 rounds asked for, and the simulation there has 3" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    "method, params, reason",
+    [
+        ("spherefed", {}, "its last round calibrates"),
+        ("fedkd", {}, "share of energy"),
+        ("repper", {"decay_at": (0.5,)}, "step size falls"),
+    ],
+)
+def test_a_method_that_depends_on_the_number_of_rounds_is_refused(tmp_path, settings, method, params, reason):
+    settings["params"] = {**settings["params"], **params}
+    simulate(method, **settings, rounds=2, out=tmp_path / "run")
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*.json")} | contents(tmp_path / "run")
+    with pytest.raises(UsageError, match=f"2 rounds cannot become 3: method '{method}' depends on .*{reason}"):
+        simulate(method, **settings, rounds=3, out=tmp_path / "run", resume=True)
+    after = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*.json")} | contents(tmp_path / "run")
+    assert after == before
+    assert len(SimulationResult.open(tmp_path / "run").rounds) == 2
+
+
+def test_each_method_that_reads_the_number_of_rounds_says_what_for():
+    reading = {name for name in methods.names() if _reads_rounds(methods.get(name))}
+    assert reading == {"fedkd", "repper", "spherefed"}
+    assert all("tied_to_rounds" in vars(methods.get(name)) for name in reading)
+    assert {name for name in methods.names() if methods.create(name).tied_to_rounds} == {"fedkd", "spherefed"}
+    assert methods.create("spherefed", {"calibrate": False}).tied_to_rounds == ""
+    assert methods.create("fedkd", {"energy_start": 0.9, "energy_end": 0.9}).tied_to_rounds == ""
+
+
+def step_of(client):
+    return client.round / client.rounds
+
+
+class Scheduled(FedAvg):
+    """Reads the number of rounds in a function of its file."""
+
+    def local_update(self, client, received):
+        step_of(client)
+        return super().local_update(client, received)
+
+
+class Plain(FedAvg):
+    """Reads it nowhere."""
+
+    def local_update(self, client, received):
+        return super().local_update(client, received)
+
+
+def test_own_methods_are_asked_by_their_code():
+    assert Scheduled().tied_to_rounds == "its code reads client.rounds"
+    assert Plain().tied_to_rounds == ""
+
+
+# --- resume from Python ----------------------------------------------------------------------------------------------
+
+
+def test_a_stopped_run_is_resumed_in_the_same_bits(tmp_path, settings):
+    whole = simulate("fedper", **settings, rounds=3, out=tmp_path / "whole")
+    jobs = itertools.count()
+
+    def stop(job):
+        if next(jobs) == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        simulate("fedper", **settings, rounds=3, out=tmp_path / "parts", watch=stop)
+    with pytest.raises(UsageError, match="continue it with resume=True"):
+        simulate("fedper", **settings, rounds=3, out=tmp_path / "parts")
+    parts = simulate("fedper", **settings, rounds=3, out=tmp_path / "parts", resume=True)
+    assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
+    assert [row["loss"] for row in parts.rounds] == [row["loss"] for row in whole.rounds]
+    assert parts.clients == whole.clients
+
+
+def test_more_rounds_for_a_run_that_was_stopped(tmp_path, settings):
+    simulate("fedper", **settings, rounds=4, out=tmp_path / "whole")
+    jobs = itertools.count()
+
+    def stop(job):
+        if next(jobs) == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        simulate("fedper", **settings, rounds=2, out=tmp_path / "parts", watch=stop)
+    simulate("fedper", **settings, rounds=4, out=tmp_path / "parts", resume=True)
+    assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("step", ["write_json", "append"])
+def test_a_kill_while_rounds_are_added_costs_nothing(tmp_path, settings, monkeypatch, step):
+    simulate("fedper", **settings, rounds=3, out=tmp_path / "whole")
+    simulate("fedper", **settings, rounds=1, out=tmp_path / "parts")
+
+    def killed(*_arguments, **_named):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        if step == "write_json":
+            patched.setattr(simulation_folder, "write_json", killed)
+        else:  # after the plan is written and personal models are gone
+            patched.setattr(SqliteJournal, "append", killed)
+        with pytest.raises(KeyboardInterrupt):
+            simulate("fedper", **settings, rounds=3, out=tmp_path / "parts", resume=True)
+    if step == "append":
+        with pytest.raises(UsageError, match=r"has not finished \(1 of 3 rounds\)"):
+            SimulationResult.open(tmp_path / "parts")
+    simulate("fedper", **settings, rounds=3, out=tmp_path / "parts", resume=True)
+    assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
+
+
+def test_samples_of_the_caller_are_resumed_and_others_are_refused(tmp_path):
+    rng = np.random.default_rng(0)
+    pixels, labels = rng.integers(0, 256, (40, 8, 8), dtype=np.uint8), np.arange(40) % 2
+    settings = {"clients": 2, "engine": "serial", "local": False, "out": tmp_path / "run", "resume": True}
+    first = simulate("fedper", data=(pixels, labels), rounds=1, **settings)
+    again = simulate("fedper", data=(pixels, labels), rounds=1, **settings)
+    assert (again.rounds, again.clients) == (first.rounds, first.clients)
+    assert len(simulate("fedper", data=(pixels, labels), rounds=2, **settings).rounds) == 2
+    with pytest.raises(UsageError):
+        simulate("fedper", data=(pixels, labels[::-1].copy()), rounds=2, **settings)
+
+
+def test_other_settings_are_refused_all_at_once(tmp_path, settings):
+    simulate("fedper", **settings, rounds=2, out=tmp_path / "run")
+    with pytest.raises(UsageError, match=r"method fedper, now fedavg.*seed 0, now 1"):
+        simulate("fedavg", **settings, rounds=2, seed=1, out=tmp_path / "run", resume=True)
+    with pytest.raises(UsageError, match="1 round asked for, and the simulation there has 2"):
+        simulate("fedper", **settings, rounds=1, out=tmp_path / "run", resume=True)
+    with pytest.raises(UsageError, match="name it with out="):
+        simulate("fedper", **settings, resume=True)
+
+
+# --- the journal -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["memory", "sqlite"])
+def test_an_extended_run_is_unfinished_until_it_ends_again(tmp_path, kind):
+    memory = contextlib.nullcontext(MemoryJournal())
+    with memory if kind == "memory" else SqliteJournal(tmp_path / "journal.db") as journal:
+        names = [journal.request_run(fact_of("run_requested", {"method": "fedavg", "rounds": 1})) for _ in range(2)]
+        for name in names:
+            journal.append(fact_of("run_finished", {}), run=name)
+        assert journal.unfinished() == []
+        journal.append(fact_of("run_extended", {"rounds": 5}), run=names[0])
+        assert journal.unfinished() == names[:1]
+        record = replay(journal, names[0])
+        assert (record.status, record.request.rounds, record.end) == ("running", 5, None)
+        journal.append(fact_of("run_finished", {}), run=names[0])
+        assert journal.unfinished() == []
+        assert replay(journal, names[0]).status == "finished"
