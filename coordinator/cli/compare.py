@@ -55,13 +55,11 @@ Again = Annotated[bool, typer.Option("--again", help="Try simulations that have 
 WITHOUT = (
     *("method", "folder", "starts", "seed", "validation", "fraction_max", "local", "keep_every"),
     *("new_clients", "head_clients", "head", "evaluate_after", "stacked_always"),
-    *("name", "tags", "note"),
+    *("name", "tags", "note", "log"),
 )
 """Fields of a simulation that a comparison sets itself, or cannot compare."""
 
 HELP = {
-    "log": "Log the comparison once it is over to csv, jsonl, parquet, tensorboard, mlflow or wandb, with :FOLDER or "
-    ":ADDRESS behind it: a parent with the tables, and a child for each run; repeatable.",
     "params": "[METHOD.]NAME=VALUE, repeatable: a parameter that is set and not searched.",
     "engine": "serial, stacked or pool: how a simulation trains its clients; ray: simulations on a cluster; "
     "default: serial.",
@@ -151,9 +149,8 @@ def running_from(given: Given, parallel: int, *, again: bool) -> Iterator[Runnin
 
     engine = given.pop("engine", None) or "serial"
     address = given.pop("address", None)
-    log = tuple(given.pop("log", ()))
     with shown_progress() as watch:
-        yield Running(parallel, engine, address, again=again, log=log, watch=watch, say=_say)
+        yield Running(parallel, engine, address, again=again, watch=watch, say=_say)
 
 
 def _say(message: str) -> None:

@@ -41,7 +41,7 @@ Points = Annotated[
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of the trials and of the search.")]
 
 
-@from_model(Plan, without=(*WITHOUT, "log"), help=HELP)
+@from_model(Plan, without=WITHOUT, help=HELP)
 def sweep(
     given: Given,
     method: Method,

@@ -47,9 +47,6 @@ if TYPE_CHECKING:
 ARGUMENTS = "arguments.json"
 """File with the arguments in the folder of a comparison."""
 
-LOGGED_TABLES = ("index.html", "table.md", "table.csv", "differences.csv")
-"""Files of a comparison that logs get beside its figures."""
-
 _OTHERS = "give the same arguments to continue it, or choose another folder with --out"
 
 
@@ -78,7 +75,6 @@ class Running:
         address: Address of a running Ray cluster; None: a new one here.
         in_process: Whether everything runs in this process, as methods need that exist nowhere else.
         again: Whether simulations that have failed are tried once more.
-        log: Logs that get the comparison once it is over, as behind ``--log``.
         watch: Called when a simulation has done rounds or is over.
         say: Called with what a user should know.
     """
@@ -88,7 +84,6 @@ class Running:
     address: str | None = None
     in_process: bool = False
     again: bool = False
-    log: tuple[str, ...] = ()
     watch: Callable[[Progress], object] = lambda _: None
     say: Callable[[str], object] = lambda _: None
 
@@ -283,13 +278,6 @@ def run_comparison(arguments: Arguments, out: Path, running: Running) -> Compari
         UsageError, StateError: See `compare`.
     """
     comparison = _run(arguments, out, running, command=shlex.join(command_of(arguments, out)), has_runs=True)
-    if running.log:
-        tables = [out / name for name in LOGGED_TABLES if (out / name).exists()]
-        for outcome in log_comparison(running.log, comparison, out, tables):
-            if not outcome.is_complete:
-                running.say(
-                    f"log {outcome.logger}: not all was logged: {outcome.reason}; the same command logs the rest"
-                )
     return ComparisonResult(comparison, out)
 
 
@@ -366,7 +354,6 @@ def _run(arguments: Arguments, out: Path, running: Running, *, command: str, has
     check_writable(out)
     with shared_folder_lock(out, f"headwater {'compare' if has_runs else 'sweep'}"):
         _check_arguments(arguments, out)
-        check_logs(running.log, out)
         setting = _setting(arguments, contenders, command, has_runs=has_runs)
         if read_json(out / ARGUMENTS) is None:
             write_json(out / ARGUMENTS, arguments.model_dump(mode="json"))

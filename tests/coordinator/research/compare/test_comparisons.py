@@ -23,7 +23,7 @@ from coordinator.research.compare.settings import ALWAYS
 from coordinator.research.compare.simulated_runs import RunSpec, simulate_run
 from coordinator.simulation.datasets import prepare
 from coordinator.simulation.plan import Plan
-from edge_agent.core.errors import ConfigError, HeadwaterError, RunFailed, StateError, UnknownName, UsageError
+from edge_agent.core.errors import ConfigError, RunFailed, StateError, UnknownName, UsageError
 from edge_agent.data.partition import Division
 from edge_agent.methods.fedavg import FedAvg
 
@@ -414,17 +414,6 @@ def test_the_command_runs_in_worker_processes_and_finds_what_this_process_finds(
     assert code == 0, err
     assert re.search(r"^ *fedprox +\d", out, re.MULTILINE)
     assert (place / "by-command" / "table.tex").exists()
-
-
-def test_a_comparison_is_logged_as_a_parent_with_a_child_for_each_run(whole, tmp_path):
-    said = []
-    log = (f"csv:{tmp_path / 'logs'}",)
-    whole.call(running=Running(in_process=True, log=log, say=said.append))
-    assert said == []
-    texts = [path.read_text() for path in (tmp_path / "logs").rglob("*") if path.suffix in {".csv", ".json"}]
-    assert any("fedprox, seed 1" in text for text in texts)
-    with pytest.raises(HeadwaterError, match="did you mean 'csv'"):
-        whole.call(running=Running(in_process=True, log=("csw",)))
 
 
 @pytest.mark.usefixtures("place")
