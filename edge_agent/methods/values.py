@@ -66,7 +66,8 @@ def searched(default: Any, search: Space, *, description: str, **limits: Any) ->
         description: What the parameter is.
         limits: What pydantic's ``Field`` takes, such as ``gt=0``.
     """
-    return Field(default, description=description, json_schema_extra={"search": search}, **limits)
+    extra: dict[str, Any] = {"search": search}
+    return Field(default, description=description, json_schema_extra=extra, **limits)
 
 
 def search_space(params: type[MethodParams]) -> dict[str, Space]:
@@ -94,7 +95,8 @@ def _stated_space(params: type[MethodParams], name: str) -> Space | None:
         fields = getattr(base, "model_fields", {})
         extra = fields[name].json_schema_extra if name in fields else None
         if isinstance(extra, dict) and "search" in extra:
-            return extra["search"]  # type: ignore[return-value]
+            space: Space = extra["search"]
+            return space
     return None
 
 
@@ -113,13 +115,13 @@ def checked_space(params: type[MethodParams], spaces: Mapping[str, Space], *, wh
 
     checked: dict[str, Space] = {}
     mistakes = list[str]()
-    for name, stated in spaces.items():
-        space = stated
+    stated: Mapping[str, Any] = spaces  # a method's file may have anything there
+    for name, space in stated.items():
         if not isinstance(space, Range | Choices):
             mistakes.append(f"{name}: {type(space).__name__}, expected a Range or Choices")
             continue
         if isinstance(space, Range) and name in params.model_fields:
-            space = replace(space, whole=params.model_fields[name].annotation is int)
+            space = replace(space, whole=params.model_fields[name].annotation is int)  # noqa: PLW2901 - the same, typed
         impossible = [f"{name}: {reason}" for reason in space.mistakes()]
         mistakes += impossible
         refused: dict[str, None] = {}

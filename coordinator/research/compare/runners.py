@@ -200,7 +200,7 @@ class LocalWorkers(Runner):
 
     def wait(self) -> Iterable[Event]:
         """Wait for the workers, and return what they have sent."""
-        events = []
+        events = list[Event]()
         for key, _ in self._selector.select():
             worker: _Worker = key.data
             try:
@@ -368,7 +368,7 @@ class RayRuns(Runner):
     def wait(self) -> Iterable[Event]:
         """Wait for one of the workers."""
         ready, _ = self._ray.wait(list(self._busy), num_returns=1)
-        events = []
+        events = list[Event]()
         for reference in ready:
             worker, spec = self._busy.pop(reference)
             try:
