@@ -10,20 +10,17 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from .errors import UsageError
 
-if TYPE_CHECKING:
-    import numpy as np
-
 DIGITS = 3
-"""Significant digits of a number that was drawn from a range: people type it again."""
+"""Significant digits of a number from a range: people type it again."""
 
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from ``low`` to ``high``, both included, drawn evenly or, with ``log``, evenly on a logarithmic scale."""
+    """Numbers from ``low`` to ``high``, both included, tried evenly or, with ``log``, evenly on a logarithmic scale."""
 
     low: float
     high: float
@@ -57,12 +54,12 @@ class Range:
         """Return the values that have to be allowed for all of the range to be."""
         return self._rounded(self.low), self._rounded(self.high)
 
-    def draw(self, rng: np.random.Generator) -> float:
-        """Return one value."""
+    def at(self, share: float) -> float:
+        """Return the value at a share (0..1) of the way from the lowest to the highest, on the scale of the range."""
         if self.log:
-            value = math.exp(rng.uniform(math.log(self.low), math.log(self.high)))
+            value = math.exp(math.log(self.low) + share * math.log(self.high / self.low))
         else:
-            value = rng.uniform(self.low, self.high)
+            value = self.low + share * (self.high - self.low)
         return self._rounded(value)
 
     def grid(self, points: int) -> tuple[float, ...]:
@@ -71,12 +68,7 @@ class Range:
             return (self._rounded(self.low),)
         values: dict[float, None] = {}
         for number in range(points):
-            share = number / (points - 1)
-            if self.log:
-                value = math.exp(math.log(self.low) + share * math.log(self.high / self.low))
-            else:
-                value = self.low + share * (self.high - self.low)
-            values[self._rounded(value)] = None
+            values[self.at(number / (points - 1))] = None
         return tuple(values)
 
     def _rounded(self, value: float) -> float:
@@ -88,7 +80,7 @@ class Range:
 
 @dataclass(frozen=True)
 class Choices:
-    """A list of values, each as likely as the others."""
+    """A list of values, each tried as often as the others."""
 
     values: tuple[Any, ...]
 
@@ -109,10 +101,10 @@ class Choices:
         """Return the values that have to be allowed: all of them."""
         return self.values
 
-    def draw(self, rng: np.random.Generator) -> Any:
-        """Return one value."""
+    def at(self, share: float) -> Any:
+        """Return the value at a share (0..1) of the way through the list."""
         values = self._distinct()
-        return values[int(rng.integers(len(values)))]
+        return values[min(int(share * len(values)), len(values) - 1)]
 
     def grid(self, points: int) -> tuple[Any, ...]:  # noqa: ARG002 - a list has the points that it has
         """Return all values."""

@@ -117,7 +117,7 @@ class _FixedTrials(Tuner):
 
 
 class Random(_FixedTrials):
-    """Values drawn at random, with a generator of its own for each parameter: all methods try the same step sizes."""
+    """Values spread at random, with a generator of its own for each parameter: all methods try the same step sizes."""
 
     name = "random"
 
@@ -227,7 +227,7 @@ def draw_distinct(space: Mapping[str, Space], budget: Budget) -> list[dict[str, 
     if combinations_of(space) <= MOST_LISTED:
         combinations = _shuffled(space, budget.seed)
     else:
-        combinations = _drawn(space, budget.seed)
+        combinations = _spread(space, budget.seed, others)
     params: dict[str, dict[str, Any]] = {}
     for choice in itertools.islice(combinations, MOST_DRAWS + others):
         params.setdefault(json.dumps(choice, sort_keys=True), choice)
@@ -244,8 +244,15 @@ def _shuffled(space: Mapping[str, Space], seed: int) -> Iterator[dict[str, Any]]
         yield dict(zip(space, every[index], strict=True))
 
 
-def _drawn(space: Mapping[str, Space], seed: int) -> Iterator[dict[str, Any]]:
-    """Yield combinations whose values are drawn, without end; each parameter has a generator of its own."""
+def _spread(space: Mapping[str, Space], seed: int, count: int) -> Iterator[dict[str, Any]]:
+    """Yield random combinations without end; each parameter has a generator of its own.
+
+    Of every ``count`` combinations one value of each parameter lies in each of ``count`` equal parts of its space
+    (Latin hypercube sampling: McKay, Beckman, Conover, Technometrics 1979), so that a dozen trials leave no end of a
+    range out.
+    """
     generators = {name: np.random.default_rng([seed, zlib.crc32(name.encode())]) for name in space}
     while True:
-        yield {name: one_space.draw(generators[name]) for name, one_space in space.items()}
+        shares = {name: (rng.permutation(count) + rng.random(count)) / count for name, rng in generators.items()}
+        for index in range(count):
+            yield {name: one_space.at(float(shares[name][index])) for name, one_space in space.items()}

@@ -59,12 +59,12 @@ def test_what_has_no_values_is_refused_with_an_example(text, reason):
 
 def test_draws_are_within_the_range_and_even_on_its_scale():
     rng = np.random.default_rng(3)
-    values = [STEP.draw(rng) for _ in range(4000)]
+    values = [STEP.at(rng.random()) for _ in range(4000)]
     assert all(0.001 <= value <= 0.1 for value in values)
     # Half of the draws lie below the geometric mean, 0.01: within four standard deviations of 4000 coins.
     assert abs(sum(value < 0.01 for value in values) - 2000) < 4 * math.sqrt(1000)
     assert all(value == float(f"{value:.3g}") for value in values)
-    whole = {Range(1, 3, whole=True).draw(rng) for _ in range(100)}
+    whole = {Range(1, 3, whole=True).at(rng.random()) for _ in range(100)}
     assert whole == {1, 2, 3}
     assert Range(0.001, 0.1, log=True).grid(3) == (0.001, 0.01, 0.1)
     assert Range(1, 3, whole=True).grid(9) == (1, 2, 3)
@@ -78,7 +78,7 @@ def test_every_method_has_a_space_that_its_parameters_allow(name):
     assert space
     rng = np.random.default_rng(0)
     for parameter, values in space.items():
-        for value in (*values.ends(), values.draw(rng)):
+        for value in (*values.ends(), values.at(rng.random())):
             assert getattr(kind.model_validate({parameter: value}), parameter) == value
 
 
@@ -199,6 +199,17 @@ def test_random_trials_differ_and_methods_try_the_same_step_sizes():
     assert [p.params.get("lr") for p in wide] == [p.params.get("lr") for p in narrow]
     assert len({str(p.params) for p in wide}) == 12
     assert play(Random(SPACE, Budget(trials=12, rounds=3, seed=2))) != wide
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_random_trials_leave_no_part_of_a_range_out(seed):
+    params = [proposal.params for proposal in play(Random(SPACE, Budget(trials=12, rounds=1, seed=seed)))][1:]
+    parts = sorted(math.floor(11 * (math.log10(choice["lr"]) + 3) / 2 + 1e-9) for choice in params)
+    # A value is rounded to three digits, which may put it beyond the edge of its part.
+    assert all(abs(part - expected) <= 1 for part, expected in zip(parts, range(11), strict=True))
+    assert len(set(parts)) >= 9
+    times = [sum(choice["mu"] == mu for choice in params) for mu in (0.0, 0.1, 1.0)]
+    assert min(times) >= 3
 
 
 def test_a_space_with_few_values_has_each_once():
