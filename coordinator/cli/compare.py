@@ -221,4 +221,4 @@ def _shown(result: ComparisonResult, logs: int) -> Iterator[str]:
     yield from (f"{method.name}: {method.note}" for method in comparison.methods if method.note)
     yield from (f"note: {note}" for note in comparison.notes)
     yield from describe_logs(result.logs, logs)
-    yield f"tables: {result.folder}/table.md, table.tex and table.csv; all records: {result.folder}/comparison.json"
+    yield f"page: {result.folder}/index.html; beside it table.md, table.tex, table.csv, pictures, and comparison.json"
