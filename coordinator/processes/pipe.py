@@ -15,8 +15,6 @@ import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from edge_agent.core.large_arrays import release
-
 _HEADER = struct.Struct("<HI")
 MAX_BUFFERS = 8
 
@@ -44,6 +42,8 @@ class SharedBuffer:
         Raises:
             OSError: There is not enough memory, or room on the disk.
         """
+        from edge_agent.core.large_arrays import release  # brings numpy, which starting a broker does without
+
         if hasattr(os, "memfd_create") and not on_disk:
             buffer = cls(os.memfd_create("headwater", os.MFD_CLOEXEC))
         else:

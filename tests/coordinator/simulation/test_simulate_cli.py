@@ -257,10 +257,11 @@ def test_a_folder_that_holds_a_run_is_neither_overwritten_nor_gone_on_with_silen
     [
         (("--resume",), "name the folder with --out"),
         (("--resume", "--out", "nowhere"), "nowhere holds no simulation"),
-        (("--resume", "--out", "sim", "--rounds", 9), "rounds is 2, 9 was given"),
+        (("--resume", "--out", "sim", "--rounds", 1), "1 round asked for, and the simulation there has 2"),
+        (("--resume", "--out", "sim", "--alpha", 2), "alpha is None, 2.0 was given"),
     ],
 )
-def test_resuming_takes_nothing_but_the_folder(call, images, words, said):
+def test_resuming_takes_nothing_but_the_folder_and_more_rounds(call, images, words, said):
     assert call(*images, *SHORT, "--out", "sim")[0] == 0
     code, _, err = call(*words)
     assert code == 2
