@@ -68,9 +68,9 @@ class S3Site:
         session = boto3.session.Session(aws_access_key_id=key, aws_secret_access_key=secret, region_name="us-east-1")
         return session.client("s3", endpoint_url=self.address)
 
-    def names(self) -> list[str]:
-        """What is in the bucket."""
-        found = self.client().list_objects_v2(Bucket="models").get("Contents", [])
+    def names(self, prefix: str = "") -> list[str]:
+        """What is in the bucket below a prefix; moto keeps one bucket for all sites of a process."""
+        found = self.client().list_objects_v2(Bucket="models", Prefix=prefix).get("Contents", [])
         return sorted(entry["Key"] for entry in found)
 
     def _serve(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:

@@ -116,9 +116,9 @@ def test_by_way_of_a_store_that_checks_signatures_the_bits_are_the_same(tmp_path
                 assert "update_sent" in said(site, name)
                 assert "upload_ended" not in said(site, name)
             try:
-                site.until(lambda: store.names() == [], "what is not needed any more is removed")
+                site.until(lambda: store.names("fl/") == [], "what is not needed any more is removed")
             except AssertionError as error:
-                raise AssertionError(f"still in the store: {store.names()}") from error
+                raise AssertionError(f"still in the store: {store.names('fl/')}") from error
         assert store.refused == []
     finally:
         store.close()
