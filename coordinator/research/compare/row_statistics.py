@@ -23,57 +23,15 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from statistics import fmean, stdev
+from statistics import fmean
 
 from edge_agent.core.worst_tenth import mean_of_worst_tenth
 
+from ...estimates import ENOUGH_ERRORS, EXACT, Estimate, is_distinguishable
 from ..footing import SharedFooting
 from .records import ClientScore, Comparison, MethodRecord, SeedRun
 
-CONFIDENCE = 0.95
-"""The share of repeated comparisons whose interval holds the true difference, if differences are normal."""
-
-ENOUGH_ERRORS = 2.0
-"""How many standard errors a difference has at least where it is distinguishable from none."""
-
-EXACT = 1e-12
-"""Differences of accuracies whose deviation is smaller are equal: only their rounding differs."""
-
 SECONDS_PER_HOUR = 3600.0
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A mean over seeds with its spread; without spread for one seed."""
-
-    mean: float
-    count: int
-    """The number of seeds."""
-
-    deviation: float | None = None
-    """Standard deviation over seeds (n - 1)."""
-
-    standard_error: float | None = None
-    """Standard deviation of the mean itself."""
-
-    low: float | None = None
-    """Lower end of Student's 95 % interval of the mean."""
-
-    high: float | None = None
-
-    @classmethod
-    def from_values(cls, values: Sequence[float]) -> Estimate:
-        """Return the estimate of at least one value."""
-        mean = fmean(values)
-        count = len(values)
-        if count == 1:
-            return cls(mean, count)
-        deviation = stdev(values)
-        if deviation < EXACT:
-            deviation = 0.0
-        error = deviation / math.sqrt(count)
-        half_width = _critical_value(count) * error
-        return cls(mean, count, deviation, error, mean - half_width, mean + half_width)
 
 
 @dataclass(frozen=True)
@@ -336,13 +294,6 @@ def _over_seeds(values: Iterable[float]) -> Estimate | None:
     return Estimate.from_values(all_values)
 
 
-def _critical_value(count: int) -> float:
-    """Return how many standard errors of the mean of ``count`` values Student's 95 % interval reaches to a side."""
-    from scipy.stats import t
-
-    return float(t.ppf((1 + CONFIDENCE) / 2, count - 1))
-
-
 def chance_of_distinguishing(count: int) -> float:
     """Return how often a difference of ``count`` pairs has two standard errors where there is none, to either side."""
     from scipy.stats import t
@@ -372,14 +323,26 @@ def mean_ranks_within_seeds(means: Mapping[str, Mapping[int, float]]) -> dict[st
     if not rows:
         return {}
     common_seeds = set.intersection(*(set(by_seed) for by_seed in rows.values()))
+    if not common_seeds:
+        return {}
     ranks: dict[str, list[float]] = {name: [] for name in rows}
     for seed in common_seeds:
+        values = [by_seed[seed] for by_seed in rows.values()]
         for name, by_seed in rows.items():
-            leads = [other[seed] - by_seed[seed] for other in rows.values()]
-            better = [lead for lead in leads if lead > EXACT]
-            equal = [lead for lead in leads if abs(lead) <= EXACT]  # the row itself is one of them
-            ranks[name].append(len(better) + (len(equal) + 1) / 2)
-    return {name: fmean(values) for name, values in ranks.items() if values}
+            ranks[name].append(_rank_among(by_seed[seed], values))
+    return {name: fmean(ranks_of_row) for name, ranks_of_row in ranks.items()}
+
+
+def _rank_among(value: float, values: Sequence[float]) -> float:
+    """Return the rank of a value among all, itself included: 1 is highest; equal ones share their mean rank."""
+    better = 0
+    equal = 0
+    for other in values:
+        if other - value > EXACT:
+            better += 1
+        elif abs(other - value) <= EXACT:
+            equal += 1
+    return better + (equal + 1) / 2
 
 
 def _rank_or_last(row: RowStatistics) -> float:
@@ -420,14 +383,7 @@ def pair_means(name: str, means: Mapping[int, float], others: Mapping[int, float
     if not seeds:
         return None
     estimate = Estimate.from_values([means[seed] - others[seed] for seed in seeds])
-    return PairedDifference(name, seeds, estimate, _is_distinguishable(estimate), p=_p_of_no_difference(estimate))
-
-
-def _is_distinguishable(estimate: Estimate) -> bool | None:
-    """Return whether a mean difference has two standard errors or more; None where there is no error to judge it by."""
-    if estimate.standard_error is None:
-        return None
-    return abs(estimate.mean) >= max(ENOUGH_ERRORS * estimate.standard_error, EXACT)
+    return PairedDifference(name, seeds, estimate, is_distinguishable(estimate), p=_p_of_no_difference(estimate))
 
 
 def _p_of_no_difference(estimate: Estimate) -> float | None:

@@ -11,13 +11,12 @@ from typing import Literal
 
 from edge_agent.data.columns import import_pyarrow
 
+from ...estimates import CONFIDENCE, Estimate
 from ...report.charts import clean, percent
 from ...text import counted, listed
 from .records import ClientScore, Comparison, MethodRecord, SeedRun
 from .row_statistics import (
-    CONFIDENCE,
     ComparisonStatistics,
-    Estimate,
     HurtRule,
     PairedDifference,
     RowStatistics,
@@ -36,7 +35,7 @@ class Mark:
 
     symbol: str
     latex: str
-    """The same in LaTeX's math mode."""
+    """The sign in the math mode of LaTeX."""
 
 
 SAME_AS_BEST = Mark("≈", r"\approx")
@@ -528,7 +527,7 @@ def _notes_of_methods(comparison: Comparison, statistics: ComparisonStatistics) 
         yield Note("lacks seeds: means over those that it has, differences over the common ones.", SEEDS_MISSING)
     if any(_has_one_pair(row) for row in statistics.rows):
         yield Note("one pair of seeds: no interval, no verdict; clients are judged by their test samples.", ONE_PAIR)
-    # 4. What whoever ran it has to say.
+    # 4. Notes on the data and the trials, which the comparison has recorded.
     for text in comparison.notes:
         yield Note(text)
 

@@ -8,16 +8,16 @@ where fewer than `LEAST_CLIENTS` differ, McNemar's over their test samples.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from edge_agent.core.errors import UsageError
 
+from ...estimates import CONFIDENCE, Estimate, is_distinguishable
 from ...text import counted
 from .run_folder import RunFolder
 from .tables import ShownTable, cut, data_frame, joined, name_of, share, spread_out
@@ -28,12 +28,6 @@ if TYPE_CHECKING:
 
 LEAST_CLIENTS = 6
 """Clients that have to differ for a sign test: of five, all in one direction, it would be 0.0625 at best."""
-
-CLEAR_ERRORS = 2.0
-"""Standard errors below which a mean difference is not distinguishable from 0."""
-
-LEVEL = 0.95
-"""Of the interval."""
 
 TestName = Literal["sign test over clients", "McNemar's test over test samples"]
 
@@ -102,36 +96,35 @@ class PairedComparison:
     test: Test | None
 
     @property
+    def estimate(self) -> Estimate:
+        """The mean over clients of the first accuracy minus the second, -1..1, with its spread over clients."""
+        return Estimate.from_values([client.gain for client in self.clients])
+
+    @property
     def mean(self) -> float:
         """Mean over clients of the first accuracy minus the second, -1..1."""
-        return fmean(client.gain for client in self.clients)
+        return self.estimate.mean
 
     @property
     def standard_error(self) -> float | None:
         """Standard error of that mean; None: there is one client."""
-        if len(self.clients) < 2:
-            return None
-        return stdev(client.gain for client in self.clients) / math.sqrt(len(self.clients))
+        return self.estimate.standard_error
 
     @property
     def interval(self) -> tuple[float, float] | None:
         """Student's 95 % interval of that mean; None: there is one client."""
-        error = self.standard_error
-        if error is None:
+        estimate = self.estimate
+        if estimate.low is None or estimate.high is None:
             return None
-        from scipy.stats import t
-
-        reach = float(t.ppf((1 + LEVEL) / 2, len(self.clients) - 1)) * error
-        return self.mean - reach, self.mean + reach
+        return estimate.low, estimate.high
 
     @property
     def is_distinguishable(self) -> bool:
         """Whether the mean is at least two standard errors from 0; of one client, whether its test has p < 0.05."""
-        error = self.standard_error
-        if error is None:
-            return self.test is not None and self.test.p < 1 - LEVEL
-        # Clients that all differ by the very same amount have no error.
-        return self.mean != 0 and abs(self.mean) >= CLEAR_ERRORS * error
+        by_errors = is_distinguishable(self.estimate)
+        if by_errors is None:
+            return self.test is not None and self.test.p < 1 - CONFIDENCE
+        return by_errors
 
     @property
     def verdict(self) -> str:
@@ -287,8 +280,10 @@ def _other_samples(first: Compared, second: Compared) -> Iterator[str]:
     if missing:
         yield f"data: {data[0]} and {data[1]}, whose samples cannot be compared without {' and '.join(missing)}"
         return
-    restored = [run.restored() for run in runs]
-    names = [name for name in restored[0].prepared.division.clients if name in restored[1].prepared.division.clients]
-    differing = [name for name in names if len({run.digest_of_tests(name) for run in restored}) > 1]
+    first_run = first.run.restored()
+    second_run = second.run.restored()
+    second_clients = second_run.prepared.division.clients
+    common = [name for name in first_run.prepared.division.clients if name in second_clients]
+    differing = [name for name in common if first_run.digest_of_tests(name) != second_run.digest_of_tests(name)]
     if differing:
         yield f"data: {data[0]} and {data[1]}: other test samples of {joined(differing)}"

@@ -10,8 +10,8 @@ import pytest
 from comparison_harness import comparison_of, made_up, row_of, run_of, trials_of
 from scipy import stats
 
+from coordinator.estimates import Estimate
 from coordinator.research.compare.row_statistics import (
-    Estimate,
     HurtRule,
     chance_of_distinguishing,
     compute_statistics,
