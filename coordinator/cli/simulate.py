@@ -442,24 +442,38 @@ def _about_accuracies(result: dict[str, Any]) -> Iterator[str]:
 
 
 def _about_trouble(result: dict[str, Any]) -> Iterator[str]:
-    """Yield lines about warnings and what to try next, values of papers, and what is missing or ended early."""
+    """Yield lines about warnings, published values in use, clients that are missing, an early end, and the logs."""
+    yield from _about_warnings(result)
+    published = result.get("published")
+    if published:
+        values = ", ".join(f"{name} {value['value']} ({said_by(value)})" for name, value in published.items())
+        yield f"published values in use: {values}; 'headwater methods {result['method']}' says where"
+    for client, reason in result["failed"].items():
+        yield f"missing at the end: client '{client}': {reason}"
+    if result.get("stopped"):
+        done = counted(result["last"]["rounds_done"], "round")
+        yield f"ended early, after {done}: {result['stopped']}"
+    yield from _about_logs(result)
+
+
+def _about_warnings(result: dict[str, Any]) -> Iterator[str]:
+    """Yield a line for each warning, and one for each thing to try next."""
     from edge_agent.core.next_steps import NextStep
 
     from ..runs.result_notes import ResultWarning, describe_warnings
 
     warnings = [ResultWarning.from_json(warning) for warning in result["warnings"]]
-    yield from (f"warning: {line}" for line in describe_warnings(warnings, 0))
-    steps = map(NextStep.from_json, result.get("next_steps", ()))
-    yield from (f"to try next: {next_step.message}" for next_step in steps)
-    if published := result.get("published"):
-        values = (f"{name} {value['value']} ({said_by(value)})" for name, value in published.items())
-        yield f"published values in use: {', '.join(values)}; 'headwater methods {result['method']}' says where"
-    yield from (f"missing at the end: client '{client}': {reason}" for client, reason in result["failed"].items())
-    if result.get("stopped"):
-        done = counted(result["last"]["rounds_done"], "round")
-        yield f"ended early, after {done}: {result['stopped']}"
+    for line in describe_warnings(warnings, 0):
+        yield f"warning: {line}"
+    for step in result.get("next_steps", ()):
+        yield f"to try next: {NextStep.from_json(step).message}"
+
+
+def _about_logs(result: dict[str, Any]) -> Iterator[str]:
+    """Yield a line for each log, and how what it lacks is logged later."""
     outcomes = [LogOutcome.from_json(outcome) for outcome in result.get("logs", ())]
-    yield from (outcome.describe() for outcome in outcomes)
+    for outcome in outcomes:
+        yield outcome.describe()
     if not all(outcome.is_complete for outcome in outcomes):
         yield f"what is missing can be logged later: headwater simulate --resume --out {shlex.quote(result['folder'])}"
 

@@ -516,14 +516,13 @@ def _in_percent(value: float, _position: float) -> str:
 def _rows(form: Form, panel: Axes, chart: Rows) -> None:
     """Draw one line of marks or bars for each name, with axis and legend."""
     # 1. The marks or bars of one key after another, in the order of the legend.
-    if chart.style == "marks":
+    if chart.style == "bars":
+        for order, key in enumerate(chart.keys):
+            _bars_of_key(form, panel, _marks_by_row(chart, key), key, order, len(chart.keys))
+    else:
         _join_marks(form, panel, chart)
-    for order, key in enumerate(chart.keys):
-        marks = {y: row.marks[key.name] for y, row in enumerate(chart.rows) if key.name in row.marks}
-        if chart.style == "bars":
-            _bars_of_key(form, panel, marks, key, order, len(chart.keys))
-        else:
-            _marks_of_key(form, panel, marks, key, layer=3 + order)
+        for order, key in enumerate(chart.keys):
+            _marks_of_key(form, panel, _marks_by_row(chart, key), key, layer=3 + order)
     # 2. The names at the left, from top to bottom, and the axis of the values below.
     row_count = len(chart.rows)
     panel.set_yticks(list(range(row_count)), [clean(row.name, form.name_chars) for row in chart.rows])
@@ -539,6 +538,11 @@ def _rows(form: Form, panel: Axes, chart: Rows) -> None:
     if len(chart.keys) > 1:
         below = -0.6 / (0.3 * row_count + 0.6)
         panel.legend(loc="upper center", bbox_to_anchor=(0.5, below), ncols=_legend_columns(form, chart.keys))
+
+
+def _marks_by_row(chart: Rows, key: Key) -> dict[int, Mark]:
+    """Return the number of a row from the top -> its mark of a key, for the rows that have one."""
+    return {y: row.marks[key.name] for y, row in enumerate(chart.rows) if key.name in row.marks}
 
 
 def _bars_of_key(form: Form, panel: Axes, marks: Mapping[int, Mark], key: Key, order: int, key_count: int) -> None:

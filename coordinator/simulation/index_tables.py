@@ -347,16 +347,28 @@ def _columns_of_json(path: Path, content: bytes) -> dict[str, list[Any]]:
     """Return the columns of a JSON file: a list of objects, or an object of lists."""
     parsed = json.loads(content)
     if isinstance(parsed, dict):
-        wrong = [name for name in _COLUMNS if name in parsed and not isinstance(parsed[name], list)]
-        if wrong:
-            raise ConfigError(f"index table {path}", [f"column '{name}' is no list" for name in wrong])
-        return {name: values for name, values in parsed.items() if isinstance(values, list)}
-    if not isinstance(parsed, list):
-        raise ConfigError(f"index table {path}", ["expected a list of objects, or an object of lists"])
+        return _columns_of_object(path, parsed)
+    if isinstance(parsed, list):
+        return _columns_of_entries(path, parsed)
+    raise ConfigError(f"index table {path}", ["expected a list of objects, or an object of lists"])
+
+
+def _columns_of_object(path: Path, parsed: dict[str, Any]) -> dict[str, list[Any]]:
+    """Return the columns of an object of lists; other things in it are left out unless they have a column's name."""
+    wrong = [name for name in _COLUMNS if name in parsed and not isinstance(parsed[name], list)]
+    if wrong:
+        raise ConfigError(f"index table {path}", [f"column '{name}' is no list" for name in wrong])
+    return {name: values for name, values in parsed.items() if isinstance(values, list)}
+
+
+def _columns_of_entries(path: Path, entries: list[Any]) -> dict[str, list[Any]]:
+    """Return the columns of a list of objects; an object that lacks a column has None there."""
     mistakes = _Mistakes(first_line=1)
-    wrong_entries = [entry for entry, row in enumerate(parsed) if not isinstance(row, dict)]
+    wrong_entries = [number for number, entry in enumerate(entries) if not isinstance(entry, dict)]
     if wrong_entries:
         mistakes.add("entries that are no objects", wrong_entries)
     mistakes.raise_for(path)
-    names = dict.fromkeys(name for row in parsed for name in row)
-    return {name: [row.get(name) for row in parsed] for name in names}
+    names = dict[str, None]()
+    for entry in entries:
+        names.update(dict.fromkeys(entry))
+    return {name: [entry.get(name) for entry in entries] for name in names}

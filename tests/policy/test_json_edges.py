@@ -58,6 +58,7 @@ EDGES = {
     "simulation.engines.pool": "set-up of worker processes, and part of result.json",
     "simulation.engines.ray_cluster": "options of Ray, a package of others",
     "simulation.engines.stacked": "part of result.json: what an engine says of its work",
+    "simulation.index_tables": "index tables of other programs, in JSON",
     "simulation.logged": "result.json, see simulation.results",
     "simulation.notebook.comparison": "result.json, of which the task, the partition and the data are compared",
     "simulation.notebook.result": "result.json, whose rows a notebook reads by key",

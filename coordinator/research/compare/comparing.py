@@ -58,7 +58,7 @@ class Search:
         """Trials that were proposed and are not scored."""
 
         self._scores: dict[int, float | None] = {}
-        """Scores of the wave, told once all of it is scored: in the order of their numbers, whoever was first."""
+        """Number of a trial of the wave -> its score. The tuner gets all together, in the order of their numbers."""
 
         self._proposed: dict[int, Proposal] = {}
         self._outcomes: dict[int, list[RunOutcome]] = {}
@@ -253,13 +253,20 @@ class Comparing:
         for search in self._searches:
             yield from search.due()
         for seed in self._arguments.seeds:
-            for search, runs in zip(self._searches, self._tuned, strict=bool(self._tuned)):
-                if search.is_over and not search.failure and seed not in runs.outcomes:
-                    yield runs.spec(self._arguments, self._chosen_params(search), seed)
+            yield from self._tuned_runs(seed)
         for seed in self._arguments.seeds:
             for runs in self._untuned:
                 if seed not in runs.outcomes:
                     yield runs.spec(self._arguments, {}, seed)
+
+    def _tuned_runs(self, seed: int) -> Iterator[RunSpec]:
+        """Yield the runs of a seed that are not over, of the methods whose search has chosen parameters."""
+        if not self._tuned:
+            return
+        for search, runs in zip(self._searches, self._tuned, strict=True):
+            has_chosen = search.is_over and not search.failure
+            if has_chosen and seed not in runs.outcomes:
+                yield runs.spec(self._arguments, self._chosen_params(search), seed)
 
     def take(self, spec: RunSpec, outcome: RunOutcome) -> None:
         """Note the outcome of a simulation.
@@ -404,5 +411,5 @@ class Comparing:
         )
 
     def write(self) -> None:
-        """Write the record."""
+        """Write the record of the comparison into its folder."""
         write_json(self._base / RECORD, self.record().model_dump(mode="json"))
