@@ -19,7 +19,7 @@ CLIENT_COLUMNS = ("round", "client", "metric", "value")
 
 
 class CsvLogger(FolderLogger):
-    """Tables as CSV."""
+    """Writes the tables of a run as CSV files, a row at a time."""
 
     def begin(self, run: RunDescription) -> None:
         """Make the tables with their heads."""

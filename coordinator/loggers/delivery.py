@@ -40,7 +40,7 @@ AWAY_LIMIT_S = 5.0
 """
 
 ABORT_LIMIT_S = 5.0
-"""The same for a run that has failed or was stopped, which is resumed and logged again."""
+"""How long the end of a run that has failed or was stopped tries such a log: the run is resumed, and logged again."""
 
 
 LONGEST_REASON = 300

@@ -30,7 +30,7 @@ GROWTH = 16
 
 
 class ParquetLogger(FolderLogger):
-    """Tables as Parquet."""
+    """Writes the tables of a run as Parquet files, again whenever they have grown enough."""
 
     package: ClassVar[str] = "pyarrow"
     extra: ClassVar[str] = "tables"

@@ -119,7 +119,7 @@ class ParentRun:
 
 @dataclass(frozen=True)
 class RunDescription:
-    """What a log is told before the first round."""
+    """A run as a log gets it before the first round: its name, its folder and its parameters."""
 
     uid: str
     """Unique among all runs, the same after a resume: by it a log finds what it has written before."""

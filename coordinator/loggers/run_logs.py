@@ -87,7 +87,7 @@ class RunLogs:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is logged."""
+        """Whether the run has no log at all."""
         return not self._deliveries
 
     def begin(self, run: RunDescription) -> None:

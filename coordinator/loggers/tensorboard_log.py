@@ -21,7 +21,7 @@ SHOWN_CLIENTS = 100
 
 
 class TensorboardLogger(FolderLogger):
-    """Event files of TensorBoard."""
+    """Writes the figures of a run as event files, which TensorBoard shows."""
 
     package: ClassVar[str] = "tensorboard"
     extra: ClassVar[str] = "tensorboard"

@@ -34,7 +34,7 @@ class Occupied:
 
     @property
     def total(self) -> int:
-        """Both together."""
+        """The bytes of all these processes, with what they share counted once."""
         return self.private + self.shared
 
 

@@ -63,7 +63,7 @@ class ColumnOptions(PartOptions):
 
 
 def import_pyarrow(purpose: str) -> ModuleType:
-    """Return pyarrow.
+    """Return the package ``pyarrow``.
 
     Args:
         purpose: What it is needed for, as a clause of a message.

@@ -75,7 +75,7 @@ class _ParquetTable:
         self.rows = self._begins[-1]
 
     def column(self, name: str) -> Any:
-        """Return a whole column.
+        """Return all rows of one column.
 
         Raises:
             DataError: It cannot be read, or its rows would not fit into memory.

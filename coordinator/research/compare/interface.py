@@ -104,7 +104,7 @@ class Running:
             )
 
     def runner(self, base: Path, watch: Callable[[Event], object]) -> Runner:
-        """Return where simulations run.
+        """Return what runs the simulations: this process, worker processes, or a Ray cluster.
 
         Raises:
             MissingCapability: Ray is not installed.

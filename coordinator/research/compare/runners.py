@@ -96,7 +96,7 @@ class Inline(Runner):
 
     @property
     def has_room(self) -> bool:
-        """Whether nothing waits."""
+        """Whether another simulation can be taken now."""
         return not self._given
 
     def start(self, spec: RunSpec) -> None:

@@ -62,7 +62,7 @@ class RunOutcome(Frozen):
 
 @dataclass(frozen=True)
 class RunSpec:
-    """A simulation to run."""
+    """One simulation of a comparison: its plan, and the folder that it has there."""
 
     location: str
     """Its folder, relative to that of the comparison; the file of its outcome has the same name and ``.json``."""
