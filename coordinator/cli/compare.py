@@ -219,6 +219,5 @@ def _shown(result: ComparisonResult, logs: int) -> Iterator[str]:
     comparison = result.comparison
     yield from summary_lines(comparison)
     yield from (f"{method.name}: {method.note}" for method in comparison.methods if method.note)
-    yield from (f"note: {note}" for note in comparison.notes)
     yield from describe_logs(result.logs, logs)
     yield f"page: {result.folder}/index.html; beside it table.md, table.tex, table.csv, pictures, and comparison.json"
