@@ -12,7 +12,7 @@ import sys
 import textwrap
 import types
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,11 +21,12 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from coordinator import simulate
+from coordinator import compare, simulate
 from coordinator.cli import COMMANDS as HEADWATER
 from coordinator.cli import command_tree
 from coordinator.cli.methods import LISTED, describe, marked_heads
 from coordinator.config import CoordinatorConfig
+from coordinator.research.compare.settings import OF_RUNNING, OF_THE_COMPARISON
 from coordinator.simulation.plan import Plan
 from edge_agent import data, heads
 from edge_agent import methods as method_registry
@@ -60,6 +61,7 @@ def pages() -> dict[Path, str]:
     return {
         Path("coordinator/cli") / LISTED: json.dumps(listed, indent=1, ensure_ascii=False) + "\n",
         Path("coordinator/simulation/settings.py"): settings_module(),
+        Path("coordinator/research/compare/shared_settings.py"): shared_settings_module(),
         Path("edge_agent/methods/README.md"): methods_page(methods),
         Path("edge_agent/heads/README.md"): heads_page(),
         Path("edge_agent/data/README.md"): data_page(),
@@ -74,9 +76,20 @@ def pages() -> dict[Path, str]:
 def settings_module() -> str:
     """The fields of a plan that `coordinator.simulate` takes as further keywords, typed."""
     explicit = {*inspect.signature(simulate).parameters, "folder"}
+    return typed_settings("`coordinator.simulate`", "Settings", explicit)
+
+
+def shared_settings_module() -> str:
+    """The fields of a plan that `coordinator.compare` and `coordinator.sweep` take as further keywords, typed."""
+    explicit = {*inspect.signature(compare).parameters, *OF_THE_COMPARISON, *OF_RUNNING, "folder"}
+    return typed_settings("`coordinator.compare` and `coordinator.sweep`", "SharedSettings", explicit)
+
+
+def typed_settings(calls: str, name: str, explicit: Collection[str]) -> str:
+    """A module with the fields of a plan as a typed dictionary, but for those that are ``explicit`` arguments."""
     fields = {name: field for name, field in Plan.model_fields.items() if name not in explicit}
     lines = [
-        '"""The further settings of `coordinator.simulate`, as type checkers and editors see them.',
+        f'"""The further settings of {calls}, as type checkers and editors see them.',
         "",
         "Made from the fields of `Plan` by tests/harness/reference.py; change them there.",
         '"""',
@@ -88,12 +101,12 @@ def settings_module() -> str:
         "from typing import Any, Literal, TypedDict",
         "",
         "",
-        "class Settings(TypedDict, total=False):",
+        f"class {name}(TypedDict, total=False):",
         '    """The fields of a plan that have a default; `Plan` has their limits, and what goes together."""',
     ]
-    for name, field in fields.items():
+    for field_name, field in fields.items():
         meaning = textwrap.fill(f'"""{field.description}."""', WIDTH - 4, break_long_words=False)
-        lines += ["", f"    {name}: {type_as_code(field.annotation)}", textwrap.indent(meaning, "    ")]
+        lines += ["", f"    {field_name}: {type_as_code(field.annotation)}", textwrap.indent(meaning, "    ")]
     return "\n".join(lines) + "\n"
 
 

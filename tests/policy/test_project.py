@@ -112,6 +112,10 @@ answers = hw.Personalizer.open("b.hwb").predict("x.png")
 hw.simulte("fedavg", data="digits")
 hw.simulate("fedavg", data="digits", enigne="serial")
 hw.simulate("fedavg", data="digits", engine="seral")
+best: float = hw.compare(["fedprox", Mine], data="digits", partition="dirichlet", alpha=0.3)
+hw.compare(["fedprox"], data="digits", ruonds=3)
+hw.compare(["fedprox"], data="digits", alpha="0.3")
+hw.sweep("fedprox", {"mu": "0,1"}, data="digits", rounds=3, engine="serial")
 """
 MISTAKES = {
     13: "Incompatible types in assignment",
@@ -119,6 +123,10 @@ MISTAKES = {
     16: "has no attribute",
     17: 'Unexpected keyword argument "enigne"',
     18: "Literal['seral']",
+    19: "Incompatible types in assignment",
+    20: 'Unexpected keyword argument "ruonds"',
+    21: 'Argument "alpha" to "compare" has incompatible type',
+    22: 'Unexpected keyword argument "engine"',
 }
 
 

@@ -8,10 +8,13 @@ from typing import Annotated, Literal
 import pytest
 import reference
 
-from coordinator import simulate
+from coordinator import compare, simulate, sweep
+from coordinator.research.compare.settings import check_fields
+from coordinator.research.compare.shared_settings import SharedSettings
 from coordinator.simulation.plan import Plan
 from coordinator.simulation.settings import Settings
 from edge_agent.cli import main
+from edge_agent.core.errors import ConfigError
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +43,21 @@ def test_the_typed_settings_of_simulate_are_the_fields_of_a_plan(root):
     assert Settings.__annotations__.keys() & arguments == set()
     assert Settings.__annotations__.keys() >= Plan.model_fields.keys() - arguments - {"folder"}
     assert Settings.__total__ is False
+
+
+def test_the_typed_settings_of_comparisons_are_what_these_leave_to_all_simulations(root):
+    place = root / "coordinator/research/compare/shared_settings.py"
+    assert place.read_text(encoding="utf-8") == reference.shared_settings_module(), "python tests/harness/reference.py"
+    for call in (compare, sweep):
+        assert SharedSettings.__annotations__.keys() & inspect.signature(call).parameters.keys() == set()
+        assert inspect.signature(call).parameters["settings"].annotation == "Unpack[SharedSettings]"
+    check_fields(dict.fromkeys(SharedSettings.__annotations__, 1))
+    with pytest.raises(ConfigError) as caught:
+        check_fields(dict.fromkeys(Plan.model_fields.keys() - SharedSettings.__annotations__.keys(), 1))
+    refused = {mistake.partition(":")[0] for mistake in caught.value.mistakes}
+    left_out = Plan.model_fields.keys() - SharedSettings.__annotations__.keys() - refused
+    assert left_out == {"data", "folder"}
+    assert SharedSettings.__total__ is False
 
 
 @pytest.mark.parametrize(

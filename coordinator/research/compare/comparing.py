@@ -20,7 +20,7 @@ from ...text import counted
 from ..footing import footing_of
 from .records import Comparison, MethodRecord, SeedRun, Trial
 from .settings import Arguments, Contender, run_plan, trial_plan, tuner_named, untuned_plan
-from .simulated_runs import RunOutcome, RunSpec, forget
+from .simulated_runs import RunOutcome, RunSpec, begin_anew, forget
 from .tuners import Budget, Proposal, Tuner
 
 RECORD = "comparison.json"
@@ -127,15 +127,39 @@ class Search:
         return f"all {counted(len(trials), 'trial')} failed; trial {trials[0].number}: {trials[0].failure}"
 
     @property
+    def has_recovered_trials(self) -> bool:
+        """Whether trials that had failed were scored when they were tried again."""
+        return bool(self._recovered_trials())
+
+    def _recovered_trials(self) -> list[int]:
+        """Return the numbers of the trials that had failed and were scored when they were tried again."""
+        return [number for number in sorted(self._outcomes) if any(map(_is_recovered, self._outcomes[number]))]
+
+    @property
     def note(self) -> str:
-        """What is special about the trials."""
-        if not self.is_over or self._tuner is None or not self._tuner.fits_comparisons:
+        """What is special about the trials, in a sentence or two; empty where nothing is."""
+        if not self.is_over:
             return ""
+        return " ".join([*self._note_on_count(), *self._note_on_repetition()])
+
+    def _note_on_count(self) -> Iterator[str]:
+        """Yield that there are fewer trials than were asked for, and why."""
+        if self._tuner is None or not self._tuner.fits_comparisons:
+            return
         count = len(self.trials)
-        if count == self._arguments.trials:
-            return ""
-        space = ", ".join(f"{name} = {values}" for name, values in self.contender.space.items()) or "nothing to search"
-        return f"{counted(count, 'trial')} in place of {self._arguments.trials}: its space has no more values ({space})"
+        if count < self._arguments.trials:
+            space = ", ".join(f"{name} = {values}" for name, values in self.contender.space.items())
+            yield (
+                f"{counted(count, 'trial')} in place of {self._arguments.trials}: its space has no more values "
+                f"({space or 'nothing to search'})."
+            )
+
+    def _note_on_repetition(self) -> Iterator[str]:
+        """Yield which trials had failed and were scored when they were tried again."""
+        numbers = self._recovered_trials()
+        if numbers:
+            trials = ", ".join(map(str, numbers))
+            yield f"Scored when they were tried again, after a failure: trials {trials}."
 
     def _propose(self) -> None:
         """Tell the tuner the scores of the last wave, and take the next one."""
@@ -152,6 +176,11 @@ class Search:
         plan = trial_plan(self._arguments, self.contender.choice, proposal.params, proposal.rounds)
         location = f"trials/{self.contender.slug}/{proposal.number:03d}-{proposal.rounds}-rounds"
         return RunSpec(location, plan, is_trial=True)
+
+
+def _is_recovered(outcome: RunOutcome) -> bool:
+    """Return whether a simulation had failed and was scored when it was tried again."""
+    return outcome.is_repeated and not outcome.failure
 
 
 @dataclass
@@ -236,17 +265,35 @@ class Comparing:
             yield spec
 
     def _over(self, spec: RunSpec) -> RunOutcome | None:
-        """Return the outcome of a simulation that is over, and not to be tried again."""
+        """Return the outcome of a simulation that is over, and not to be made anew.
+
+        Raises:
+            StateError: Its file is of a simulation with other settings, and nothing explains why.
+        """
+        before = spec.read_any(self._base)
+        if before is not None and self._is_outdated(spec, before):
+            begin_anew(spec, self._base, before)
         outcome = spec.read(self._base)
         if outcome is None or not outcome.is_over:
             return None
         if outcome.failure and self._again and spec.location not in self._retried:
             self._retried.add(spec.location)
-            forget(spec, self._base)
-            begun = outcome.model_copy(update={"is_over": False, "failure": ""})
-            write_json(spec.outcome_path(self._base), begun.model_dump(mode="json"))
+            begin_anew(spec, self._base, outcome)
             return None
         return outcome
+
+    def _is_outdated(self, spec: RunSpec, before: RunOutcome) -> bool:
+        """Return whether an outcome is of parameters that its method's search has left since.
+
+        A trial that had failed and was scored when it was tried again changes what the search proposes and chooses
+        from there on. Trials and runs of that method alone are made anew, and only where nothing but their parameters
+        is another.
+        """
+        search = next(search for search in self._searches if self._has_slug(spec, search.contender))
+        if not search.has_recovered_trials:
+            return False
+        is_of_others = bool(spec.differences(before))
+        return is_of_others and not spec.differences(before, but=("params",))
 
     def _possible(self) -> Iterator[RunSpec]:
         """Yield all simulations that are not over and whose parameters are known."""
@@ -295,7 +342,13 @@ class Comparing:
     def _is_of(self, spec: RunSpec, owner: Search | _Runs) -> bool:
         """Return whether a simulation belongs to a search or to the runs of a method."""
         kind = "trials" if isinstance(owner, Search) else owner.kind
-        return spec.location.startswith(f"{kind}/{owner.contender.slug}/")
+        return spec.location.startswith(f"{kind}/") and self._has_slug(spec, owner.contender)
+
+    @staticmethod
+    def _has_slug(spec: RunSpec, contender: Contender) -> bool:
+        """Return whether a trial or a run is one of this method."""
+        _, slug, _ = spec.location.split("/")
+        return slug == contender.slug
 
     def _check_partition(self, spec: RunSpec, outcome: RunOutcome) -> None:
         """Require that clients have the samples that they have with every other method of the same seed."""

@@ -32,6 +32,7 @@ from .settings import (
     Arguments,
     Contender,
     check_fields,
+    check_plan,
     checked_seeds,
     choices_of,
     command_of,
@@ -42,7 +43,11 @@ from .settings import (
 from .simulated_runs import RunSpec
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack  # of `typing` since Python 3.11
+
     from edge_agent.methods import Method
+
+    from .shared_settings import SharedSettings
 
 ARGUMENTS = "arguments.json"
 """File with the arguments in the folder of a comparison."""
@@ -161,7 +166,7 @@ def compare(
     out: str | Path = "comparison",
     running: Running | None = None,
     log: str | Sequence[str] = (),
-    **settings: Any,
+    **settings: Unpack[SharedSettings],
 ) -> ComparisonResult:
     """Compare methods: the same number of trials for each on validation samples, then runs with paired seeds.
 
@@ -182,7 +187,8 @@ def compare(
         out: Folder of the comparison.
         running: Where and how the simulations run.
         log: Also log the comparison and its runs, once it is over, to names as behind ``simulate --log``.
-        settings: Further fields of `coordinator.simulation.plan.Plan`, such as ``partition``, ``clients``, ``rounds``.
+        settings: Further fields of `coordinator.simulation.plan.Plan`, such as ``partition``, ``clients``, ``rounds``;
+            those of `coordinator.research.compare.shared_settings.SharedSettings`, which type checkers know.
 
     Raises:
         UsageError: Arguments, data or methods do not go together, or the folder holds another comparison.
@@ -195,17 +201,18 @@ def compare(
     references, is_local = _references(methods)
     how = dataclasses.replace(how, in_process=how.in_process or is_local)
     checked = checked_seeds(seeds, "seeds")
-    arguments = Arguments(
-        methods=tuple(choices_of(references, params or {}, always=ALWAYS)),
-        plan=_plan_fields(data, settings, how),
-        seeds=checked,
-        trials=tune,
-        search=search,
-        space=dict(space or {}),
-        validation=validation,
-        tune_seed=checked[0] if tune_seed is None else tune_seed,
-        untuned=untuned,
-    )
+    fields = {
+        "methods": choices_of(references, params or {}, always=ALWAYS),
+        "plan": _plan_fields(data, settings, how),
+        "seeds": checked,
+        "trials": tune,
+        "search": search,
+        "space": dict(space or {}),
+        "validation": validation,
+        "tune_seed": checked[0] if tune_seed is None else tune_seed,
+        "untuned": untuned,
+    }
+    arguments = parse(Arguments, fields, where="the arguments of the comparison")
     if tune and not tuner_named(search).fits_comparisons:
         raise UsageError(f"search {search}: it has another number of trials for each method; it is for sweep alone")
     if not tune and untuned:
@@ -229,7 +236,7 @@ def sweep(
     seed: int = 0,
     out: str | Path = "sweep",
     running: Running | None = None,
-    **settings: Any,
+    **settings: Unpack[SharedSettings],
 ) -> SweepResult:
     """Search the parameters of one method on validation samples: the first half of `compare`.
 
@@ -245,7 +252,7 @@ def sweep(
         seed: Seed of the trials and of the search.
         out: Folder of the trials. The same call continues there.
         running: Where and how the simulations run.
-        settings: Further fields of `coordinator.simulation.plan.Plan`.
+        settings: Further fields of `coordinator.simulation.plan.Plan`, as in `compare`.
 
     Raises:
         UsageError: Arguments, data or the method do not go together, or the folder holds something else.
@@ -257,17 +264,18 @@ def sweep(
     how = dataclasses.replace(how, in_process=how.in_process or is_local)
     if trials < 1:
         raise UsageError(f"trials = {trials}; expected at least 1")
-    arguments = Arguments(
-        methods=tuple(choices_of(references, params or {}, always=())),
-        plan=_plan_fields(data, settings, how),
-        seeds=(seed,),
-        trials=trials,
-        search=search,
-        points=points,
-        space=dict(space or {}),
-        validation=validation,
-        tune_seed=seed,
-    )
+    fields = {
+        "methods": choices_of(references, params or {}, always=()),
+        "plan": _plan_fields(data, settings, how),
+        "seeds": checked_seeds((seed,), "seed"),
+        "trials": trials,
+        "search": search,
+        "points": points,
+        "space": dict(space or {}),
+        "validation": validation,
+        "tune_seed": seed,
+    }
+    arguments = parse(Arguments, fields, where="the arguments of the search")
     return run_sweep(arguments, Path(out), how)
 
 
@@ -332,6 +340,7 @@ def _plan_fields(data: str | Sequence[str], settings: Mapping[str, Any], running
     running.check()
     sources = (data,) if isinstance(data, str) else tuple(data)
     fields = {name: value for name, value in settings.items() if value is not None}
+    check_fields(fields)
     fields |= {"data": [absolute(source) for source in sources], "folder": str(Path.cwd())}
     if running.engine != "ray":
         fields["engine"] = running.engine
@@ -343,7 +352,7 @@ def _plan_fields(data: str | Sequence[str], settings: Mapping[str, Any], running
         fields["weights"] = str(bundle_path(Path(fields["weights"]).expanduser()).absolute())
     if is_saved_partition(fields.get("partition")):
         fields["partition"] = str(Path(fields["partition"]).expanduser().absolute())
-    check_fields(fields)
+    check_plan(fields)
     return fields
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,8 +40,16 @@ OF_THE_COMPARISON = (
 )
 """Fields of a simulation that a comparison sets itself, or cannot compare."""
 
+OF_RUNNING = ("engine", "address")
+"""Fields of a simulation that say where a comparison runs, which `Running` has."""
+
 SPACE = "--space"
 """The option that states the values of a search."""
+
+_RUNNING = "a class of coordinator.research.compare.interface"
+
+_SETTINGS = "the settings of a comparison"
+"""Where mistakes in fields of a simulation are."""
 
 
 class MethodChoice(Frozen):
@@ -125,9 +134,12 @@ def checked_seeds(seeds: Iterable[int], where: str) -> tuple[int, ...]:
     """Return the seeds as a tuple.
 
     Raises:
-        UsageError: There is none, one is negative, or one is there twice.
+        UsageError: There is none, one is no whole number or negative, or one is there twice.
     """
-    seeds = tuple(seeds)
+    try:
+        seeds = tuple(map(operator.index, seeds))
+    except TypeError as error:
+        raise UsageError(f"{where}: {seeds!r}; expected whole numbers, for example range(6)") from error
     if not seeds:
         raise UsageError(f"{where}: no seed; expected at least one, for example 0:6")
     if min(seeds) < 0:
@@ -253,11 +265,19 @@ def check_fields(fields: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: Some do not; all of them are listed.
     """
-    reserved = [name for name in OF_THE_COMPARISON if name in fields]
-    if reserved:
-        reasons = [f"{name}: a comparison sets it itself; leave it out" for name in reserved]
-        raise ConfigError("the settings of a comparison", reasons)
-    parse(Plan, {**fields, "method": ALWAYS[0]}, where="the settings of a comparison")
+    reasons = [f"{name}: a comparison sets it itself; leave it out" for name in OF_THE_COMPARISON if name in fields]
+    reasons += [f"{name}: give it as running=Running({name}=...), {_RUNNING}" for name in OF_RUNNING if name in fields]
+    if reasons:
+        raise ConfigError(_SETTINGS, reasons)
+
+
+def check_plan(fields: Mapping[str, Any]) -> None:
+    """Require that the fields of all simulations have possible values, and go together.
+
+    Raises:
+        ConfigError: They do not; all mistakes are listed.
+    """
+    parse(Plan, {**fields, "method": ALWAYS[0]}, where=_SETTINGS)
 
 
 def tuner_named(name: str) -> type[Tuner]:

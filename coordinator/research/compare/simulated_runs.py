@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,6 +44,7 @@ class RunOutcome(Frozen):
     plan: dict[str, Any] = Field(description="the settings of the simulation")
     is_over: bool = Field(False, description="false: it was begun, and the processor time is that so far")
     failure: str = Field("", description="why it failed; empty: it did not")
+    is_repeated: bool = Field(False, description="whether it had failed before, and was tried once more")
     clients: tuple[ClientScore, ...] = ()
     curve: tuple[tuple[float, float], ...] = ()
     bytes_up: int = Field(0, ge=0)
@@ -85,19 +86,38 @@ class RunSpec:
         Raises:
             StateError: The file is damaged, or of a simulation with other settings.
         """
+        outcome = self.read_any(base)
+        if outcome is None:
+            return None
+        differences = self.differences(outcome)
+        if differences:
+            raise StateError(
+                f"{self.outcome_path(base)}: has other settings ({'; '.join(differences[:5])}): the method's search "
+                f"space or an earlier trial was another one; {_OR_ELSE}"
+            )
+        return outcome
+
+    def read_any(self, base: Path) -> RunOutcome | None:
+        """Return what its file holds, though that may be of other settings; None: there is no file.
+
+        Raises:
+            ConfigError: The file is damaged.
+        """
         path = self.outcome_path(base)
         content = read_json(path)
         if content is None:
             return None
-        outcome = parse(RunOutcome, content, where=str(path))
-        begun = parse(Plan, outcome.plan, where=str(path))
-        differences = begun.differences(self.plan, but=())
-        if differences:
-            raise StateError(
-                f"{path}: has other settings ({'; '.join(differences[:5])}): the method's search space or an earlier "
-                f"trial was another one; {_OR_ELSE}"
-            )
-        return outcome
+        return parse(RunOutcome, content, where=str(path))
+
+    def differences(self, outcome: RunOutcome, *, but: Collection[str] = ()) -> list[str]:
+        """Return ``name value, now value`` for each setting in which an outcome is of another simulation.
+
+        Args:
+            outcome: What its file holds.
+            but: Fields of the plan that are not compared.
+        """
+        begun = parse(Plan, outcome.plan, where=f"the plan of {self.location}")
+        return begun.differences(self.plan, but=but)
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON for another process; `from_json` reads it."""
@@ -177,6 +197,7 @@ class _Ledger:
         self._plan = spec.plan.model_dump(mode="json", exclude_unset=True)
         self._cpu_s = 0.0 if before is None else before.cpu_s
         self._seconds = 0.0 if before is None else before.seconds
+        self._is_repeated = before is not None and before.is_repeated
 
     def note(self) -> None:
         """Write what was spent so far; a power cut may lose it."""
@@ -192,11 +213,16 @@ class _Ledger:
         return self.over(failure=reason or "no reason was given")
 
     def _spent(self) -> dict[str, Any]:
-        """Return the fields that plan and time have."""
+        """Return the fields that say which simulation it is and what it has cost."""
         cpu_s, seconds = self._meter.read()
         self._cpu_s += cpu_s
         self._seconds += seconds
-        return {"plan": self._plan, "cpu_s": round(self._cpu_s, 3), "seconds": round(self._seconds, 3)}
+        return {
+            "plan": self._plan,
+            "is_repeated": self._is_repeated,
+            "cpu_s": round(self._cpu_s, 3),
+            "seconds": round(self._seconds, 3),
+        }
 
 
 def _simulate(spec: RunSpec, base: Path, ledger: _Ledger, watch: Watch) -> RunOutcome:
@@ -270,6 +296,24 @@ def _curve(result: Mapping[str, Any], scope: str) -> tuple[tuple[float, float], 
     from ...simulation.results import curve
 
     return tuple(curve(result, scope, "clients_mean"))
+
+
+def begin_anew(spec: RunSpec, base: Path, before: RunOutcome) -> None:
+    """Remove what a simulation has found but for what it has cost, so that it is made from its start.
+
+    Args:
+        spec: The simulation, as it is now.
+        base: The folder of the comparison.
+        before: What its file holds: a failure, or the outcome of other parameters.
+    """
+    forget(spec, base)
+    begun = RunOutcome(
+        plan=spec.plan.model_dump(mode="json", exclude_unset=True),
+        is_repeated=before.is_repeated or bool(before.failure),
+        cpu_s=before.cpu_s,
+        seconds=before.seconds,
+    )
+    write_json(spec.outcome_path(base), begun.model_dump(mode="json"))
 
 
 def forget(spec: RunSpec, base: Path) -> None:

@@ -8,6 +8,8 @@ import re
 import signal
 import subprocess
 import sys
+import zlib
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,7 +19,7 @@ from compared_samples import SETTINGS, write_samples
 import coordinator
 from coordinator.research.compare import interface, simulated_runs
 from coordinator.research.compare.interface import Running, read_comparison
-from coordinator.research.compare.records import Comparison
+from coordinator.research.compare.records import ClientScore, Comparison
 from coordinator.research.compare.runners import FIRST_NEED_BYTES, LocalWorkers
 from coordinator.research.compare.settings import ALWAYS
 from coordinator.research.compare.simulated_runs import RunSpec, simulate_run
@@ -32,6 +34,11 @@ def without_times(comparison: Comparison) -> dict:
     """The record without what differs from run to run."""
     text = re.sub(r'"(cpu_s|seconds)": ?[0-9.e+-]+', r'"\1": 0', comparison.model_dump_json())
     return json.loads(text)
+
+
+def without_costs(entries) -> list[dict]:
+    """Trials or runs as JSON, without what differs from run to run."""
+    return [entry.model_dump(mode="json", exclude={"cpu_s", "seconds"}) for entry in entries]
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +132,7 @@ def test_data_with_test_samples_that_each_seed_draws_anew_are_told(whole, run):
 def test_a_space_with_fewer_values_says_so(run):
     record = run("fedprox", seeds=(0,), tune=4, space={"lr": "0.1", "mu": "0"}, out="few").comparison
     notes = {method.name: method.note for method in record.methods}
-    assert notes["fedavg"] == "2 trials in place of 4: its space has no more values (lr = 0.1)"
+    assert notes["fedavg"] == "2 trials in place of 4: its space has no more values (lr = 0.1)."
     assert notes["linear_probe"] == ""
 
 
@@ -314,6 +321,73 @@ def test_the_crash_of_one_seed_is_recorded_and_can_be_tried_again(run, monkeypat
     assert without_times(again.comparison)["methods"] == without_times(run("fedprox", out="new").comparison)["methods"]
 
 
+def score_at_once(spec, _base, ledger, _watch):
+    """Stands for a simulation whose only client is as accurate as its settings say, at random."""
+    what = json.dumps([spec.plan.params, spec.plan.seed, spec.plan.rounds, spec.is_trial], sort_keys=True)
+    accuracy = zlib.crc32(what.encode()) % 1000 / 1000
+    return ledger.over(clients=(ClientScore(id="c", samples=9, accuracy=accuracy),), curve=((1, accuracy),))
+
+
+@pytest.mark.parametrize("search", ["random", "halving", "optuna"])
+def test_a_trial_that_is_scored_at_its_second_try_changes_what_follows_from_it(run, monkeypatch, search):
+    """The trial that would be chosen fails at first, so that other parameters run; then it is tried again."""
+    settings = {"search": search, "tune": 9, "rounds": 9}
+    monkeypatch.setattr(simulated_runs, "_simulate", score_at_once)
+    expected = run("fedprox", out="whole", **settings).comparison.methods[-1]
+    assert expected.chosen > 0
+
+    def failing(spec, *others):
+        if spec.location.startswith(f"trials/fedprox/{expected.chosen:03d}-"):
+            raise RunFailed("the machine was tired")
+        return score_at_once(spec, *others)
+
+    monkeypatch.setattr(simulated_runs, "_simulate", failing)
+    other = run("fedprox", out="tired", **settings).comparison
+    assert other.methods[-1].chosen != expected.chosen
+    monkeypatch.setattr(simulated_runs, "_simulate", score_at_once)
+    again = run("fedprox", out="tired", running=Running(in_process=True, again=True), **settings).comparison
+    own = again.methods[-1]
+    assert (own.chosen, without_costs(own.trials)) == (expected.chosen, without_costs(expected.trials))
+    assert without_costs(own.runs) == without_costs(expected.runs)
+    assert own.note == f"Scored when they were tried again, after a failure: trials {expected.chosen}."
+    assert [method.note for method in again.methods[:-1]] == [method.note for method in other.methods[:-1]]
+    # The same command, without --again, finds all of it done.
+    monkeypatch.setattr(simulated_runs, "_simulate", None)
+    assert run("fedprox", out="tired", **settings).comparison == again
+
+
+def test_what_was_spent_on_parameters_that_are_not_chosen_any_more_is_counted(run, monkeypatch):
+    settings = {"tune": 2, "seeds": (0,)}
+    monkeypatch.setattr(simulated_runs, "_simulate", score_at_once)
+    chosen = run("fedprox", out="whole", **settings).comparison.methods[-1].chosen
+
+    def failing(spec, *others):
+        if spec.location.startswith(f"trials/fedprox/{chosen:03d}-"):
+            raise RunFailed("the machine was tired")
+        return score_at_once(spec, *others)
+
+    monkeypatch.setattr(simulated_runs, "_simulate", failing)
+    run("fedprox", out="tired", **settings)
+    path = Path("tired/runs/fedprox/seed-0.json")
+    outcome = json.loads(path.read_text())
+    path.write_text(json.dumps({**outcome, "cpu_s": 100.0}))
+    monkeypatch.setattr(simulated_runs, "_simulate", score_at_once)
+    again = run("fedprox", out="tired", running=Running(in_process=True, again=True), **settings).comparison
+    assert again.methods[-1].runs[0].params != outcome["plan"]["params"]
+    assert again.methods[-1].runs[0].cpu_s >= 100
+
+
+def test_runs_of_other_parameters_are_refused_where_no_trial_was_tried_again(run, monkeypatch):
+    monkeypatch.setattr(simulated_runs, "_simulate", score_at_once)
+    run("fedprox", out="edited")
+    path = Path("edited/runs/fedprox/seed-0.json")
+    outcome = json.loads(path.read_text())
+    path.write_text(json.dumps({**outcome, "plan": {**outcome["plan"], "params": {"mu": 0.3}}}))
+    for again in (False, True):
+        with pytest.raises(StateError, match=r"seed-0\.json: has other settings \(params .*choose another folder"):
+            run("fedprox", out="edited", running=Running(in_process=True, again=again))
+
+
 def test_a_full_disk_stops_the_comparison_and_the_same_call_continues(run, monkeypatch):
     simulate = simulated_runs._simulate
 
@@ -325,7 +399,7 @@ def test_a_full_disk_stops_the_comparison_and_the_same_call_continues(run, monke
     monkeypatch.setattr(simulated_runs, "_simulate", full)
     with pytest.raises(StateError, match="make room"):
         run("fedprox", out="disk")
-    record = read_comparison(interface.Path("disk"))
+    record = read_comparison(Path("disk"))
     assert all(len(method.trials) == 2 and method.runs == () for method in record.methods)
     monkeypatch.setattr(simulated_runs, "_simulate", simulate)
     assert run("fedprox", out="disk").failures == ()
@@ -347,6 +421,12 @@ def test_a_full_disk_stops_the_comparison_and_the_same_call_continues(run, monke
         (["fedprox"], {"params": {"mu": -2}}, ConfigError, "mu = -2"),
         (["fedprox"], {"data": "npz:nothing.npz"}, UsageError, "nothing.npz"),
         (["fedprox"], {"running": Running(address="auto")}, UsageError, "only on ray"),
+        (["fedprox"], {"engine": "stacked"}, ConfigError, r"give it as running=Running\(engine="),
+        (["fedprox"], {"tune": -1}, ConfigError, "trials = -1"),
+        (["fedprox"], {"tune_seed": -1, "validation": 1.5}, ConfigError, "2 mistakes"),
+        (["fedprox"], {"space": {"mu": 0.1}}, ConfigError, "space.mu = 0.1"),
+        (["fedprox"], {"seeds": 3}, UsageError, "expected whole numbers"),
+        (["fedprox"], {"seeds": ("a",)}, UsageError, "expected whole numbers"),
     ],
 )
 def test_arguments_that_cannot_be_are_refused_before_anything_is_written(run, place, methods, change, error, text):
