@@ -10,7 +10,7 @@ it is written down for a table a second time.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -51,6 +51,9 @@ LEAST_SAMPLES = {
 }
 """Rule -> the least samples of a client where the plan names no number."""
 
+TUNED = "as tuned"
+"""What stands in place of a number that a search has chosen."""
+
 GIVEN_BY_DATA = ("domains", "subjects", "users")
 """Rules by which the data say who the clients are."""
 
@@ -87,6 +90,7 @@ class Footing(Frozen):
         average: Average | None = None,
         scope: Scope = "personal",
         when: When = "last",
+        searched: Collection[str] = (),
     ) -> Footing:
         """Return what a run of this plan with this method rests on; no sample is read.
 
@@ -97,6 +101,8 @@ class Footing(Frozen):
                 neither metric nor round.
             scope: The accuracy that is compared.
             when: The round whose accuracy is compared.
+            searched: Parameters that a search has chosen for each row by the same rule. Where they are numbers of the
+                optimizer or of a batch the footing says so in place of the number, which is a result of the search.
         """
         metric = ""
         round_counted = ""
@@ -104,11 +110,11 @@ class Footing(Frozen):
             metric = f"{_SCOPES[scope]}, {_AVERAGES[average]}"
             round_counted = _ROUNDS[when]
         return cls(
-            optimizer=_optimizer(method),
+            optimizer=_optimizer(method, searched),
             optimizer_state=_optimizer_state(method),
             passes=_listed(method.local_work().rounds),
             end=_listed(method.local_work().end),
-            batches=_batches(method),
+            batches=_batches(method, searched),
             augmentation=_augmentation(plan, method),
             encoder=_encoder(plan),
             parts=_parts(method),
@@ -131,10 +137,15 @@ class Footing(Frozen):
         return values
 
 
-def footing_of(plan: Plan, method: Method | None = None) -> dict[str, str]:
+def footing_of(plan: Plan, method: Method | None = None, *, searched: Collection[str] = ()) -> dict[str, str]:
     """Return what a run of this plan rests on, by the names that tables show; no sample is read.
 
-    Metric and round are left out: they are those of the comparison. ``method``: the plan's, where it is at hand.
+    Metric and round are left out: they are those of the comparison.
+
+    Args:
+        plan: The settings of the run.
+        method: The plan's method, where it is at hand.
+        searched: Parameters that a search has chosen, see `Footing.of`.
 
     Raises:
         UnknownName: There is no such method.
@@ -142,25 +153,32 @@ def footing_of(plan: Plan, method: Method | None = None) -> dict[str, str]:
     """
     if method is None:
         method = methods.create(plan.method, plan.params, paper=plan.paper)
-    return Footing.of(plan, method).named()
+    return Footing.of(plan, method, searched=searched).named()
 
 
 # --- one aspect each -------------------------------------------------------------------------------------------------
 
 
-def _optimizer(method: Method) -> str:
+def _optimizer(method: Method, searched: Collection[str]) -> str:
     """Return the optimizer of local training with its numbers; "none" where nothing takes steps."""
     params = method.params
     work = method.local_work()
     if not any(stage.takes_steps for stage in work.rounds):
         return "none"
-    step_size = f"step size {params.lr:g}"
+    step_size = f"step size {_number(method, 'lr', searched)}"
     if work.schedule:
         step_size = f"{step_size} {work.schedule}"
     text = f"Adam, {step_size}"
     if params.optimizer == "sgd":
-        text = f"SGD, {step_size}, momentum {params.momentum:g}"
-    return f"{text}, weight decay {params.weight_decay:g}"
+        text = f"SGD, {step_size}, momentum {_number(method, 'momentum', searched)}"
+    return f"{text}, weight decay {_number(method, 'weight_decay', searched)}"
+
+
+def _number(method: Method, name: str, searched: Collection[str]) -> str:
+    """Return a parameter's number, or that a search has chosen it."""
+    if name in searched:
+        return TUNED
+    return f"{getattr(method.params, name):g}"
 
 
 def _optimizer_state(method: Method) -> str:
@@ -179,20 +197,23 @@ def _listed(stages: Sequence[Stage]) -> str:
     return ", then ".join(stage.describe() for stage in stages)
 
 
-def _batches(method: Method) -> str:
+def _batches(method: Method, searched: Collection[str]) -> str:
     """Return the samples of a batch, and what becomes of a last batch that is small."""
     work = method.local_work()
     if not any(stage.takes_steps for stage in work.rounds):
         return "none"
     size = work.batch_size or method.params.batch_size
+    shown_size = str(size)
+    if not work.batch_size and "batch_size" in searched:
+        shown_size = TUNED
     if work.drops_last:
-        return f"{size}; a last batch that is not whole sits out"
+        return f"{shown_size}; a last batch that is not whole sits out"
     least = min(work.smallest_batch, size)
     if least <= 1:
-        return f"{size}; a smaller last batch is used"
+        return f"{shown_size}; a smaller last batch is used"
     if least == 2:
-        return f"{size}; a smaller last batch is used, a single sample joins the batch before"
-    return f"{size}; a smaller last batch is used, below {least} it joins the batch before"
+        return f"{shown_size}; a smaller last batch is used, a single sample joins the batch before"
+    return f"{shown_size}; a smaller last batch is used, below {least} it joins the batch before"
 
 
 def _augmentation(plan: Plan, method: Method) -> str:

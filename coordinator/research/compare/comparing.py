@@ -7,7 +7,7 @@ through the same steps again and finds its simulations done.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,9 @@ class Setting:
     clients: int
     rounds: int
     command: str
+    encoder: str
+    """The encoder of all simulations, chosen by the inputs where the arguments name none."""
+
     partition_hash: str = ""
     """Who has which samples with the first seed, by the data as they are now."""
 
@@ -368,6 +371,19 @@ class Comparing:
         return {} if best is None else dict(best.params)
 
     @property
+    def finished_parts(self) -> int:
+        """How many parts are over: all trials, and the runs of each seed, those with defaults apart."""
+        if not all(search.is_over for search in self._searches):
+            return 0
+        parts = 1
+        for seed in self._arguments.seeds:
+            if not any(self._tuned_runs(seed)):
+                parts += 1
+            if self._untuned and all(seed in runs.outcomes for runs in self._untuned):
+                parts += 1
+        return parts
+
+    @property
     def total_rounds(self) -> int:
         """Rounds of all simulations, done or to be done, as far as the search knows."""
         return self.done_rounds + self._rounds_left()
@@ -410,6 +426,7 @@ class Comparing:
             methods=tuple(self._method_record(index) for index in range(len(self._searches))),
             tune_seed=arguments.tune_seed if is_tuned else None,
             validation=arguments.validation if is_tuned else None,
+            has_untuned=arguments.untuned,
             notes=setting.notes,
         )
 
@@ -439,7 +456,12 @@ class Comparing:
         choice = search.contender.choice
         plan = run_plan(self._arguments, choice, self._chosen_params(search), self._arguments.seeds[0])
         method = methods.create(plan.method_name, plan.params, paper=plan.paper, paper_for=plan.paper_for)
-        return footing_of(plan, method)
+        searched: Collection[str] = ()
+        if self._arguments.trials:
+            searched = search.contender.space
+        if plan.encoder is None:
+            plan = plan.model_copy(update={"encoder": self._setting.encoder})
+        return footing_of(plan, method, searched=searched)
 
     def _seed_runs(self, runs: _Runs, params: Mapping[str, Any], failure: str) -> tuple[SeedRun, ...]:
         """Return the runs of a method that are over; with a ``failure`` none can be made, and all have it."""

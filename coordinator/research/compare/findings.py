@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 
 from ...report.charts import clean, percent
 from ...text import listed
+from .facts import baseline_name, progress_text
 from .records import Comparison
 from .row_statistics import ComparisonStatistics, RowStatistics, chance_of_distinguishing
-from .tables import baseline_name
 
 ENOUGH_SEEDS = 5
 """From so many seeds on chance alone exceeds two standard errors in about one of nine comparisons, or fewer."""
@@ -18,13 +18,21 @@ def findings(comparison: Comparison, statistics: ComparisonStatistics) -> list[s
     """Return what the tables show, and what they lack."""
     best = next((row for row in statistics.rows if row.name == statistics.best), None)
     if best is None or best.client_mean is None:
-        return ["No run has a result yet."]
+        return [*_progress(comparison, statistics), "No run has a result yet."]
     return [
+        *_progress(comparison, statistics),
         f"Best client mean: {clean(best.name)}, {percent(best.client_mean.mean)}.",
         *_distances(statistics),
         *_clients_and_tuning(comparison, statistics),
         *_doubts(statistics),
     ]
+
+
+def _progress(comparison: Comparison, statistics: ComparisonStatistics) -> Iterator[str]:
+    """Yield how far a comparison is that is not over."""
+    text = progress_text(comparison, statistics)
+    if text:
+        yield text
 
 
 def _distances(statistics: ComparisonStatistics) -> Iterator[str]:

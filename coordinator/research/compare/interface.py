@@ -21,6 +21,7 @@ from ...loggers.choice import absolute_choice
 from ...loggers.delivery import LogOutcome
 from ...shadowed import check_export
 from ...simulation.plan import Plan, is_saved_partition
+from ...text import counted
 from .comparing import RECORD, Comparing, Setting
 from .logged import check_logs, log_comparison
 from .outputs import write_outputs
@@ -51,6 +52,9 @@ if TYPE_CHECKING:
 
 ARGUMENTS = "arguments.json"
 """File with the arguments in the folder of a comparison."""
+
+MOST_NAMED = 6
+"""The most methods whose names stand in the title of a comparison."""
 
 _OTHERS = "give the same arguments to continue it, or choose another folder with --out"
 
@@ -368,7 +372,7 @@ def _run(arguments: Arguments, out: Path, running: Running, *, command: str, has
             write_json(out / ARGUMENTS, arguments.model_dump(mode="json"))
         comparing = Comparing(arguments, contenders, setting, out, has_runs=has_runs, again=running.again)
         try:
-            _run_all(comparing, out, running)
+            _run_all(comparing, out, running, has_runs=has_runs)
         except KeyboardInterrupt:
             _write_tables(comparing, out, has_runs=has_runs)
             raise
@@ -439,8 +443,15 @@ def _setting(arguments: Arguments, contenders: Sequence[Contender], command: str
             mistakes.append(f"{contender.choice.name}: {error}")
     if mistakes:
         raise ConfigError(f"methods for {', '.join(first.data)}", mistakes)
-    what = ", ".join(contender.choice.name for contender in contenders)
-    settings = {name: value for name, value in division.settings.items() if name != "seed"}
+    names = [contender.choice.name for contender in contenders]
+    what = ", ".join(names)
+    if len(names) > MOST_NAMED:
+        what = counted(len(names), "method")
+    # Each seed has a partition of its own, and where the data have a test part nothing is held out.
+    without_effect = {"seed"}
+    if pools.test is not None:
+        without_effect.add("test_fraction")
+    settings = {name: value for name, value in division.settings.items() if name not in without_effect}
     return Setting(
         title=f"{what} on {', '.join(first.data)}",
         data=first.data,
@@ -449,6 +460,7 @@ def _setting(arguments: Arguments, contenders: Sequence[Contender], command: str
         clients=len(division.clients),
         rounds=first.rounds,
         command=command,
+        encoder=task.encoder,
         partition_hash=division.sha256,
         notes=notes,
     )
@@ -466,8 +478,10 @@ _SHARED_TEST = (
 )
 
 
-def _run_all(comparing: Comparing, out: Path, running: Running) -> None:
-    """Run what is due until nothing is, and write the record after each simulation.
+def _run_all(comparing: Comparing, out: Path, running: Running, *, has_runs: bool) -> None:
+    """Run what is due until nothing is; write the record after each simulation, and the tables after each part.
+
+    Parts are the trials of all methods, and each seed: so a comparison of days can be read before it is over.
 
     Raises:
         StateError: Files cannot be read or written; all that is over is recorded.
@@ -489,6 +503,7 @@ def _run_all(comparing: Comparing, out: Path, running: Running) -> None:
     comparing.write()
     if not waiting:
         return
+    parts = comparing.finished_parts
     with contextlib.closing(running.runner(out, tell)) as runner:
         is_busy = 0
         while waiting or is_busy:
@@ -502,6 +517,9 @@ def _run_all(comparing: Comparing, out: Path, running: Running) -> None:
                     waiting = sorted((*waiting, *comparing.due()), key=_urgency)
                     comparing.write()
                 tell(event)
+            if comparing.finished_parts > parts:
+                parts = comparing.finished_parts
+                _write_tables(comparing, out, has_runs=has_runs)
 
 
 def _urgency(spec: RunSpec) -> tuple[bool, int]:

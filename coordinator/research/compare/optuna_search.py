@@ -36,9 +36,9 @@ class OptunaSearch(Tuner):
 
     @classmethod
     def describe(cls, budget: Budget) -> str:
-        """Return how many trials each method gets."""
+        """Return the rounds of a trial."""
         import_optuna()
-        return f"optuna (TPE), {counted(budget.trials, 'trial')} of {counted(budget.rounds, 'round')}"
+        return f"optuna (TPE), {counted(budget.rounds, 'round')} each"
 
     def ask(self) -> Sequence[Proposal]:
         """Return one trial: the defaults first, then what Optuna proposes."""

@@ -15,31 +15,19 @@ from edge_agent.core.storage import check_writable, write_atomic
 
 from ...report.charts import clean
 from ...report.pictures import COLUMN, Format, picture
-from ...text import counted
+from ...text import counted, sentence
+from .client_files import clients_csv, clients_parquet
+from .facts import facts, hours_in_all
 from .findings import findings
 from .page import render
 from .plots import Figure, figures
 from .records import Comparison
 from .row_statistics import ComparisonStatistics, compute_statistics
-from .tables import (
-    all_tables,
-    clients_csv,
-    clients_parquet,
-    differences_table,
-    facts,
-    figures_csv,
-    hours_in_all,
-    latex,
-    markdown,
-    markdown_text,
-    methods_table,
-    rows_csv,
-    text_lines,
-    tuning_table,
-)
+from .table_formats import figures_csv, latex, markdown, markdown_text, rows_csv, text_lines
+from .tables import all_tables, differences_table, methods_table, tuning_table
 
 MOST_FAILURES = 5
-"""The most runs without a result that stand on a terminal; all of them are in table.md."""
+"""The most lines of runs without a result on a terminal; all of them are in table.md."""
 
 PAGE = "index.html"
 PRINT_FORMATS: tuple[Format, ...] = ("svg", "pdf")
@@ -106,8 +94,10 @@ def _document(comparison: Comparison, statistics: ComparisonStatistics) -> str:
 
 def _caption(comparison: Comparison) -> str:
     """Return the caption of the table of methods: what a reader of a paper needs to know of the task."""
-    common = "; ".join(f"{name.lower()}: {value}" for name, value in facts(comparison))
-    return f"{clean(comparison.title, 200)}. {common}."
+    title = clean(comparison.title, 200)
+    # What the title says is not said again.
+    common = "; ".join(f"{name.lower()}: {value}" for name, value in facts(comparison) if value not in title)
+    return f"{title}. {sentence(common)}"
 
 
 def summary_lines(comparison: Comparison, width: int = 140) -> list[str]:
@@ -123,9 +113,11 @@ def summary_lines(comparison: Comparison, width: int = 140) -> list[str]:
     if statistics.has_tuning:
         lines += ["", *text_lines(tuning_table(comparison, statistics), width)]
     lines.append(hours_in_all(statistics))
-    if statistics.failures:
-        lines.append(f"{counted(len(statistics.failures), 'run')} without a result, all of them in table.md:")
-        for failure in statistics.failures[:MOST_FAILURES]:
+    failures = [failure for failure in statistics.failures if not failure.is_pending]
+    if failures:
+        count = sum(failure.count for failure in failures)
+        lines.append(f"{counted(count, 'simulation')} without a result, all of them in table.md:")
+        for failure in failures[:MOST_FAILURES]:
             lines.append(f"  {failure.row}, {failure.run}: {failure.reason}"[:width])
     return lines
 

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 
 from ...report.charts import clean, figure_html
 from ...report.page import render_page
+from .facts import facts
 from .findings import findings
 from .plots import Figure
 from .records import Comparison
 from .row_statistics import ComparisonStatistics
-from .tables import Cell, Column, Table, all_tables, facts
+from .table_model import Cell, Column, Table
+from .tables import all_tables
 
 if TYPE_CHECKING:
     from markupsafe import Markup

@@ -86,4 +86,5 @@ class Comparison(Frozen):
     validation: float | None = Field(
         None, gt=0, lt=1, description="share of training samples that trials are scored on"
     )
+    has_untuned: bool = Field(False, description="whether runs with the methods' defaults were asked for, too")
     notes: tuple[str, ...] = Field((), description="what a reader has to know beside the numbers")

@@ -95,6 +95,12 @@ class Costs:
     run_hours: float
     """CPU hours of the runs, those with default parameters included."""
 
+    trial_wall_hours: float
+    """Hours by the clock of all trials, added up."""
+
+    run_wall_hours: float
+    """Hours by the clock of the runs, added up, those with default parameters included."""
+
     bytes_up: float | None
     """Mean over the row's runs; None where it has none."""
 
@@ -120,13 +126,18 @@ class Tuning:
 
 @dataclass(frozen=True)
 class Failure:
-    """A run or a trial without a result."""
+    """A trial without a result, or runs of a row that have none for the same reason."""
 
     row: str
     run: str
-    """Which run or trial it is."""
+    """Which trial or which runs, such as ``seeds 0, 1``."""
 
     reason: str
+    count: int = 1
+    """The number of trials or runs."""
+
+    is_pending: bool = False
+    """Whether nothing has failed: the runs are still to be made."""
 
 
 @dataclass(frozen=True)
@@ -178,6 +189,8 @@ class ComparisonStatistics:
     """What the rows that state it rest on."""
 
     failures: tuple[Failure, ...]
+    pending_runs: int
+    """The runs that are still to be made, those with default parameters included."""
 
 
 def compute_statistics(comparison: Comparison) -> ComparisonStatistics:
@@ -226,6 +239,7 @@ def compute_statistics(comparison: Comparison) -> ComparisonStatistics:
             )
         )
     rows.sort(key=_rank_or_last)
+    failures = tuple(_failures(comparison))
     return ComparisonStatistics(
         tuple(rows),
         best,
@@ -233,7 +247,8 @@ def compute_statistics(comparison: Comparison) -> ComparisonStatistics:
         rule,
         has_tuning=any(record.untuned for record in comparison.methods),
         footing=footing,
-        failures=tuple(_failures(comparison)),
+        failures=failures,
+        pending_runs=sum(failure.count for failure in failures if failure.is_pending),
     )
 
 
@@ -549,26 +564,53 @@ def _costs(record: MethodRecord) -> Costs:
         failed_trials=len([trial for trial in record.trials if trial.score is None]),
         trial_hours=math.fsum(trial.cpu_s for trial in record.trials) / SECONDS_PER_HOUR,
         run_hours=math.fsum(run.cpu_s for run in all_runs) / SECONDS_PER_HOUR,
+        trial_wall_hours=math.fsum(trial.seconds for trial in record.trials) / SECONDS_PER_HOUR,
+        run_wall_hours=math.fsum(run.seconds for run in all_runs) / SECONDS_PER_HOUR,
         bytes_up=bytes_up,
         bytes_down=bytes_down,
     )
 
 
+PENDING = "not run yet"
+"""Reason of a run without a result that nobody has begun."""
+
+
 def _failures(comparison: Comparison) -> Iterator[Failure]:
-    """Yield each trial and run that has no result, and why."""
+    """Yield each trial that has no result, and the runs of each row that have none, and why."""
     for record in comparison.methods:
-        for trial in record.trials:
-            if trial.score is None:
-                yield Failure(record.name, f"trial {trial.number}", trial.failure or "it has no score")
-        for run in record.untuned:
-            if run.failure:
-                yield Failure(record.name, f"seed {run.seed} with defaults", run.failure)
-        results = successful_runs(record.runs)
-        recorded = {run.seed: run for run in record.runs}
-        for seed in comparison.seeds:
-            if seed in results:
-                continue
-            reason = "not run yet"
-            if seed in recorded:
-                reason = recorded[seed].failure or "no client has test samples"
-            yield Failure(record.name, f"seed {seed}", reason)
+        yield from _failed_trials(record)
+        if comparison.has_untuned or record.untuned:
+            yield from _missing_runs(record.name, record.untuned, comparison.seeds, " with defaults")
+        yield from _missing_runs(record.name, record.runs, comparison.seeds)
+
+
+def _failed_trials(record: MethodRecord) -> Iterator[Failure]:
+    """Yield the trials of a row without a score."""
+    for trial in record.trials:
+        if trial.score is None:
+            yield Failure(record.name, f"trial {trial.number}", trial.failure or "it has no score")
+
+
+def _missing_runs(row: str, runs: Sequence[SeedRun], seeds: Sequence[int], which: str = "") -> Iterator[Failure]:
+    """Yield the runs of a row without a result, those with the same reason together.
+
+    Args:
+        row: The name of the row.
+        runs: Its runs that are over.
+        seeds: The seeds that it should have.
+        which: What follows the seeds where the runs are named.
+    """
+    results = successful_runs(runs)
+    recorded = {run.seed: run for run in runs}
+    seeds_by_reason: dict[str, list[int]] = {}
+    for seed in seeds:
+        if seed in results:
+            continue
+        reason = PENDING
+        if seed in recorded:
+            reason = recorded[seed].failure or "no client has test samples"
+        seeds_by_reason.setdefault(reason, []).append(seed)
+    for reason, missing_seeds in seeds_by_reason.items():
+        word = "seed" if len(missing_seeds) == 1 else "seeds"
+        run = f"{word} {', '.join(map(str, missing_seeds))}{which}"
+        yield Failure(row, run, reason, count=len(missing_seeds), is_pending=missing_seeds[0] not in recorded)

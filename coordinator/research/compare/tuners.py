@@ -123,8 +123,8 @@ class Random(_FixedTrials):
 
     @classmethod
     def describe(cls, budget: Budget) -> str:
-        """Return how many trials each method gets."""
-        return f"random, {counted(budget.trials, 'trial')} of {counted(budget.rounds, 'round')}"
+        """Return the rounds of a trial."""
+        return f"random, {counted(budget.rounds, 'round')} each"
 
     def _params(self) -> list[dict[str, Any]]:
         return draw_distinct(self._space, self._budget)

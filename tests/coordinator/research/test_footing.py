@@ -118,6 +118,16 @@ def test_what_only_the_method_knows_is_its_own(method, params, expected):
     assert {aspect: footing[aspect] for aspect in expected} == expected
 
 
+def test_numbers_that_a_search_has_chosen_are_no_difference():
+    plans = [Plan(method="fedavg", params={"lr": lr, "batch_size": size}, data=("digits",)) for lr, size in
+             ((0.1, 10), (0.02, 64))]  # fmt: skip
+    assert footing_of(plans[0])["optimizer"] != footing_of(plans[1])["optimizer"]
+    first, second = (footing_of(plan, searched={"lr", "batch_size", "mu"}) for plan in plans)
+    assert first == second
+    assert first["optimizer"] == "SGD, step size as tuned, momentum 0.5, weight decay 0"
+    assert first["batches"].startswith("as tuned; ")
+
+
 def test_metric_and_round_are_those_of_the_comparison():
     method = methods.create("fedavg")
     plan = Plan(data=("digits",))

@@ -70,8 +70,10 @@ def test_a_comparison_without_a_result_has_tables_of_what_is_missing(tmp_path):
     write_outputs(comparison, tmp_path)
     text = (tmp_path / "table.md").read_text(encoding="utf-8")
     assert "out of memory" in text
-    assert text.count("not run yet") == 3
-    assert any("4 runs without a result" in line for line in summary_lines(comparison))
+    assert "| local | seed 0 | out of memory |\n| local | seed 1 | not run yet |" in text
+    assert "| fedavg | seeds 0, 1 | not run yet |" in text
+    assert "Not over yet: 3 of 4 runs are still to be made. No run has a result yet." in text
+    assert any("1 simulation without a result" in line for line in summary_lines(comparison))
 
 
 def test_no_line_of_the_terminal_is_wider_than_it_may_be(comparison):

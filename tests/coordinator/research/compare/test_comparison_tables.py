@@ -14,19 +14,13 @@ from comparison_harness import comparison_of, made_up, row_of, run_of, trials_of
 
 from coordinator.research.compare.findings import findings
 from coordinator.research.compare.row_statistics import compute_statistics
+from coordinator.research.compare.table_formats import figures_csv, latex, latex_text, markdown, text_lines
+from coordinator.research.compare.table_model import SAME_AS_BEST, Cell, Column, Table
 from coordinator.research.compare.tables import (
-    SAME_AS_BEST,
-    Cell,
-    Column,
-    Table,
     all_tables,
+    costs_table,
     differences_table,
-    figures_csv,
-    latex,
-    latex_text,
-    markdown,
     methods_table,
-    text_lines,
     tuning_table,
 )
 
@@ -195,10 +189,83 @@ def test_notes_of_whoever_ran_it_stand_below_the_tables():
     row = row_of("local", [run_of(0, [0.5])], trials=trials_of([0.1]), chosen=0, note="a trial was stopped",
                  space={"lr": "0.01 to 1, logarithmic"})  # fmt: skip
     tables = tables_of(row, trials=3, search="random", notes=("tests were seen",), tune_seed=7, validation=0.2)
-    assert "tests were seen" in markdown(tables["methods"])
+    assert "Tests were seen." in markdown(tables["methods"])
     text = markdown(tables["tuning"])
     assert "local: a trial was stopped" in text
     assert "Other numbers of trials: local 1" in text
     assert "20.0 % of the training samples" in text
     assert "seed 7" in text
     assert "0.01 to 1, logarithmic" in markdown(tables["space"])
+
+
+# --- comparisons that are not over -----------------------------------------------------------------------------------
+
+
+def half_done(**fields):
+    """The trials of local are over and one of its two runs; the trials of fedavg and ditto are under way, or begin."""
+    trials = [trial.model_copy(update={"params": {"lr": 0.1 * trial.number}}) for trial in trials_of([0.1, 0.3])]
+    local = row_of("local", [run_of(0, [0.5, 0.7], params={"lr": 0.1})], trials=tuple(trials), chosen=1)
+    fedavg = row_of("fedavg", [], trials=tuple(trials[:1]))
+    ditto = row_of("ditto", [])
+    settings = {"seeds": (0, 1), "trials": 2, "search": "random", "has_untuned": True, **fields}
+    return comparison_of(local, fedavg, ditto, **settings)
+
+
+def test_a_comparison_that_is_not_over_says_so_first_and_in_each_form():
+    comparison = half_done()
+    statistics = compute_statistics(comparison)
+    said = "Not over yet: 11 of 12 runs are still to be made."
+    assert findings(comparison, statistics)[0] == said
+    table = methods_table(comparison, statistics)
+    assert f"- {said}" in markdown(table)
+    assert said in latex([table], "x")
+    assert "Of one seed, without a spread." in markdown(table)
+    runs = [(failure.row, failure.run) for failure in statistics.failures]
+    assert runs[:2] == [("local", "seeds 0, 1 with defaults"), ("local", "seed 1")]
+    assert statistics.pending_runs == sum(failure.count for failure in statistics.failures) == 11
+
+
+def test_trials_that_are_under_way_are_no_disadvantage_and_no_choice():
+    comparison = half_done()
+    text = markdown(tuning_table(comparison, compute_statistics(comparison)))
+    assert "Trials under way: fedavg 1 of 2, ditto 0 of 2." in text
+    assert "Other numbers of trials" not in text
+    assert "Runs with defaults were asked for, and none of them has a result yet." in text
+    lines = {line.split(" | ")[0].strip("| ‡"): line for line in text.splitlines()}
+    assert lines["local"].endswith("| 1 | lr=0.1 |")
+    assert lines["fedavg"].endswith("| – | – |")
+
+
+def test_parameters_that_are_chosen_are_shown_before_the_first_run_with_them():
+    (local, *others) = half_done().methods
+    comparison = half_done().model_copy(update={"methods": (local.model_copy(update={"runs": ()}), *others)})
+    text = markdown(tuning_table(comparison, compute_statistics(comparison)))
+    assert "| 1 | lr=0.1 |" in text
+
+
+def test_a_comparison_that_is_over_has_no_word_of_progress():
+    comparison = made_up(methods=4, seeds=2)
+    comparison = comparison.model_copy(update={"has_untuned": True})
+    statistics = compute_statistics(comparison)
+    assert statistics.pending_runs == 0
+    assert not [sentence for sentence in findings(comparison, statistics) if "Not over" in sentence]
+    assert "Mean over 2 seeds ± standard deviation over seeds (n - 1)." in markdown(
+        methods_table(comparison, statistics)
+    )
+
+
+def test_costs_are_processor_hours_and_hours_by_the_clock():
+    """Trials: 2 x 36 CPU s and 0 s; runs: 180 CPU s and 7,200 s by the clock, a fourth of it with defaults."""
+    row = row_of(
+        "local",
+        [run_of(0, [0.5], cpu_s=100.0, seconds=5400.0)],
+        untuned=[run_of(0, [0.5], cpu_s=80.0, seconds=1800.0)],
+        trials=trials_of([0.1, 0.2]),
+        chosen=1,
+    )
+    statistics = compute_statistics(comparison_of(row, trials=2, search="random"))
+    table = costs_table(statistics)
+    cells = {column.key: cell.value for column, cell in zip(table.columns, table.rows[0], strict=True)}
+    hours = [cells[key] for key in ("trial_cpu_hours", "run_cpu_hours", "trial_hours", "run_hours")]
+    assert hours == pytest.approx([72 / 3600, 180 / 3600, 0.0, 2.0])
+    assert "0.07 CPU hours in all; 2 hours by the clock" in markdown(table)

@@ -185,6 +185,25 @@ def test_a_comparison_that_is_stopped_anywhere_ends_as_if_it_was_not(whole, tmp_
     assert without_times(result.comparison)["methods"] == without_times(whole.comparison)["methods"]
 
 
+def test_tables_are_there_after_each_seed_before_a_comparison_is_over(run, monkeypatch):
+    monkeypatch.setattr(simulated_runs, "_simulate", score_at_once)
+    seen = {}
+
+    def note(progress):
+        table = Path("long/table.md")
+        text = table.read_text(encoding="utf-8") if table.exists() else ""
+        found = re.search(r"Not over yet: \d+ of \d+ runs", text)
+        seen[progress.event.partition(":")[0]] = found.group() if found else ""
+
+    run("fedprox", seeds=(0, 1, 2), untuned=True, out="long", running=Running(in_process=True, watch=note))
+    # What a table says at the end of a simulation was written at the end of the part before.
+    assert seen["trials/fedprox/001-1-rounds"] == ""
+    assert seen["untuned/fedprox/seed-0"] == "Not over yet: 30 of 30 runs"
+    assert seen["runs/fedprox/seed-0"] == "Not over yet: 25 of 30 runs"
+    assert seen["runs/fedprox/seed-1"] == "Not over yet: 15 of 30 runs"
+    assert "Not over yet" not in Path("long/table.md").read_text(encoding="utf-8")
+
+
 def test_nothing_is_run_again(whole, monkeypatch):
     monkeypatch.setattr(simulated_runs, "_simulate", None)
     assert whole.call().comparison.methods == whole.comparison.methods
