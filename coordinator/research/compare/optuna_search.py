@@ -73,7 +73,8 @@ class OptunaSearch(Tuner):
         if not isinstance(space, Range):
             return distributions.CategoricalDistribution(space.grid(1))
         if space.whole:
-            return distributions.IntDistribution(int(space.low), int(space.high), log=space.log)
+            low, high = map(int, space.ends())  # the whole numbers within
+            return distributions.IntDistribution(low, high, log=space.log)
         return distributions.FloatDistribution(space.low, space.high, log=space.log)
 
 

@@ -11,6 +11,7 @@ import json
 import logging
 import queue
 import selectors
+import sys
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -276,6 +277,7 @@ def serve(pipe: Pipe, base: str) -> None:
     meter = Meter(from_start=True)
     while True:
         spec = RunSpec.from_json(json.loads(frames.get().payload))
+        meter.leave_out_wait()
 
         def report(rounds: int) -> None:
             pipe.send("round", json.dumps({"rounds": rounds}).encode())
@@ -297,7 +299,8 @@ def _peak_bytes() -> int:
         import resource
     except ImportError:  # Windows
         return 0
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 # --- on a Ray cluster ------------------------------------------------------------------------------------------------

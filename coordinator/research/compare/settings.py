@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -323,7 +324,7 @@ def _option_words(name: str, value: Any) -> Iterator[str]:
     flag = f"--{name.replace('_', '-')}"
     if isinstance(value, Mapping):
         for key, item in value.items():
-            yield from (flag.rstrip("s"), f"{key}={item}")
+            yield from (flag.rstrip("s"), f"{key}={_as_typed(item)}")
     elif isinstance(value, list | tuple):
         for item in value:
             yield from (flag, str(item))
@@ -331,6 +332,18 @@ def _option_words(name: str, value: Any) -> Iterator[str]:
         yield flag
     elif value is not False:
         yield from (flag, str(value))
+
+
+def _as_typed(value: Any) -> str:
+    """Return a value as the command line reads it: as JSON, or as it is where that is the same text."""
+    text = json.dumps(value)
+    if not isinstance(value, str):
+        return text
+    try:
+        json.loads(value)
+    except ValueError:
+        return value
+    return text
 
 
 def command_of(arguments: Arguments, out: Path) -> Iterator[str]:
@@ -341,7 +354,7 @@ def command_of(arguments: Arguments, out: Path) -> Iterator[str]:
             yield from _option_words(name, value)
     for choice in arguments.methods:
         for key, value in choice.params.items():
-            yield from ("--set", f"{choice.name}.{key}={value}")
+            yield from ("--set", f"{choice.name}.{key}={_as_typed(value)}")
     for key, text in arguments.space.items():
         yield from ("--space", f"{key}={text}")
     yield from ("--seeds", ",".join(map(str, arguments.seeds)), "--tune", str(arguments.trials))

@@ -55,10 +55,11 @@ class RunOutcome(Frozen):
 
     @property
     def score(self) -> float | None:
-        """The mean accuracy over clients; None where it failed."""
-        if not self.clients:
+        """The mean accuracy over the clients that have samples to be scored on; None where it failed."""
+        accuracies = [client.accuracy for client in self.clients if client.samples > 0]
+        if not accuracies:
             return None
-        return sum(client.accuracy for client in self.clients) / len(self.clients)
+        return sum(accuracies) / len(accuracies)
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,10 @@ class Meter:
         self._cpu_s = now_cpu_s
         self._began_s = now_s
         return spent
+
+    def leave_out_wait(self) -> None:
+        """Count no time by the clock since the reading before, in which nothing was to be done."""
+        self._began_s = time.monotonic()
 
 
 def cpu_seconds() -> float:
@@ -264,7 +269,7 @@ def _simulate(spec: RunSpec, base: Path, ledger: _Ledger, watch: Watch) -> RunOu
         bytes_down=sum(figures["bytes_down"] or 0 for figures in result["rounds"]),
         partition_hash=result["partition_hash"],
     )
-    if not outcome.clients:
+    if outcome.score is None:
         return ledger.failed("no client has samples to be scored on; give more data or fewer clients")
     # 3. A run has all files of a simulation; of a trial its outcome is enough.
     if not spec.is_trial:

@@ -22,7 +22,7 @@ from coordinator.research.compare.interface import Running, read_comparison
 from coordinator.research.compare.records import ClientScore, Comparison
 from coordinator.research.compare.runners import FIRST_NEED_BYTES, LocalWorkers
 from coordinator.research.compare.settings import ALWAYS
-from coordinator.research.compare.simulated_runs import RunSpec, simulate_run
+from coordinator.research.compare.simulated_runs import RunOutcome, RunSpec, simulate_run
 from coordinator.simulation.datasets import prepare
 from coordinator.simulation.plan import Plan
 from edge_agent.core.errors import ConfigError, RunFailed, StateError, UnknownName, UsageError
@@ -225,6 +225,26 @@ def test_what_a_killed_attempt_has_spent_is_counted(place):
     assert not spec.read(place).is_over
     outcome = simulate_run(spec, place, meter)
     assert (outcome.cpu_s, outcome.seconds) == (13, 15)
+
+
+def test_waiting_for_other_simulations_is_no_time_of_the_next_one(monkeypatch):
+    """A worker is idle from 10 to 50 s by the clock, and then works for 3 s."""
+    clock = [0.0]
+    monkeypatch.setattr(simulated_runs.time, "monotonic", lambda: clock[0])
+    meter = simulated_runs.Meter()
+    for waited_s, worked_s in ((0, 10), (40, 3)):
+        clock[0] += waited_s
+        meter.leave_out_wait()
+        clock[0] += worked_s
+        assert meter.read()[1] == worked_s
+
+
+def test_clients_without_samples_do_not_change_the_score_of_a_trial():
+    clients = [
+        ClientScore(id=name, samples=n, accuracy=a) for name, n, a in (("a", 5, 0.6), ("b", 0, 0.0), ("c", 9, 1))
+    ]
+    assert RunOutcome(plan={}, clients=tuple(clients)).score == pytest.approx(0.8)
+    assert RunOutcome(plan={}, clients=(clients[1],)).score is None
 
 
 @pytest.mark.slow

@@ -253,6 +253,61 @@ def test_without_the_baselines_row_nobody_says_who_is_hurt():
     assert (row.hurt, row.to_baseline) == (None, None)
 
 
+def test_seeds_with_other_numbers_of_clients_and_a_run_that_lacks_one():
+    """Against numpy and scipy: 3, 5 and 4 clients; fedavg lacks one in seed 1, and all of seed 2, which failed."""
+    generator = np.random.default_rng(5)
+    samples = [[40, 300, 9], [120, 5, 40, 80, 7], [10, 10, 10, 10]]
+    local_levels = [generator.uniform(0.5, 0.9, len(counts)).round(2) for counts in samples]
+    fedavg_levels = [generator.uniform(0.2, 0.7, len(counts)).round(2) for counts in samples]
+    local = [run_of(seed, local_levels[seed].tolist(), samples[seed], partition_hash=str(seed)) for seed in range(3)]
+    names = ["c00", "c01", "c03", "c04"]
+    kept = [0, 1, 3, 4]
+    fedavg = [
+        run_of(0, fedavg_levels[0].tolist(), samples[0], partition_hash="0"),
+        run_of(1, fedavg_levels[1][kept].tolist(), np.array(samples[1])[kept].tolist(), clients=names,
+               partition_hash="1"),
+        run_of(2, [], failure="killed"),
+    ]  # fmt: skip
+    rows = rows_by_name(row_of("local", local), row_of("fedavg", fedavg))
+    means = np.array([fedavg_levels[0].mean(), fedavg_levels[1][kept].mean()])
+    others = np.array([local_levels[0].mean(), local_levels[1].mean()])
+    test = stats.ttest_rel(means, others)
+    difference = rows["fedavg"].to_baseline
+    assert difference.seeds == (0, 1)
+    assert difference.p == pytest.approx(test.pvalue)
+    assert (difference.estimate.low, difference.estimate.high) == pytest.approx(test.confidence_interval(0.95))
+    assert rows["fedavg"].client_mean.deviation == pytest.approx(means.std(ddof=1))
+    pooled = [np.average(fedavg_levels[0], weights=samples[0]),
+              np.average(fedavg_levels[1][kept], weights=np.array(samples[1])[kept])]  # fmt: skip
+    assert rows["fedavg"].pooled_mean.mean == pytest.approx(np.mean(pooled))
+    assert rows["local"].worst_tenth.mean == pytest.approx(np.mean([levels.min() for levels in local_levels]))
+    # The client that one of the two rows lacks is compared nowhere.
+    ours = np.concatenate([fedavg_levels[0], fedavg_levels[1][kept]])
+    theirs = np.concatenate([local_levels[0], local_levels[1][kept]])
+    counts = np.concatenate([samples[0], np.array(samples[1])[kept]])
+    p, q = (ours * counts + 1) / (counts + 2), (theirs * counts + 1) / (counts + 2)
+    hurt = np.mean((p - q) / np.sqrt((p * (1 - p) + q * (1 - q)) / (counts + 2)) < -2)
+    assert rows["fedavg"].hurt.clients == 3 + 4
+    assert rows["fedavg"].hurt.hurt == pytest.approx(hurt)
+    assert 0 < hurt < 1, "the case tells some from others"
+
+
+def test_clients_that_are_all_equal_have_no_spread_and_nobody_is_hurt():
+    rows = rows_by_name(*(row_of(name, [run_of(seed, [0.8] * 4) for seed in range(2)]) for name in ("local", "fedavg")))
+    row = rows["fedavg"]
+    assert (row.client_mean.deviation, row.client_mean.low, row.client_mean.high) == pytest.approx((0.0, 0.8, 0.8))
+    assert (row.hurt.hurt, row.hurt.lower) == (0.0, 0.0)
+    assert (row.rank, rows["local"].rank) == (1, 1)
+    (difference,) = (row.to_best or row.to_baseline for row in rows.values() if row.to_best or row.to_baseline)
+    assert difference.is_distinguishable is False
+    assert difference.p is None
+
+
+def test_an_accuracy_that_is_no_number_is_no_record():
+    with pytest.raises(ValueError, match="accuracy"):
+        run_of(0, [math.nan])
+
+
 # --- tuning, costs, footing ------------------------------------------------------------------------------------------
 
 

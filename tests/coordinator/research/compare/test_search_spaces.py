@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import itertools
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from coordinator.research.compare.optuna_search import OptunaSearch
-from coordinator.research.compare.settings import TUNERS, Arguments, choices_of, contenders_of, parse_seeds, tuner_named
+from coordinator.research.compare.settings import (
+    TUNERS,
+    Arguments,
+    choices_of,
+    command_of,
+    contenders_of,
+    parse_seeds,
+    tuner_named,
+)
 from coordinator.research.compare.tuners import Budget, Grid, Halving, Random, rungs_of
 from edge_agent import methods
 from edge_agent.core.errors import ConfigError, MissingCapability, UnknownName, UsageError
@@ -154,6 +163,18 @@ def test_a_parameter_that_cannot_be_set_is_refused(params):
         choices_of(["fedprox"], params, always=())
 
 
+def test_the_command_of_a_comparison_has_values_as_the_command_line_reads_them():
+    """Read as JSON, or else as text: True is no JSON, and 7 would be a number."""
+    values = {"wide": True, "seed": None, "name": "7", "kind": "deep", "widths": [1, 2]}
+    plan = {"data": ["digits"], "folder": ".", "encoder_params": values, "standardise": True, "full_last_round": False}
+    words = list(command_of(arguments(plan=plan, params={"fedprox.mu": 0.5}), Path("out")))
+    pairs = [word for flag, word in itertools.pairwise(words) if flag == "--encoder-param"]
+    assert pairs == ["wide=true", "seed=null", 'name="7"', "kind=deep", "widths=[1, 2]"]
+    assert "fedprox.mu=0.5" in words
+    assert "--standardise" in words
+    assert "--full-last-round" not in words
+
+
 @pytest.mark.parametrize("text, seeds", [("0:3", (0, 1, 2)), ("4,2", (4, 2)), ("7", (7,))])
 def test_seeds(text, seeds):
     assert parse_seeds(text) == seeds
@@ -277,6 +298,14 @@ def test_optuna_learns_from_scores():
         expected.append(trial.suggest_float("lr", 0.001, 0.1, log=True))
         study.tell(trial, expected[-1])
     assert [proposal.params["lr"] for proposal in proposals[1:]] == expected
+
+
+@pytest.mark.parametrize("space", [Range(0.5, 8, log=True, whole=True), Range(1.5, 3.7, whole=True)])
+def test_optuna_searches_the_whole_numbers_within_a_range(space):
+    proposals = play(OptunaSearch({"k": space}, Budget(trials=20, rounds=1)))
+    values = {proposal.params["k"] for proposal in proposals[1:]}
+    assert values <= set(range(math.ceil(space.low), math.floor(space.high) + 1))
+    assert len(values) > 1
 
 
 def test_without_optuna_the_error_says_how_to_get_it(monkeypatch):
