@@ -29,7 +29,7 @@ def _positions(windows: torch.Tensor, characters: int) -> torch.Tensor:
 
     Random inputs of a self-test may lie outside of the alphabet: an index must not.
     """
-    return (windows.transpose(1, 2) + 0.5).clamp(0, characters - 0.5).long()
+    return (windows.transpose(1, 2) + 0.5).clamp(0.0, characters - 0.5).long()
 
 
 def _check_not_normalised(task: Task) -> None:
