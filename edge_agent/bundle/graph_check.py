@@ -664,10 +664,15 @@ def _size(shape: Shape) -> int:
 
 
 def _scratch(node: _Node, state: _State) -> int:
-    """Return the bytes that a node takes beside its inputs and results: ConvTranspose's columns of one input."""
-    if node.operator != "ConvTranspose":
-        return 0
-    return _size((*state.shape(node, 0)[2:], *state.shape(node, 1)[1:]))
+    """Return the bytes that a node takes beside its inputs and results."""
+    # 1. A transposed convolution has the columns of one input, an LSTM its four gates at all steps and its states.
+    if node.operator == "ConvTranspose":
+        return _size((*state.shape(node, 0)[2:], *state.shape(node, 1)[1:]))
+    if node.operator == "LSTM":
+        steps, batch, _ = state.shape(node, 0)
+        return _size((steps + 2, batch, state.shape(node, 1)[1]))
+    # 2. All others have nothing.
+    return 0
 
 
 def _infer(node: _Node, state: _State) -> list[Shape]:
@@ -952,6 +957,40 @@ def _matmul(node: _Node, state: _State) -> list[Shape]:
     return [sides]
 
 
+_GATES = 4
+"""The gates of an LSTM's memory cell, whose weights lie one behind the other: input, output, forget and cell."""
+
+_LSTM_ATTRIBUTES = frozenset({"hidden_size", "direction", "input_forget", "layout"})
+
+
+def _lstm(node: _Node, state: _State) -> list[Shape]:
+    """Return the shapes of an LSTM's outputs at all steps (steps, 1, n, h), and of its last output and state (1, n, h).
+
+    It reads its input (steps, n, channels) forwards with the usual activations, and has no peepholes.
+    """
+    # 1. The form.
+    direction = node.attributes.get("direction", b"forward")
+    is_plain = direction == b"forward" and not node.int("layout", 0) and not node.int("input_forget", 0)
+    if not is_plain or node.attributes.keys() - _LSTM_ATTRIBUTES:
+        raise BundleDamaged("LSTM with a direction, layout, clip or activations that are not allowed")
+    if node.input_at(4) or node.input_at(7):
+        raise BundleDamaged("LSTM with lengths of its own or peepholes, which are not allowed")
+    # 2. The weights of the input and of the state, the biases of both, and the states to begin with.
+    shape = state.shape(node, 0)
+    hidden = node.int("hidden_size", 0)
+    if len(shape) != 3 or hidden < 1:
+        raise BundleDamaged(f"LSTM of {shape} with {hidden} cells")
+    steps, batch, channels = shape
+    gates = _GATES * hidden
+    expected = {1: (1, gates, channels), 2: (1, gates, hidden), 3: (1, 2 * gates)}
+    expected |= dict.fromkeys((5, 6), (1, batch, hidden))
+    for position, needed in expected.items():
+        is_left_out = position > 2 and not node.input_at(position)
+        if not is_left_out and state.shape(node, position) != needed:
+            raise BundleDamaged(f"LSTM of {shape} with {state.shape(node, position)} as input {position}, not {needed}")
+    return [(steps, 1, batch, hidden), (1, batch, hidden), (1, batch, hidden)]
+
+
 def _flatten(node: _Node, state: _State) -> list[Shape]:
     """Return the shape of a matrix whose rows are the axes before the given one, and whose columns are the others."""
     shape = state.shape(node, 0)
@@ -1153,6 +1192,7 @@ _RULES: dict[str, Callable[[_Node, _State], list[Shape]]] = {
     "Gemm": _gemm,
     "GlobalAveragePool": _global_pool,
     "GlobalMaxPool": _global_pool,
+    "LSTM": _lstm,
     "LayerNormalization": _layer_norm,
     "MatMul": _matmul,
     "MaxPool": _pool,
@@ -1201,21 +1241,34 @@ OPERATORS = frozenset(_RULES)
 
 def _work(node: _Node, state: _State, shapes: Sequence[Shape]) -> int:
     """Return the multiplications of a node with results of these shapes; where it has none, the values it handles."""
-    count = math.prod(shapes[0])
-    # 1. Convolutions multiply by each weight of a channel: for each value of the result, or of the input.
-    if node.operator == "Conv":
-        return count * math.prod(state.shape(node, 1)[1:])
+    # 1. A transposed convolution multiplies each value of the input by each weight of a channel.
     if node.operator == "ConvTranspose":
         return math.prod(state.shape(node, 0)) * math.prod(state.shape(node, 1)[1:])
-    # 2. Products multiply along the inner axis.
-    if node.operator == "MatMul":
-        return count * state.shape(node, 0)[-1]
-    if node.operator == "Gemm":
-        left_shape = state.shape(node, 0)
-        inner_axis = 0 if node.int("transA", 0) else 1
-        return count * left_shape[inner_axis]
-    # 3. Pooling looks at each value of a window; all others look at each value once.
-    if node.operator in {"MaxPool", "AveragePool"}:
-        return count * math.prod(node.ints("kernel_shape"))
+    # 2. Other products count for each value of the result.
+    count = math.prod(shapes[0])
+    each = _multiplications_of_value(node, state)
+    if each is not None:
+        return count * each
+    # 3. All others look at each value once.
     input_count = math.prod(state.shape(node, 0)) if node.input_at(0) else 0
     return max(count, input_count)
+
+
+def _multiplications_of_value(node: _Node, state: _State) -> int | None:
+    """Return the multiplications for a value of a node's result; None where the node looks at each value once."""
+    # 1. Convolutions multiply by each weight of a channel.
+    if node.operator == "Conv":
+        return math.prod(state.shape(node, 1)[1:])
+    # 2. Products multiply along the inner axis.
+    if node.operator == "MatMul":
+        return state.shape(node, 0)[-1]
+    if node.operator == "Gemm":
+        inner_axis = 0 if node.int("transA", 0) else 1
+        return state.shape(node, 0)[inner_axis]
+    # 3. Each gate of an LSTM's cell has a weight for each value of the input and of the state.
+    if node.operator == "LSTM":
+        return _GATES * (state.shape(node, 1)[2] + state.shape(node, 2)[2])
+    # 4. Pooling looks at each value of a window.
+    if node.operator in {"MaxPool", "AveragePool"}:
+        return math.prod(node.ints("kernel_shape"))
+    return None

@@ -85,7 +85,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
 
 def _evaluate_saved(arguments: argparse.Namespace, bundle: Bundle) -> int:
-    from ..data.base import same_sitting
+    from ..data.splitting import same_sitting
     from ..personal.confidence import LEAST_FOR_CALIBRATION, calibration_error
     from ..personal.local.details import not_held_out
     from ..personal.personalize import load_head, of_one_class, score_encoder_part, score_saved, why_no_global
@@ -175,7 +175,7 @@ def _error_text(error: float | None, count: int) -> str:
 
 def _compare(arguments: argparse.Namespace, bundle: Bundle, parts: tuple[Samples, Samples]) -> int:
     from .. import heads
-    from ..data.base import same_sitting
+    from ..data.splitting import same_sitting
     from ..personal.choice import FOLDS
     from ..personal.local.details import not_held_out
     from ..personal.personalize import curve, evaluate_heads, extract, with_doubtful_labels

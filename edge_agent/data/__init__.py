@@ -7,8 +7,8 @@ kind is a file in this folder with a `DataSource` called ``SOURCE``; other packa
 ``headwater.data``, which names a `DataSource` or such a module.
 
 This file finds and loads a source. Read in this order: `base` (the contract), `preprocess` (an input spec, executed),
-`images` (a short source), `partition` (which client gets which samples), then the kind that you look for. Nothing here
-knows a model, a method or a message.
+`images` (a short source), `splitting` (which samples are held out), `partition` (which client gets which samples), then
+the kind that you look for. Nothing here knows a model, a method or a message.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from .base import (
     Samples,
     labels_by_name,
     near,
-    split,
     standardised,
     with_own_classes,
 )
 from .npz import from_arrays as npz_arrays
 from .npz import load_array
+from .splitting import split
 
 __all__ = [
     "DataSource",
@@ -84,7 +84,7 @@ registry = Registry(
     __name__,
     f"{__name__}.sets",
     entry_points="headwater.data",
-    besides=("columns", "expansion", "partition", "pictures", "preprocess", "sets"),
+    besides=("columns", "expansion", "partition", "pictures", "preprocess", "sets", "splitting"),
     # Modules cannot be called as one of the standard library or a dependency is.
     families={"tables": ("csv",), "torchvision_sets": ("torchvision",)},
 )

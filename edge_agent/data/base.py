@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, overload
@@ -13,8 +12,8 @@ from pydantic import BeforeValidator, Field
 
 from ..core.errors import DataError, nearest
 from ..core.large_arrays import take_rows
-from ..core.task import Frozen, ImageInput, InputSpec, WindowInput
-from .preprocess import normalise_images, windows_apart
+from ..core.task import Frozen, ImageInput, InputSpec
+from .preprocess import normalise_images
 
 
 def _split(value: object) -> object:
@@ -318,163 +317,8 @@ def _positions_of(values: np.ndarray, class_names: Sequence[str], where: str) ->
     return np.array([positions[str(name)] for name in names], np.int64)[inverse]
 
 
-_log = logging.getLogger(__name__)
 _IMAGES = 128
 """The number of images whose moments are computed at once: numpy takes eight bytes for each pixel."""
-
-
-_LEAST_RECORDINGS = 4
-"""Recordings of a class from which on some are held out whole: of two, one may be of the other arm."""
-
-
-def split(samples: Samples, test_fraction: float, seed: int) -> tuple[Samples, Samples]:
-    """Return training and test samples, rows in their original order.
-
-    Without groups: that share of each class, at least one sample of a class on either side where it has two. With
-    groups (recordings): that share of the recordings of each class, at least one, and one is kept to train. Recordings
-    of a class with fewer than four are cut: the last share of each tests, the first part trains, and the windows
-    between them that would overlap both are left out; a recording that is too short, or whose classes would not all be
-    left to train, is not cut so. Where groups are whole, some are held out from two of a class on. Of a class that has
-    nothing held out then, the end of its part of one recording is, where that leaves some to train.
-    """
-    if samples.groups is None:
-        return _split_by_class(samples, test_fraction, seed)
-    # 1. Whole recordings, of the classes that have enough of them.
-    is_test = np.isin(samples.groups, sorted(_test_groups(samples, test_fraction, seed)))
-    is_train = ~is_test
-    gap = 0
-    if isinstance(samples.input, WindowInput):
-        gap = windows_apart(samples.input)
-    recordings = [np.flatnonzero(samples.groups == group) for group in np.unique(samples.groups)]
-    # 2. The ends of the other recordings.
-    if not samples.are_whole:
-        tested = np.unique(samples.labels[is_test])
-        for rows in recordings:
-            if not is_test[rows[0]] and not np.isin(samples.labels[rows], tested).any():
-                _cut_recording(samples.labels, rows, is_train, is_test, gap, test_fraction)
-    # 3. Of a class that has nothing held out yet, the end of its part of one recording; the rarest class first.
-    missing = np.setdiff1d(samples.labels, samples.labels[is_test]).tolist()
-    for label in sorted(missing, key=samples.labels.tolist().count):
-        _hold_out_end(samples.labels, label, recordings, is_train, is_test, gap, test_fraction)
-    if not is_test.any():
-        count = len(np.unique(samples.groups))
-        _log.warning("no_test_samples recordings=%d: none can be held out, whole or in part; record more", count)
-    return samples.take(np.flatnonzero(is_train)), samples.take(np.flatnonzero(is_test))
-
-
-def _split_by_class(samples: Samples, test_fraction: float, seed: int) -> tuple[Samples, Samples]:
-    """Return training and test samples without recordings: a random share of each class tests."""
-    rng = np.random.default_rng(seed)
-    is_test = np.zeros(len(samples), bool)
-    for label in np.unique(samples.labels):
-        rows = rng.permutation(np.flatnonzero(samples.labels == label))
-        is_test[rows[: _test_count(len(rows), test_fraction)]] = True
-    return samples.take(np.flatnonzero(~is_test)), samples.take(np.flatnonzero(is_test))
-
-
-def _cut_recording(
-    labels: np.ndarray, rows: np.ndarray, is_train: np.ndarray, is_test: np.ndarray, gap: int, fraction: float
-) -> None:
-    """Hold out the last share of a recording, if it is long enough and all of its classes are left to train.
-
-    Args:
-        labels: The labels (n,) of all samples.
-        rows: The rows (m,) of the recording, in time order.
-        is_train: Which samples (n,) train; it is changed in place.
-        is_test: Which samples (n,) test; it is changed in place.
-        gap: The windows between both parts that are left out, because they would overlap them.
-        fraction: The share that tests.
-    """
-    if len(rows) < gap + 2:
-        return
-    begin = min(len(rows) - _test_count(len(rows), fraction), len(rows) - 1)
-    begin = max(begin, gap + 1)
-    labels_that_train = labels[rows[: begin - gap]]
-    if np.isin(labels[rows], labels_that_train).all():
-        is_train[rows[begin - gap :]] = False
-        is_test[rows[begin:]] = True
-
-
-def numbered_apart(train: Samples, test: Samples) -> Samples:
-    """Return ``test`` with numbers of recordings that ``train`` does not have, because all of them are other ones."""
-    if train.groups is None or test.groups is None:
-        return test
-    return replace(test, groups=test.groups - test.groups.min(initial=0) + train.groups.max(initial=-1) + 1)
-
-
-def same_sitting(train: Samples, test: Samples) -> float | None:
-    """Return the share (0..1) of test samples whose recording is trained on, too.
-
-    None without recordings or samples.
-    """
-    if train.groups is None or test.groups is None or not len(test):
-        return None
-    return float(np.isin(test.groups, train.groups).mean())
-
-
-def _hold_out_end(
-    labels: np.ndarray,
-    label: int,
-    recordings: Sequence[np.ndarray],
-    is_train: np.ndarray,
-    is_test: np.ndarray,
-    gap: int,
-    fraction: float,
-) -> None:
-    """Hold out the last windows of a class in the recording with most of them, of which some are left to train.
-
-    Args:
-        labels: The labels (n,) of all samples.
-        label: The class.
-        recordings: The rows of each recording, in time order.
-        is_train: Which samples (n,) train; it is changed in place.
-        is_test: Which samples (n,) test; it is changed in place.
-        gap: The windows on either side that are left out, because they would overlap those that test.
-        fraction: The share that tests.
-    """
-    counts = [int((is_train[rows] & (labels[rows] == label)).sum()) for rows in recordings]
-    rows = recordings[int(np.argmax(counts))]
-    positions = np.flatnonzero(is_train[rows] & (labels[rows] == label))
-    count = len(positions)
-    # As many as the share says, or half of that, and so on, until something is left to train.
-    size = _test_count(count, fraction)
-    while size:
-        for end in (count, count - gap):  # behind the end the only windows of another class may begin
-            held = positions[max(0, end - size) : max(0, end)]
-            trains = is_train.copy()
-            for position in held:
-                trains[rows[max(0, position - gap) : position + gap + 1]] = False
-            keeps = rows[trains[rows]]
-            if len(held) and (labels[keeps] == label).any() and np.isin(labels[is_train], labels[trains]).all():
-                is_train[:] = trains
-                is_test[rows[held]] = True
-                return
-        size //= 2
-
-
-def _test_groups(samples: Samples, test_fraction: float, seed: int) -> set[int]:
-    """Return groups to hold out, so many of each class that has several; the rarest class chooses first."""
-    rng = np.random.default_rng(seed)
-    all_groups = np.asarray(samples.groups)
-    groups_by_class = [np.unique(all_groups[samples.labels == label]) for label in np.unique(samples.labels)]
-    held_out: set[int] = set()
-    for groups in sorted(groups_by_class, key=len):
-        if not samples.are_whole and len(groups) < _LEAST_RECORDINGS:
-            continue
-        # Some of these groups may be held out already, for a class that they hold, too.
-        missing = _test_count(len(groups), test_fraction) - len(held_out.intersection(groups.tolist()))
-        for group in rng.permutation(groups).tolist():
-            if missing <= 0:
-                break
-            if group not in held_out and _leaves_all_to_train(groups_by_class, held_out | {group}):
-                held_out.add(group)
-                missing -= 1
-    return held_out
-
-
-def _leaves_all_to_train(groups_by_class: Sequence[np.ndarray], held_out: set[int]) -> bool:
-    """Return whether each class has a group that is not held out."""
-    return all(set(groups.tolist()) - held_out for groups in groups_by_class)
 
 
 def standardised(samples: Samples) -> InputSpec:
@@ -509,10 +353,3 @@ def _moments(samples: Samples) -> tuple[np.ndarray, np.ndarray]:
 def _rounded(values: np.ndarray) -> tuple[float, ...]:
     """Return six significant digits: enough, and the same on every machine that sums in another order."""
     return tuple(float(f"{value:.6g}") for value in values)
-
-
-def _test_count(count: int, fraction: float) -> int:
-    """Return how many of ``count`` test: at least one, and one is left to train; none of a single one."""
-    if count <= 1:
-        return 0
-    return min(max(round(count * fraction), 1), count - 1)

@@ -25,8 +25,9 @@ from ..core.errors import DataError, StateError, UsageError
 from ..core.locks import waited_lock
 from ..core.storage import read_json, read_tensors, write_json, write_tensors
 from ..core.task import Frozen, ImageInput, InputSpec, Label, WindowInput
-from .base import DataSource, Options, Raw, Samples, near, split
+from .base import DataSource, Options, Raw, Samples, near
 from .preprocess import normalise_images, normalise_windows
+from .splitting import split
 
 INDEX = "index.json"
 BUDGET = 2000

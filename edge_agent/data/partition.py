@@ -26,7 +26,7 @@ from ..core.storage import read_json, write_atomic
 from ..core.task import Frozen, InputSpec, Task
 from . import Samples, load, location, parse_source, part_names, source_kind, split, with_options
 from . import check as check_source
-from .base import numbered_apart
+from .splitting import numbered_apart
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -1,7 +1,7 @@
 """Encoders of texts: windows of one channel whose values are the positions of characters in an alphabet.
 
-`char_cnn` consists of operators that every device has, so that a bundle can be made of it. `char_lstm` is LEAF's own
-network, for comparisons in simulations: a device has no operator for its memory cells.
+`char_cnn` is small and fast. `char_lstm` is LEAF's own network, for comparisons with others: a device runs it, too, but
+its memory cells stay float32 in the int8 variant of a bundle.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _positions(windows: torch.Tensor, characters: int) -> torch.Tensor:
 
     Random inputs of a self-test may lie outside of the alphabet: an index must not.
     """
-    return (windows.transpose(1, 2) + 0.5).clamp(0, characters - 0.5).long()
+    return (windows.transpose(1, 2) + 0.5).clamp(0.0, characters - 0.5).long()
 
 
 def _check_not_normalised(task: Task) -> None:

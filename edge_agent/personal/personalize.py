@@ -18,7 +18,7 @@ from ..bundle.manifest import EncoderPrecision
 from ..bundle.unpacked import Bundle
 from ..core.errors import HeadwaterError, StateError
 from ..data import LeftOut, Samples, split
-from ..data.base import same_sitting
+from ..data.splitting import same_sitting
 from ..heads import Head, saved
 from ..heads.base import softmax
 from ..heads.blend import BlendHead

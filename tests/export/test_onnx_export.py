@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from edge_agent import models
+from edge_agent.bundle import graph_check
 from edge_agent.core.errors import ExportRejected, MissingCapability
 from edge_agent.core.task import ImageInput, Task, WindowInput
 from edge_agent.training.parts import encoder_and_head
@@ -57,7 +58,14 @@ def test_the_graph_has_one_input_named_by_its_kind_and_one_output(legacy, dynamo
 
 @pytest.mark.parametrize(
     "name, spec",
-    [("small_cnn", GREY), ("fedpac_cnn", COLOUR), ("cnn1d", WINDOW), ("char_cnn", TEXT), ("linear", WINDOW)],
+    [
+        ("small_cnn", GREY),
+        ("fedpac_cnn", COLOUR),
+        ("cnn1d", WINDOW),
+        ("char_cnn", TEXT),
+        ("char_lstm", TEXT),
+        ("linear", WINDOW),
+    ],
 )
 def test_our_encoders_export(name, spec):
     task = Task(input=spec, class_names=("a", "b"), encoder=name)
@@ -69,6 +77,25 @@ def test_our_encoders_export(name, spec):
         expected = model.eval().features(torch.from_numpy(inputs)).numpy()
     np.testing.assert_allclose(run(exported.model, inputs), expected, atol=1e-5)
     assert onnx.load_from_string(exported.model).graph.input[0].name == spec.kind
+
+
+@pytest.mark.parametrize("name", ["char_cnn", "char_lstm"])
+def test_encoders_of_texts_export_by_default_into_graphs_that_devices_run(name):
+    """Their inputs are positions of characters, and others are those of the nearest one, as in torch."""
+    task = Task(input=WindowInput(channels=1, length=12, stride=1), class_names=("a", "b"), encoder=name)
+    torch.manual_seed(1)
+    encoder = models.create(task).eval()
+    exported = to_onnx(encoder, task)
+    assert exported.exporter == "dynamo"
+    rng = np.random.default_rng(0)
+    texts = rng.integers(0, 80, (33, 1, 12)).astype(np.float32)
+    texts[0] = rng.normal(0, 60, (1, 12))
+    for size in (1, 33):
+        with torch.no_grad():
+            expected = encoder(torch.from_numpy(texts[:size])).numpy()
+        np.testing.assert_allclose(run(exported.model, texts[:size]), expected, atol=1e-5)
+    cost = graph_check.check(exported.model, [(8, 1, 12)])
+    assert cost.outputs == ((8, 256),)
 
 
 @pytest.mark.slow

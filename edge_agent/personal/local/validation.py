@@ -10,8 +10,8 @@ import numpy as np
 
 from ...core.task import WindowInput
 from ...data import Samples
-from ...data.base import same_sitting
 from ...data.preprocess import windows_apart
+from ...data.splitting import same_sitting
 
 _Z = 1.959963984540054
 """Standard normal quantile of a two-sided interval of 95 %."""

@@ -41,6 +41,8 @@ def ints(*values):
 
 
 WEIGHT = np.ones((6, 3, 3, 3), np.float32)
+CELLS = {name: np.ones((1, *sides), np.float32) for name, sides in {"w": (20, 8), "r": (20, 5), "b": (40,)}.items()}
+"""The weights of an LSTM of five cells for inputs of eight channels, and its biases."""
 CASES = {
     "convolution": ([node("Conv", "image", "w", strides=[2, 1], pads=[1, 0, 2, 1], dilations=[1, 2])], {"w": WEIGHT}),
     "same": ([node("Conv", "image", "w", auto_pad="SAME_UPPER", strides=[3, 3])], {"w": WEIGHT}),
@@ -117,6 +119,18 @@ CASES = {
         [node("LayerNormalization", "image", "w", axis=-1)],
         {"w": np.ones(8, np.float32)},
     ),
+    "memory cells": (
+        [
+            node("Reshape", "image", "to", to="steps"),
+            helper.make_node("LSTM", ["steps", "w", "r", "b"], ["", "last", "state"], hidden_size=5),
+            node("Concat", "last", "state", axis=0),
+        ],
+        {**CELLS, "to": ints(-1, 3, 8)},
+    ),
+    "memory cells at all steps": (
+        [node("Reshape", "image", "to", to="steps"), node("LSTM", "steps", "w", "r", hidden_size=5)],
+        {**CELLS, "to": ints(-1, 3, 8)},
+    ),
     "int8": (
         [
             node("QuantizeLinear", "image", "s", "z", to="q"),
@@ -151,6 +165,16 @@ def test_memory_and_work_by_hand():
     maps = 2 * 6 * 6 * 6
     assert cost.memory_bytes == 4 * WEIGHT.size + 8 * 3 * maps
     assert cost.work == maps * 27 + 3 * maps + 12  # convolution, three operators that look at each value, the mean
+
+
+def test_memory_and_work_of_memory_cells_by_hand():
+    """Sixteen steps of a batch of three: the values of four gates of five cells are kept for all of them."""
+    nodes = [node("Reshape", "image", "to", to="steps"), node("LSTM", "steps", "w", "r", "b", hidden_size=5)]
+    cost = graph_check.check(model(nodes, {**CELLS, "to": ints(-1, 3, 8)}).SerializeToString(), [SIDES])
+    weights = sum(array.size for array in CELLS.values())
+    values = 384 + 16 * 3 * 5 + (16 + 2) * 3 * 20  # the input, the result, and the gates with two steps more for states
+    assert cost.memory_bytes == 4 * weights + 8 * 3 + 8 * values
+    assert cost.work == 384 + 16 * 3 * 20 * (8 + 5)
 
 
 def test_values_that_do_not_depend_on_the_input_stay():
@@ -330,7 +354,40 @@ def no_groups():
     return model(nodes, {"sides": ints(1, 0, 8, 8), "w": WEIGHT[:, :1]})
 
 
+def cells(*names, sides=(-1, 3, 8), **attributes):
+    """An LSTM with these inputs behind its steps."""
+    constants = {
+        **CELLS, "to": ints(*sides), "lengths": np.full(3, 99, np.int32), "wide": np.ones((1, 24, 8), np.float32),
+    }  # fmt: skip
+    step = node("LSTM", "steps", *names, **{"hidden_size": 5, **attributes})
+    return model([node("Reshape", "image", "to", to="steps"), step], constants)
+
+
+def many_cells():
+    """An input of 8 values a step and weights of 2.6 MB, whose gates take 8 GB."""
+    shapes = {"sides": ints(4096, 64, 8), "input": ints(1, 4096, 8), "state": ints(1, 4096, 1024)}
+    nodes = [
+        node("ConstantOfShape", "sides", to="x"),
+        node("ConstantOfShape", "input", to="w"),
+        node("ConstantOfShape", "state", to="r"),
+        helper.make_node("LSTM", ["x", "w", "r"], ["", "last"], hidden_size=1024),
+        node("ReduceSum", "last", to="none", keepdims=0),
+        node("Add", "image", "none"),
+    ]
+    return model(nodes, shapes)
+
+
 HOSTILE = {
+    "cells whose gates fill the memory": (many_cells, "MiB of memory"),
+    "cells with lengths of their own": (lambda: cells("w", "r", "", "lengths"), "lengths of its own"),
+    "cells with peepholes": (lambda: cells("w", "r", "", "", "", "", "b"), "peepholes"),
+    "cells that read backwards": (lambda: cells("w", "r", direction="reverse"), "a direction, layout, clip or act"),
+    "cells that clip": (lambda: cells("w", "r", clip=1.0), "a direction, layout, clip or activations"),
+    "cells with other activations": (lambda: cells("w", "r", activations=["Elu"] * 3), "field 9 of a attribute"),
+    "cells with too many weights": (lambda: cells("wide", "r"), r"\(1, 24, 8\) as input 1, not \(1, 20, 8\)"),
+    "cells without weights of the state": (lambda: cells("w"), "LSTM has no input 2"),
+    "no cells": (lambda: cells("w", "r", hidden_size=0), "with 0 cells"),
+    "cells for images": (lambda: cells("w", "r", sides=(0, 0, 0, 0)), r"LSTM of \(2, 3, 8, 8\)"),
     "two constants": (constant_twice, "a Constant has 2 attributes"),
     "a number cut by a cast": (truncated, "depends on the data"),
     "a number of 32 bits": (wrapped, "depends on the data"),

@@ -11,8 +11,8 @@ import pytest
 from edge_agent.core.errors import DataError, StateError, UsageError
 from edge_agent.core.task import ImageInput, WindowInput
 from edge_agent.data import Samples, load
-from edge_agent.data.base import same_sitting
 from edge_agent.data.collected import Collection, labelled
+from edge_agent.data.splitting import same_sitting
 
 SPEC = ImageInput(channels=1, height=4, width=4, mean=(0.5,), std=(0.25,))
 DIGITS = tuple("0123456789")
