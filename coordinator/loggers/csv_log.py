@@ -43,8 +43,8 @@ class CsvLogger(FolderLogger):
         super().end(end)
 
 
-def _lines(rows: Iterable[Iterable[object]]) -> str:
+def _lines(rows: Iterable[Iterable[object]]) -> bytes:
     """Return rows as lines of CSV; None is an empty cell."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
-    return text.getvalue()
+    return text.getvalue().encode()

@@ -24,12 +24,13 @@ class JsonlLogger(FolderLogger):
 
     def end(self, end: RunEnd) -> None:
         """Add the line of the end."""
+        super().end(end)
+        # Last: what fails before it is tried again, and this line is to come once.
         figures = {"status": end.status, "reason": end.reason, "rounds_done": end.round, "metrics": end.figures}
         self._file.append(_line("end", **figures, clients=end.clients))
-        super().end(end)
 
 
-def _line(kind: str, **fields: Any) -> str:
+def _line(kind: str, **fields: Any) -> bytes:
     """Return one line of JSON."""
     text = json.dumps({"kind": kind, **fields}, separators=(",", ":"), allow_nan=False, default=dict)
-    return f"{text}\n"
+    return f"{text}\n".encode()

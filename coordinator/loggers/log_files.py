@@ -14,30 +14,28 @@ from .records import RunDescription, RunEnd
 
 
 class LineFile:
-    """A file that grows by whole lines; each batch is on the disk when `append` returns.
+    """A file that grows by whole lines, or records; each batch is on the disk when `append` returns.
 
     A batch is one write of the operating system: a process that is killed leaves all of it or nothing. What a full disk
     has taken of a batch is cut off when the batch is tried again.
     """
 
-    def __init__(self, path: Path, first: str = "") -> None:
-        """Make the file with this text, or replace the one that is there.
+    def __init__(self, path: Path, first: bytes = b"") -> None:
+        """Make the file with this content, or replace the one that is there.
 
         Raises:
             OSError: It cannot be written.
         """
         self.path = path
-        content = first.encode()
-        write_atomic(path, content)
-        self._size = len(content)
+        write_atomic(path, first)
+        self._size = len(first)
 
-    def append(self, text: str) -> None:
+    def append(self, content: bytes) -> None:
         """Add lines.
 
         Raises:
-            OSError: They cannot be written; the same text may be given again.
+            OSError: They cannot be written; the same content may be given again.
         """
-        content = text.encode()
         with naming(self.path), self.path.open("r+b", buffering=0) as file:
             file.truncate(self._size)
             file.seek(self._size)

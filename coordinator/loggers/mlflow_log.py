@@ -15,6 +15,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -60,6 +61,14 @@ NO_TARGET = (
 )
 
 
+@dataclass(frozen=True)
+class _Tried:
+    """A round whose figures were sent, and the time that they have there."""
+
+    round: int
+    time_ms: int
+
+
 class MlflowLogger(Logger):
     """A run at an MLflow server."""
 
@@ -81,6 +90,11 @@ class MlflowLogger(Logger):
         self._logged: set[int] = set()
         """Rounds that the server has."""
 
+        self._tried: _Tried | None = None
+        """The last round that was sent; None: none was."""
+
+        self._unknown_options = sorted(query.keys() - {"experiment"})
+
     @property
     def where(self) -> str:
         """The server, and the run there once it has one."""
@@ -100,6 +114,8 @@ class MlflowLogger(Logger):
         super().check()
         if not self._uri:
             raise UsageError(NO_TARGET)
+        if self._unknown_options:
+            raise UsageError(f"--log mlflow: {', '.join(self._unknown_options)}: expected ?experiment=NAME and no more")
         if self._uri.startswith(("http://", "https://")):
             self._check_address()
         try:
@@ -134,8 +150,7 @@ class MlflowLogger(Logger):
         client = self._client()
         self._experiment_id = self._find_experiment()
         self._run_id = self._find_run(run.uid) or self._create_run(run)
-        history = client.get_metric_history(self._run_id, "round")
-        self._logged = {int(point.value) for point in history}
+        self._logged = self._read_logged()
         client.update_run(self._run_id, status="RUNNING", name=run.name)
         from mlflow.entities import Param, RunTag
 
@@ -154,8 +169,16 @@ class MlflowLogger(Logger):
         """Add the figures of a round that the server lacks, in one request."""
         if row.round in self._logged:
             return
+        if self._tried is None or self._tried.round != row.round:
+            self._tried = _Tried(row.round, _now_ms())
+        else:
+            # The answer to the request before did not come, but its figures may be there. If the server still works on
+            # it, these have the same time, and a database has one row for both.
+            self._logged = self._read_logged()
+            if row.round in self._logged:
+                return
         # The number comes last: a store that writes one figure after another has it only once it has the others.
-        self._log_metrics({**row.metrics(), "round": float(row.round)}, row.round)
+        self._log_metrics({**row.metrics(), "round": float(row.round)}, row.round, self._tried.time_ms)
         self._logged.add(row.round)
 
     def end(self, end: RunEnd) -> None:
@@ -165,8 +188,10 @@ class MlflowLogger(Logger):
             parent = self._find_run(self._missing_parent.uid)
             if parent:
                 client.set_tag(self._run_id, PARENT_TAG, parent)
-        if end.figures:
-            self._log_metrics(end.figures, end.round)
+        present = client.get_run(self._run_id).data.metrics  # of a run that is logged once more, or after a failure
+        missing = {name: value for name, value in end.figures.items() if present.get(_key(name)) != value}
+        if missing:
+            self._log_metrics(missing, end.round, _now_ms())
         if end.clients:
             client.log_text(self._run_id, as_csv(*clients_table(end)), "clients.csv")
         for path in end.artefacts.values():
@@ -215,13 +240,22 @@ class MlflowLogger(Logger):
         created = self._client().create_run(self._experiment_id, tags=tags, run_name=run.name)
         return str(created.info.run_id)
 
-    def _log_metrics(self, metrics: Mapping[str, float], number: int) -> None:
+    def _read_logged(self) -> set[int]:
+        """Return the rounds that the server has."""
+        history = self._client().get_metric_history(self._run_id, "round")
+        return {int(point.value) for point in history}
+
+    def _log_metrics(self, metrics: Mapping[str, float], number: int, time_ms: int) -> None:
+        """Add figures of a round, in one request."""
         from mlflow.entities import Metric
 
-        now_ms = int(time.time() * 1000)
-        self._client().log_batch(
-            self._run_id, metrics=[Metric(_key(name), float(value), now_ms, number) for name, value in metrics.items()]
-        )
+        points = [Metric(_key(name), float(value), time_ms, number) for name, value in metrics.items()]
+        self._client().log_batch(self._run_id, metrics=points)
+
+
+def _now_ms() -> int:
+    """Return the milliseconds since 1970, as MLflow has them."""
+    return int(time.time() * 1000)
 
 
 def _key(name: str) -> str:

@@ -57,18 +57,18 @@ THEMES: Mapping[str, Mapping[str, str]] = {
         "plain": "#4a6fa5",
         "up": "#4a6fa5",
         "down": "#8aa3c8",
-        "good": "#22703a",
-        "bad": "#c02626",
-        "c0": "#4269a5",
-        "c1": "#c46a12",
-        "c2": "#c8434b",
-        "c3": "#2f8f8a",
-        "c4": "#3f8a3a",
-        "c5": "#a07c08",
-        "c6": "#8e4f8c",
-        "c7": "#d0507a",
-        "c8": "#84593f",
-        "c9": "#6b6f76",
+        "good": "#23734a",
+        "bad": "#b30f0f",
+        "c0": "#0a6593",
+        "c1": "#e36d00",
+        "c2": "#480d00",
+        "c3": "#506257",
+        "c4": "#000087",
+        "c5": "#978e79",
+        "c6": "#b62000",
+        "c7": "#24242f",
+        "c8": "#5c98a3",
+        "c9": "#826fff",
         "depth": "62%",
     },
     "dark": {
@@ -83,26 +83,32 @@ THEMES: Mapping[str, Mapping[str, str]] = {
         "plain": "#7ea6e0",
         "up": "#7ea6e0",
         "down": "#4f6c99",
-        "good": "#69db7c",
-        "bad": "#ff8787",
-        "c0": "#82aaf0",
-        "c1": "#f2a154",
-        "c2": "#f2777e",
-        "c3": "#6fcdc6",
-        "c4": "#7ccb72",
-        "c5": "#dcbb4a",
-        "c6": "#c99bd0",
-        "c7": "#ff9ab8",
-        "c8": "#c49a7f",
-        "c9": "#b0b6bf",
+        "good": "#75f174",
+        "bad": "#ec7d7d",
+        "c0": "#8ea5ff",
+        "c1": "#fffa00",
+        "c2": "#d30e71",
+        "c3": "#91f7ff",
+        "c4": "#567800",
+        "c5": "#7347ff",
+        "c6": "#d0ffc7",
+        "c7": "#b0b2aa",
+        "c8": "#21bc4d",
+        "c9": "#488993",
         "depth": "40%",
     },
 }
-"""Colours of both themes, which style sheet and pictures share; ``depth`` is the share of colour in a full cell."""
+"""Colours of both themes, which style sheet and pictures share; ``depth`` is the share of colour in a full cell.
 
-ROLES = ("local", "global", "personal", "plain", "up", "down", "good", "bad", *(f"c{number}" for number in range(10)))
+``c0`` to ``c9`` were chosen by a search for ten colours of which readers with deuteranopia, protanopia or neither tell
+any two apart, and which have a contrast of 3 to 1 with both grounds; the first ones are the furthest apart.
+"""
+
 CLASSES = 10
 """Roles ``c0`` to ``c9`` are for things without a meaning in colour: classes, methods, agents."""
+
+_CLASS_ROLES = tuple(f"c{number}" for number in range(CLASSES))
+ROLES = ("local", "global", "personal", "plain", "up", "down", "good", "bad", *_CLASS_ROLES)
 
 MARKERS = {"local": "square", "global": "diamond", "personal": "dot"}
 """Shapes beside colours: readers who cannot tell the colours apart read the same chart."""

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from ..core.children import Worker
-from ..core.errors import ChunkError, TensorsError, UpdateRejected, cause
+from ..core.errors import ChunkError, StateError, TensorsError, UpdateRejected, cause
 from ..wire.blobs import flow
 from ..wire.blobs.chunks import Frame, chunk_count
 from ..wire.messages.down import Ack, Grant, job_key
@@ -221,7 +221,7 @@ class SiteSums:
         self._round = _Round(terms, now, now)
         # A sum of an earlier round is of no use any more.
         if self._announced is not None and not self._is_of_open_round(self._announced.sum):
-            self._announced = None
+            self._forget_sum()
         log.info("round_taken run=%s round=%d agents=%d", terms.run, terms.round, len(terms.agents))
 
     def send(self, message: SendSum) -> None:
@@ -236,7 +236,14 @@ class SiteSums:
         now = self._clock()
         announced.said_at = now
         if announced.sending is None:
-            announced.sending = flow.Sending(self._files.open_sum(announced.sum.ref), self._pace)
+            try:
+                blob = self._files.open_sum(announced.sum.ref)
+            except StateError as error:
+                # Its updates are here still and are added up again, or come again from their agents.
+                log.warning("sum_lost run=%s round=%d reason=%s", announced.sum.run, announced.sum.round, error)
+                self._forget_sum()
+                return
+            announced.sending = flow.Sending(blob, self._pace)
         announced.sending.lacks(message.missing, now)
         for frame in announced.sending.due(now):
             self._send_frame(frame)
@@ -246,9 +253,7 @@ class SiteSums:
         announced = self._announced
         if announced is None or announced.sum.ref.digest != message.digest:
             return
-        if announced.sending is not None:
-            announced.sending.cut()
-        self._announced = None
+        self._forget_sum()
         total = announced.sum
         wrong = set(message.without) & set(total.members)
         if message.is_accepted:
@@ -490,8 +495,14 @@ class SiteSums:
         )
         self.pause()
         self._round = None
-        self._announced = None
+        self._forget_sum()
         self.is_told = False
+
+    def _forget_sum(self) -> None:
+        """Announce and send the sum no more; what of it is under way leaves its room to the next sum."""
+        if self._announced is not None and self._announced.sending is not None:
+            self._announced.sending.cut()
+        self._announced = None
 
     def _remove_update(self, open_round: _Round, digest: str) -> None:
         """Remove a stored update that is no agent's any more, and that is not being added up."""

@@ -38,6 +38,9 @@ LOOK_S = 0.5
 PARTIAL = 206
 """The status of an answer that holds the range that was asked for."""
 
+STOPPED = "the fetch was stopped"
+"""The problem of a fetch whose owner wants no more."""
+
 WHOLE = 200
 """The status of an answer that holds the whole blob."""
 
@@ -92,7 +95,7 @@ class Fetch(HttpAttempt):
             with contextlib.suppress(queue.Full):
                 self._pieces.put(piece, timeout=LOOK_S)
                 return
-        raise ChunkError("the fetch was stopped")
+        raise ChunkError(STOPPED)
 
 
 class BlobFetcher:
@@ -126,19 +129,21 @@ class BlobFetcher:
         self, fetch: Fetch, connection: HTTPConnection, target: str, start: int, stop: int
     ) -> Iterator[int]:
         """Fetch the chunks ``start..stop`` by one request, and hand them to the owner as they arrive."""
-        for piece in _pieces_of_range(connection, target, fetch.ref, start, stop):
+        for piece in _pieces_of_range(fetch, connection, target, start, stop):
             fetch.put(piece)
             self._wake()
             yield piece.index + -(-len(piece.data) // fetch.ref.chunk_bytes)
 
 
-def _pieces_of_range(connection: HTTPConnection, target: str, ref: BlobRef, start: int, stop: int) -> Iterator[Piece]:
+def _pieces_of_range(fetch: Fetch, connection: HTTPConnection, target: str, start: int, stop: int) -> Iterator[Piece]:
     """Request the chunks ``start..stop`` and yield them as they arrive, each piece of whole chunks.
 
     Raises:
-        ChunkError: The server refuses, or answers with another range, another size or fewer bytes.
+        ChunkError: The server refuses, or answers with another range, another size or fewer bytes, or the owner wants
+            no more.
         OSError, HTTPException: The connection broke, or what came is not HTTP.
     """
+    ref = fetch.ref
     size = ref.chunk_bytes
     first_byte = start * size
     end_byte = min(stop * size, ref.size_bytes)
@@ -153,6 +158,8 @@ def _pieces_of_range(connection: HTTPConnection, target: str, ref: BlobRef, star
         data = response.read1(min(PIECE_BYTES, end_byte - position - len(held)))
         if not data:
             raise ChunkError(f"the answer ended at byte {position + len(held)}, expected {end_byte}")
+        if fetch.is_stopped:  # here, too: a server that sends single bytes would keep the thread for days
+            raise ChunkError(STOPPED)
         held += data
         whole = len(held) // size * size
         if position + len(held) == end_byte:

@@ -59,7 +59,7 @@ class HttpAttempt:
         return self._is_stopped.is_set()
 
     def stop(self) -> None:
-        """Move no more; the thread ends with its next piece, or when the server has been silent for too long."""
+        """Move no more; the thread ends with its next bytes, or when the server has been silent for too long."""
         self._is_stopped.set()
 
     def end(self) -> None:

@@ -4,40 +4,38 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import signal
-import subprocess
-import sys
-import textwrap
 
 import pandas as pd
 import pytest
-from simulation_harness import small_plan, write_images
+from logged_runs import SETTINGS, files_limited_to, kill_in_round_3, log_simulation, losses, only, row_of
+from simulation_harness import small_plan
 
 import coordinator
-from coordinator.api import Watching, finish
-from coordinator.loggers.log_files import LineFile
-from coordinator.loggers.records import RoundResult, RunDescription, RunEnd, Spread, clients_table
+from coordinator.loggers.choice import LOGGERS
+from coordinator.loggers.log_files import FolderLogger, LineFile
+from coordinator.loggers.records import RunDescription, RunEnd, clients_table
 from coordinator.loggers.run_logs import RunLogs, open_parent
 from coordinator.simulation.logged import log_finished
-from coordinator.simulation.run import open_simulation
-from coordinator.simulation.setup import Prepared
 from edge_agent.core.errors import RunFailed, StateError
 
-SETTINGS = {
-    "clients": 3, "rounds": 4, "encoder": "linear", "encoder_params": {"feature_dim": 4}, "device": "cpu",
-    "engine": "serial", "local": False,
-}  # fmt: skip
+FILE_LOGS = ("csv", "jsonl", "parquet", "tensorboard")
 
 
-@pytest.fixture
-def images(tmp_path):
-    return write_images(tmp_path / "images.npz", 90)
+def logged_rounds(name, folder):
+    """The rounds that a log has in the folder of a run, as other programs read it."""
+    if name == "csv":
+        return list(pd.read_csv(folder / "rounds.csv")["round"])
+    if name == "parquet":
+        return list(pd.read_parquet(folder / "rounds.parquet")["round"])
+    if name == "jsonl":
+        lines = [json.loads(line) for line in (folder / "run.jsonl").read_text().splitlines()]
+        return [line["round"] for line in lines if line["kind"] == "round"]
+    return [point.step for point in event_files(folder).Scalars("loss")]
 
 
-def only(folder):
-    (path,) = folder.iterdir()
-    return path
+def event_files(folder):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    return accumulator.EventAccumulator(str(folder)).Reload()
 
 
 def test_the_tables_have_the_figures_of_the_result(tmp_path, images):
@@ -93,10 +91,11 @@ def test_the_tables_have_the_figures_of_the_result(tmp_path, images):
 def test_a_run_that_is_over_is_logged_from_its_folder_without_its_data(tmp_path, images):
     """The same files as the run itself has written, though the samples are gone."""
     logs = ("csv", "jsonl")
-    plan = small_plan(images, "fedper", clients=4, new_clients=1, rounds=3, local=False, name="it", tags={"a": "b"})
+    plan = small_plan(
+        images, "fedper", clients=4, new_clients=1, rounds=3, local=False, name="it", tags={"a": "b"}, log=logs
+    )
     folder = tmp_path / "sim"
-    with open_simulation(Prepared.of(plan), folder) as simulation:
-        finish(simulation, folder, Watching(logs=RunLogs.open(logs, folder)))
+    log_simulation(plan, folder)
     (tmp_path / "images.npz").unlink()
     names = [f"{name}:{tmp_path / 'again'}/{name}" for name in logs]
     outcomes = log_finished(folder, RunLogs.open(names, None), tags={"more": "tags"})
@@ -115,52 +114,53 @@ def test_a_run_that_is_over_is_logged_from_its_folder_without_its_data(tmp_path,
         log_finished(tmp_path / "again", RunLogs.open(None, None))
 
 
-KILLED = """
-import os, signal, sys
-from coordinator.api import Watching, finish
-from coordinator.loggers.run_logs import RunLogs
-from coordinator.simulation.plan import Plan
-from coordinator.simulation.run import open_simulation
-from coordinator.simulation.setup import Prepared
-from pathlib import Path
-
-def on_round(row):
-    if row.round == 3:
-        logs.flush()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-plan = Plan.model_validate_json(sys.argv[1])
-folder = Path(sys.argv[2])
-with open_simulation(Prepared.of(plan), folder) as simulation:
-    logs = RunLogs.open(plan.log, folder)
-    finish(simulation, folder, Watching(on_round=on_round, logs=logs))
-"""
-
-
-def test_a_run_that_is_killed_and_resumed_has_each_row_once_and_no_torn_line(tmp_path, images):
+def test_a_run_that_is_killed_in_a_round_and_resumed_has_each_row_once_and_no_torn_line(tmp_path, images):
     pytest.importorskip("pyarrow")
-    plan = small_plan(images, "fedper", rounds=4, local=False, log=("csv", "jsonl", "parquet"))
+    pytest.importorskip("tensorboard")
+    plan = small_plan(images, "fedper", rounds=4, local=False, log=FILE_LOGS)
     folder = tmp_path / "sim"
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(KILLED), plan.model_dump_json(), str(folder)],
-        check=False, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    logs = folder / "logs"
-    lines = [json.loads(line) for line in (only(logs / "jsonl") / "run.jsonl").read_text().splitlines()]
-    assert [line.get("round") for line in lines] == [None, 1, 2, 3]
-    assert list(pd.read_csv(only(logs / "csv") / "rounds.csv")["round"]) == [1, 2, 3]
-    assert list(pd.read_parquet(only(logs / "parquet") / "rounds.parquet")["round"]) == [1, 2, 3]
-    with open_simulation(Prepared.of(plan), folder) as simulation:
-        result = finish(simulation, folder, Watching(logs=RunLogs.open(plan.log, folder)))
-    assert list(pd.read_csv(only(logs / "csv") / "rounds.csv")["round"]) == [1, 2, 3, 4]
-    assert list(pd.read_parquet(only(logs / "parquet") / "rounds.parquet")["round"]) == [1, 2, 3, 4]
-    lines = [json.loads(line) for line in (only(logs / "jsonl") / "run.jsonl").read_text().splitlines()]
-    assert [line.get("round") for line in lines] == [None, 1, 2, 3, 4, None]
-    assert [line["metrics"]["loss"] for line in lines[1:-1]] == [figures["loss"] for figures in result["rounds"]]
-    clients = pd.read_csv(only(logs / "csv") / "clients.csv")
+    kill_in_round_3(plan, folder)
+    runs = {name: only(folder / "logs" / name) for name in FILE_LOGS}
+    assert [logged_rounds(name, run) for name, run in runs.items()] == [[1, 2]] * 4
+    result = log_simulation(plan, folder)
+    assert [logged_rounds(name, run) for name, run in runs.items()] == [[1, 2, 3, 4]] * 4
+    lines = [json.loads(line) for line in (runs["jsonl"] / "run.jsonl").read_text().splitlines()]
+    assert [line["kind"] for line in lines] == ["run", *["round"] * 4, "end"]
+    assert [line["metrics"]["loss"] for line in lines[1:-1]] == losses(result)
+    clients = pd.read_csv(runs["csv"] / "clients.csv")
     assert not clients.duplicated(["round", "client", "metric"]).any()
     assert len(clients) == 4 * 3 * 2, "four rounds, three clients, loss and accuracy"
+    assert len(list(runs["tensorboard"].glob("events.out.tfevents.*"))) == 2, "one of each process"
+    assert [point.value for point in event_files(runs["tensorboard"]).Scalars("loss")] == pytest.approx(losses(result))
+
+
+@pytest.mark.parametrize("name", FILE_LOGS)
+def test_what_a_full_disk_has_refused_is_there_once_when_there_is_room_again(tmp_path, name):
+    pytest.importorskip({"parquet": "pyarrow", "tensorboard": "tensorboard"}.get(name, "csv"))
+    log = LOGGERS.load_class(name, FolderLogger)(str(tmp_path / "logs"))
+    log.check()
+    log.begin(RunDescription("uid", "name", tmp_path))
+    log.log_round(row_of(1))
+    folder = only(tmp_path / "logs")
+    largest = max(path.stat().st_size for path in folder.iterdir())
+    page = tmp_path / "report.html"
+    page.write_bytes(bytes(10 * largest + 10_000))
+    artefacts = {page.name: page}
+    end = RunEnd("finished", round=2, figures={"last": 0.5}, clients={"a": {"acc.local": 0.5}}, artefacts=artefacts)
+    with files_limited_to(largest + 5), pytest.raises(OSError, match="File too large"):
+        log.log_round(row_of(2))
+    log.log_round(row_of(2))
+    with files_limited_to(page.stat().st_size - 1), pytest.raises(OSError, match="File too large"):
+        log.end(end)
+    log.end(end)
+    assert logged_rounds(name, folder) == [1, 2]
+    assert (folder / page.name).read_bytes() == page.read_bytes()
+    if name == "jsonl":
+        assert (folder / "run.jsonl").read_text().count('"kind":"end"') == 1
+    if name == "tensorboard":
+        (final,) = event_files(folder).Scalars("last")
+        assert (final.step, final.value) == (2, 0.5)
+    assert json.loads((folder / "run.json").read_text())["status"] == "finished"
 
 
 def test_a_run_that_fails_says_so_in_its_logs_and_ends_well_when_it_is_resumed(tmp_path, images):
@@ -169,13 +169,11 @@ def test_a_run_that_fails_says_so_in_its_logs_and_ends_well_when_it_is_resumed(t
     def broken(row):
         raise ValueError("no")
 
-    plan = small_plan(images, "fedper", local=False)
+    plan = small_plan(images, "fedper", local=False, log=("csv", "jsonl"))
     for on_round, status in ((broken, "failed"), (None, "finished")):
-        with open_simulation(Prepared.of(plan), folder) as simulation:
-            logs = RunLogs.open(["csv", "jsonl"], folder)
-            fails = pytest.raises(RunFailed, match="ValueError") if on_round else contextlib.nullcontext()
-            with fails:
-                finish(simulation, folder, Watching(on_round=on_round, logs=logs))
+        fails = pytest.raises(RunFailed, match="ValueError") if on_round else contextlib.nullcontext()
+        with fails:
+            log_simulation(plan, folder, on_round)
         described = json.loads((only(folder / "logs" / "csv") / "run.json").read_text())
         assert described["status"] == status
         assert ("ValueError" in described["reason"]) == (status == "failed")
@@ -203,21 +201,13 @@ def test_runs_of_a_parent_are_in_its_folder_and_two_of_one_name_stay_apart(tmp_p
     assert json.loads((folder / "run.json").read_text())["figures"] == {"acc.personal.mean": 0.5}
 
 
-def test_a_batch_that_a_full_disk_took_in_part_is_cut_off_before_it_is_tried_again(tmp_path, monkeypatch):
-    file = LineFile(tmp_path / "lines", "head\n")
-    real = os.fsync
-
-    def failing(descriptor):
-        os.truncate(tmp_path / "lines", os.fstat(descriptor).st_size - 3)  # as if only a part had fitted
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", failing)
-    with pytest.raises(OSError, match="No space left"):
-        file.append("one\n")
+def test_a_batch_that_a_full_disk_took_in_part_is_cut_off_before_it_is_tried_again(tmp_path):
+    file = LineFile(tmp_path / "lines", b"head\n")
+    with files_limited_to(6), pytest.raises(OSError, match="File too large"):
+        file.append(b"one\n")
     assert (tmp_path / "lines").read_text() == "head\no"
-    monkeypatch.setattr(os, "fsync", real)
-    file.append("one\n")
-    file.append("two\n")
+    file.append(b"one\n")
+    file.append(b"two\n")
     assert (tmp_path / "lines").read_text() == "head\none\ntwo\n"
 
 
@@ -232,8 +222,7 @@ def test_parquet_files_are_replaced_seldom_and_are_whole_at_the_end(tmp_path):
     log._write = lambda: (writes.append(1), write())
     log.begin(RunDescription("uid", "name", tmp_path))
     for number in range(1, 401):
-        spread = Spread(number / 400, 0.0, 0.0, 0.0, 1)
-        log.log_round(RoundResult(number, 400, 1, {"global": spread}, per_client={"a": {"loss": float(number)}}))
+        log.log_round(row_of(number))
     assert len(writes) < 100
     log.end(RunEnd("finished", round=400, clients={"a": {"acc.local": 0.5}, "b": {}}))
     rounds = pd.read_parquet(only(tmp_path) / "rounds.parquet")

@@ -16,53 +16,31 @@ import urllib.error
 import urllib.request
 
 import pytest
-from simulation_harness import small_plan, write_images
+from cut_line import CutLine
+from logged_runs import SETTINGS, kill_in_round_3, log_simulation, losses, only, row_of
+from simulation_harness import small_plan
 
 import coordinator
 from coordinator.api import Watching, finish
 from coordinator.loggers import delivery
+from coordinator.loggers.choice import make_loggers
 from coordinator.loggers.records import RunDescription, RunEnd
 from coordinator.loggers.run_logs import RunLogs, open_parent
 from coordinator.simulation.run import open_simulation
 from coordinator.simulation.setup import Prepared
+from edge_agent.core.errors import RunFailed
 
 pytestmark = pytest.mark.filterwarnings("default")  # of packages of others, which are not ours to mend
-SETTINGS = {
-    "clients": 3, "rounds": 4, "encoder": "linear", "encoder_params": {"feature_dim": 4}, "device": "cpu",
-    "engine": "serial", "local": False,
-}  # fmt: skip
-
-
-@pytest.fixture
-def images(tmp_path):
-    return write_images(tmp_path / "images.npz", 90)
-
-
-def losses(result):
-    return [figures["loss"] for figures in result["rounds"]]
 
 
 # --- TensorBoard -----------------------------------------------------------------------------------------------------
 
 
-def test_tensorboard_reads_each_round_once_also_after_a_resume(tmp_path, images):
-    pytest.importorskip("tensorboard")
+def test_tensorboard_reads_rounds_final_figures_and_texts(tmp_path, images):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     plan = small_plan(images, "fedper", rounds=4, local=False, log=(f"tensorboard:{tmp_path / 'tb'}",), note="a note")
-    folder = tmp_path / "sim"
-
-    def broken(row):
-        if row.round == 3 and not row.is_replayed:
-            raise ValueError("once")
-
-    with pytest.raises(Exception, match="once"):
-        with open_simulation(Prepared.of(plan), folder) as simulation:
-            finish(simulation, folder, Watching(on_round=broken, logs=RunLogs.open(plan.log, folder)))
-    with open_simulation(Prepared.of(plan), folder) as simulation:
-        result = finish(simulation, folder, Watching(on_round=broken, logs=RunLogs.open(plan.log, folder)))
-    (run,) = (tmp_path / "tb").iterdir()
-    assert len(list(run.glob("events.out.tfevents.*"))) == 2, "one of each process"
-    read = accumulator.EventAccumulator(str(run)).Reload()
+    result = log_simulation(plan, tmp_path / "sim")
+    read = accumulator.EventAccumulator(str(only(tmp_path / "tb"))).Reload()
     points = read.Scalars("loss")
     assert [point.step for point in points] == [1, 2, 3, 4]
     assert [point.value for point in points] == pytest.approx(losses(result))
@@ -73,9 +51,26 @@ def test_tensorboard_reads_each_round_once_also_after_a_resume(tmp_path, images)
     (end,) = read.Scalars("last.acc.personal/mean")
     assert (end.step, end.value) == (4, pytest.approx(result["last"]["acc"]["personal"]["clients_mean"]))
     texts = {tag: read.Tensors(tag)[-1].tensor_proto.string_val[0].decode() for tag in read.Tags()["tensors"]}
-    assert texts["note/text_summary"] == "a note"
-    assert "| params.lr |" in texts["parameters/text_summary"]
-    assert texts["clients/text_summary"].startswith("| client |")
+    assert texts["note"] == "a note"
+    assert "| params.lr |" in texts["parameters"]
+    assert texts["clients"].startswith("| client |")
+
+
+def test_a_new_event_file_is_read_after_the_older_ones_whatever_the_clock_says(tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+
+    def log_rounds(count):
+        (named,) = make_loggers([f"tensorboard:{tmp_path / 'tb'}"], tmp_path)
+        named.logger.begin(RunDescription("uid", "name", tmp_path))
+        for number in range(1, count + 1):
+            named.logger.log_round(row_of(number))
+
+    log_rounds(3)
+    (before,) = (tmp_path / "tb").glob("*/*tfevents*")
+    before.rename(before.with_name("events.out.tfevents.9000000000.headwater"))
+    log_rounds(2)  # a resumed run gives all rows again
+    read = accumulator.EventAccumulator(str(only(tmp_path / "tb"))).Reload()
+    assert [point.step for point in read.Scalars("loss")] == [1, 2]
 
 
 # --- MLflow ----------------------------------------------------------------------------------------------------------
@@ -213,12 +208,50 @@ def test_an_mlflow_server_that_is_killed_in_the_middle_costs_a_warning_and_gets_
     assert history(mlflow_server, run, "loss") == list(enumerate(losses(result)[:3], 1))
     assert run.info.status == "RUNNING"
     monkeypatch.undo()
-    with open_simulation(Prepared.of(plan), folder) as simulation:  # the run is over: it is logged once more
-        again = finish(simulation, folder, Watching(logs=RunLogs.open(plan.log, folder)))
+    again = log_simulation(plan, folder)  # the run is over: it is logged once more
     assert again["logs"][0]["is_complete"], again["logs"]
     (run,) = runs_at(mlflow_server)
     assert history(mlflow_server, run, "loss") == list(enumerate(losses(result), 1)), "none missing, none twice"
     assert history(mlflow_server, run, "round") == [(number, float(number)) for number in range(1, 9)]
+    assert run.info.status == "FINISHED"
+
+
+@pytest.mark.slow
+def test_a_round_whose_answer_is_lost_is_at_the_server_once(tmp_path, mlflow_server, monkeypatch):
+    """The server has the figures and the connection ends before it says so: they are not sent again."""
+    monkeypatch.setattr(delivery, "FIRST_PAUSE_S", 0.1)
+    with CutLine(mlflow_server.port) as line:
+        logs = RunLogs.open(f"mlflow:http://127.0.0.1:{line.port}", tmp_path)
+        logs.begin(RunDescription("uid", "name", tmp_path))
+        logs.log_round(row_of(1))
+        logs.flush()
+        line.last_words = b"runs/log-batch"
+        logs.log_round(row_of(2))
+        logs.log_round(row_of(3))
+        (outcome,) = logs.end(RunEnd("finished", round=3, figures={"last": 0.5}))
+    assert outcome.is_complete, outcome
+    assert line.last_words == b"", "the answer was lost"
+    (run,) = runs_at(mlflow_server)
+    assert history(mlflow_server, run, "loss") == [(1, 1.0), (2, 2.0), (3, 3.0)]
+    # Once more, as a run that is over is: nothing comes twice.
+    logs = RunLogs.open(f"mlflow:{mlflow_server.url}", tmp_path)
+    logs.begin(RunDescription("uid", "name", tmp_path))
+    for number in (1, 2, 3):
+        logs.log_round(row_of(number))
+    logs.end(RunEnd("finished", round=3, figures={"last": 0.5}))
+    assert history(mlflow_server, run, "loss") == [(1, 1.0), (2, 2.0), (3, 3.0)]
+    assert history(mlflow_server, run, "last") == [(3, 0.5)]
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_in_a_round_and_resumed_has_each_round_once_at_the_server(tmp_path, images, mlflow_server):
+    plan = small_plan(images, "fedper", rounds=4, local=False, log=(f"mlflow:{mlflow_server.url}",))
+    kill_in_round_3(plan, tmp_path / "sim")
+    (run,) = runs_at(mlflow_server)
+    assert [step for step, _ in history(mlflow_server, run, "loss")] == [1, 2]
+    result = log_simulation(plan, tmp_path / "sim")
+    (run,) = runs_at(mlflow_server)
+    assert history(mlflow_server, run, "loss") == list(enumerate(losses(result), 1))
     assert run.info.status == "FINISHED"
 
 
@@ -292,11 +325,9 @@ def test_a_resumed_wandb_run_is_written_again_and_the_first_folder_is_not_sent(t
         if row.round == 2 and not row.is_replayed:
             raise ValueError("once")
 
-    with pytest.raises(Exception, match="once"):
-        with open_simulation(Prepared.of(plan), folder) as simulation:
-            finish(simulation, folder, Watching(on_round=broken, logs=RunLogs.open(plan.log, folder)))
-    with open_simulation(Prepared.of(plan), folder) as simulation:
-        result = finish(simulation, folder, Watching(on_round=broken, logs=RunLogs.open(plan.log, folder)))
+    with pytest.raises(RunFailed, match="once"):
+        log_simulation(plan, folder, broken)
+    result = log_simulation(plan, folder, broken)
     assert result["logs"][0]["is_complete"], result["logs"]
     folders = sorted(path.name for path in (tmp_path / "wb" / "wandb").glob("offline-run-*"))
     assert len(folders) == 2

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import itertools
 import json
 import math
 import re
@@ -9,9 +10,12 @@ import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
 from importlib.resources import files
 
+import numpy as np
 import pytest
+from seen_colours import VISIONS, ciede2000, contrast, distance
 
 from coordinator.report.charts import (
+    CLASSES,
     MOST_POINTS,
     MOST_TABLE_ROWS,
     ROLES,
@@ -187,21 +191,46 @@ def test_policy_of_a_page_that_stands_alone_allows_its_own_text_only():
 
 
 def test_both_themes_name_every_role_and_readable_text():
-    def luminance(colour):
-        parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
-        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-    def contrast(*colours):
-        low, high = sorted(map(luminance, colours))
-        return (high + 0.05) / (low + 0.05)
-
     assert THEMES["light"].keys() == THEMES["dark"].keys() >= set(ROLES)
     for theme in THEMES.values():
-        for text in ("ink", "soft", "good", "bad"):
-            assert min(contrast(theme[text], theme[ground]) for ground in ("page", "sheet")) >= 4.5
-        for role in set(ROLES) - {"down"}:  # the second of two bars, which its neighbour is compared with
-            assert contrast(theme[role], theme["sheet"]) >= 3
+        for ground in ("page", "sheet"):
+            for text in ("ink", "soft", "good", "bad"):
+                assert contrast(theme[text], theme[ground]) >= 4.5
+            for role in set(ROLES) - {"down"}:  # the second of two bars, which its neighbour is compared with
+                assert contrast(theme[role], theme[ground]) >= 3
+
+
+@pytest.mark.parametrize("vision", VISIONS)
+@pytest.mark.parametrize("theme", THEMES)
+@pytest.mark.parametrize(
+    "roles, least",
+    [
+        ([f"c{number}" for number in range(CLASSES)], 18),
+        (["local", "global", "personal", "c7"], 10),  # lines of one chart; where they are marks, shapes differ too
+        (["good", "bad"], 14),
+        (["up", "down"], 18),
+        (["plain", "c1"], 18),
+    ],
+    ids=["classes", "scopes", "good and bad", "up and down", "times"],
+)
+def test_colours_that_meet_in_a_chart_stay_apart_for_all_readers(roles, least, theme, vision):
+    """A difference of 1 in CIEDE2000 is just noticed."""
+    colours = [THEMES[theme][role] for role in roles]
+    assert min(distance(*pair, vision) for pair in itertools.combinations(colours, 2)) > least
+
+
+@pytest.mark.parametrize(
+    "first, second, difference",
+    [
+        ((50.0, 2.6772, -79.7751), (50.0, 0.0, -82.7485), 2.0425),
+        ((50.0, 2.5, 0.0), (50.0, 0.0, -2.5), 4.3065),
+        ((60.2574, -34.0099, 36.2677), (60.4626, -34.1751, 39.4387), 1.2644),
+        ((2.0776, 0.0795, -1.1350), (0.9033, -0.0636, -0.5514), 0.9082),
+    ],
+)
+def test_differences_of_colours_are_those_that_are_published(first, second, difference):
+    """Pairs of the table of Sharma, Wu and Dalal (2005)."""
+    assert ciede2000(np.array(first), np.array(second)) == pytest.approx(difference, abs=5e-5)
 
 
 @pytest.mark.parametrize("number", range(6))

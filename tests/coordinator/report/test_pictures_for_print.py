@@ -5,35 +5,20 @@ from __future__ import annotations
 import itertools
 import re
 
-import numpy as np
 import pytest
+from seen_colours import VISIONS, distance
 
 from coordinator.report.charts import CLASSES, ROLES, Axis, Key, Lines, Mark, Matrix, Row, Rows, Series
 from coordinator.report.pictures import COLUMN, OKABE_ITO, PAGE, _print_look, picture
 
 pytestmark = pytest.mark.usefixtures("pictures")
 
-# Machado, Oliveira and Fernandes (2009), severity 1.0, for linear RGB.
-DEUTERANOPIA = [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]]
-PROTANOPIA = [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]]
-TO_XYZ = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
-WHITE = np.array([0.95047, 1.0, 1.08883])
 
-
-def lab_as_seen(colour, matrix):
-    """CIELAB of a colour as somebody sees it whose vision the matrix simulates."""
-    encoded = np.array([int(colour[index : index + 2], 16) for index in (1, 3, 5)]) / 255
-    linear = np.where(encoded <= 0.04045, encoded / 12.92, ((encoded + 0.055) / 1.055) ** 2.4)
-    relative = TO_XYZ @ np.clip(np.array(matrix) @ linear, 0, 1) / WHITE
-    root = np.where(relative > (6 / 29) ** 3, np.cbrt(relative), relative * (29 / 6) ** 2 / 3 + 4 / 29)
-    return np.array([116 * root[1] - 16, 500 * (root[0] - root[1]), 200 * (root[1] - root[2])])
-
-
-@pytest.mark.parametrize("matrix", [np.eye(3), DEUTERANOPIA, PROTANOPIA], ids=["all", "deuteranopia", "protanopia"])
-def test_colours_for_print_stay_apart(matrix):
-    """A difference of 2.3 in CIELAB is just noticed; the nearest pair is seven times that, white included."""
-    seen = [lab_as_seen(colour, matrix) for colour in (*OKABE_ITO, "#ffffff")]
-    assert min(np.linalg.norm(one - other) for one, other in itertools.combinations(seen, 2)) > 16
+@pytest.mark.parametrize("vision", VISIONS)
+def test_colours_for_print_stay_apart(vision):
+    """A difference of 1 in CIEDE2000 is just noticed; the nearest pair is twelve times that, white included."""
+    pairs = itertools.combinations((*OKABE_ITO, "#ffffff"), 2)
+    assert min(distance(*pair, vision) for pair in pairs) > 12
 
 
 def lines(count, points=20):

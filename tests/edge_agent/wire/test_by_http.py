@@ -186,3 +186,28 @@ def test_a_stopped_fetch_ends_though_nobody_takes_its_pieces(monkeypatch, serve)
         woken.clear()
         assert fetch._has_ended.wait(PATIENCE_S)
     assert len(list(fetch.take_pieces())) <= by_http.MOST_PIECES
+
+
+def test_a_stopped_fetch_ends_though_the_server_goes_on_to_send_single_bytes():
+    """A chunk of a mebibyte would take hours, and no byte comes so late that the server counts as silent."""
+    blob = Outgoing.of(bytes(1 << 20), 1 << 20)
+    is_over = threading.Event()
+
+    def send_single_bytes():
+        with contextlib.suppress(OSError), listener.accept()[0] as peer:
+            peer.recv(1 << 16)
+            peer.sendall(part(0, blob.ref.size_bytes, bytes(blob.data), blob.ref.size_bytes)[:200])
+            while not is_over.wait(0.01):
+                peer.sendall(b"x")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = threading.Thread(target=send_single_bytes)
+        server.start()
+        fetcher = BlobFetcher(lambda: None, ssl.create_default_context)
+        fetch = fetcher.begin(blob.ref, (f"http://127.0.0.1:{listener.getsockname()[1]}/x",), ((0, 1),))
+        fetch.stop()
+        has_ended = fetch._has_ended.wait(PATIENCE_S)
+        is_over.set()
+        server.join(PATIENCE_S)
+    assert has_ended
+    assert fetch.problems == [f"{fetch.host}: the fetch was stopped"]
