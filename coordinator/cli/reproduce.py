@@ -135,7 +135,7 @@ def _run_all(reproduction: Reproduction, cells: Sequence[Cell], *, again: bool) 
 
 
 def _shown(reproduction: Reproduction, results: Sequence[Outcome]) -> Iterator[Any]:
-    from ..research.reproduce.outcome import CAVEAT, FOOTING, footing_lines, footings, promises, sentence
+    from ..research.reproduce.outcome import CAVEAT, FOOTING, footing_lines, footings, promises, sentence, source_lines
 
     claims = promises(reproduction.table, results)
     folder = reproduction.folder
@@ -153,5 +153,6 @@ def _shown(reproduction: Reproduction, results: Sequence[Outcome]) -> Iterator[A
         yield from (sentence(claim).replace("**", "") for claim in claims if claim["column"] == column.name)
         yield FOOTING
         yield from footing_lines(reproduction.table, footings(results)[column.name])
+    yield from source_lines(reproduction.table)
     yield f"percent; {CAVEAT.replace('`', '')}"
     yield f"table: {folder}/table.md; curves: {folder}/curves.svg; figures: {folder}/table.json"

@@ -18,11 +18,13 @@ from edge_agent import data, methods, models
 from edge_agent.core.config import mistakes_of, parse
 from edge_agent.core.errors import ConfigError, DataError, StateError, UnknownName, UsageError
 from edge_agent.core.own_folders import remove_folder
+from edge_agent.core.registry import absolute, is_reference, load_reference
 from edge_agent.core.storage import read_json, read_toml, write_json
 from edge_agent.core.task import Frozen
 from edge_agent.data.partition import Division
 
 from ...rounds.request import Weights
+from ...simulation.own_parts import add_method, register
 from ...simulation.plan import Plan
 from ...simulation.setup import SIMULATION_FOLDER, WEIGHTS, read_plan
 from ...state.store import StateFolder
@@ -44,10 +46,11 @@ class Row(Frozen):
     """One method of the table."""
 
     name: str = Field(min_length=1, max_length=80)
-    method: str = Field(max_length=64)
+    method: str = Field(max_length=1000, description="a method's name, or PATH.py:CLASS for your own")
     params: dict[str, Any] = Field(default_factory=dict, description="on top of those that all rows share")
     plan: dict[str, Any] = Field(default_factory=dict, description="fields of a simulation, of this row alone")
     paper: dict[str, float] = Field(default_factory=dict, description="column -> published value, in percent")
+    paper_source: str = Field("", description="where its published values stand, if not in the table's source")
     tolerance: float | None = Field(None, gt=0, description="points; default: that of the table")
     scope: Scope = Field("personal", description="which accuracy is compared")
     note: str = Field("", description="what differs from the paper's row, or is not known")
@@ -55,6 +58,14 @@ class Row(Frozen):
 
 Part = TypeVar("Part", Row, Column)
 """A row or a column of a table."""
+
+
+ValuesAre = Literal["printed", "worked out", "quoted", "read from a figure"]
+"""How the published values of a table were come by.
+
+printed: they stand in the source as they are. worked out: of values that stand there, such as the mean of some columns.
+quoted: the source was not at hand; another paper prints them as its values. read from a figure: good to about a point.
+"""
 
 
 class Promise(Frozen):
@@ -68,7 +79,9 @@ class Table(Frozen):
     """A published table. A cell is a simulation: ``plan``, then the column's, then the row's fields."""
 
     title: str
-    source: str = Field(description="paper, table, year")
+    source: str = Field(description="paper, year, and the table or figure in it")
+    values: ValuesAre = Field("printed", description="how the published values were come by")
+    quoted_in: str = Field("", description="the paper and table that quote them, where they are quoted")
     measure: str = Field(description="what the published numbers are, as far as one knows")
     average: Literal["clients_mean", "samples_mean"] = Field("clients_mean", description="over clients or over samples")
     when: Literal["last", "best"] = Field(
@@ -85,6 +98,11 @@ class Table(Frozen):
         default_factory=dict, description="aspect of coordinator.research.footing -> what the paper has in all its rows"
     )
     notes: tuple[str, ...] = ()
+
+    @property
+    def has_published_values(self) -> bool:
+        """Whether there is a published value for any row."""
+        return any(row.paper for row in self.rows)
 
     def mistakes(self) -> Iterator[str]:
         """Yield inconsistent names and seeds, and fields that no simulation has."""
@@ -105,7 +123,12 @@ class Table(Frozen):
         unknown_aspects = sorted(self.published_footing.keys() - Footing.model_fields.keys())
         aspects = ", ".join(Footing.model_fields)
         yield from (f"published_footing: '{name}', expected one of {aspects}" for name in unknown_aspects)
-        # 3. Fields of the simulations, wherever they are stated.
+        # 3. A paper that quotes the values is named exactly where values are quoted.
+        if self.values == "quoted" and not self.quoted_in:
+            yield "values = 'quoted' without quoted_in, expected the paper and table that quote them"
+        if self.values != "quoted" and self.quoted_in:
+            yield f"quoted_in with values = '{self.values}', expected values = 'quoted'"
+        # 4. Fields of the simulations, wherever they are stated.
         yield from _mistakes_in(self.plan, "[plan]")
         for row in self.rows:
             yield from _mistakes_in(row.plan, f"plan of row '{row.name}'")
@@ -432,15 +455,16 @@ class Reproduction:
         for seed, column, row in itertools.product(seeds, self.table.columns, self.table.rows):
             fields = self._fields_of(row, column, seed)
             with mistakes.of(row, column):
-                methods.create(
-                    fields["method"], fields["params"], paper=fields["paper"], paper_for=fields.get("paper_for")
-                )
+                name = _known_method(fields["method"])
+                methods.create(name, fields["params"], paper=fields["paper"], paper_for=fields.get("paper_for"))
             with mistakes.of(row, column):
                 if not fields.get("data"):
                     raise UsageError(f"no data; give them with --data. {self.table.get_data}".strip())
                 plan = parse(Plan, fields, where="plan")
-                if plan.encoder is not None and plan.encoder not in models.names():
-                    raise UnknownName("encoder", plan.encoder, models.names())
+                # An encoder of the user's own is known to this process from here on.
+                register(plan)
+                if plan.encoder_name is not None and plan.encoder_name not in models.names():
+                    raise UnknownName("encoder", plan.encoder_name, models.names())
                 folder = self.folder / f"{slug(row.name)}--{slug(column.name)}--seed{seed}"
                 cells.append(Cell(row, column, seed, plan, folder))
         mistakes.check(self.name)
@@ -456,7 +480,22 @@ class Reproduction:
         for layer in (self.table.plan, column.plan, row.plan, self.changes):
             fields |= layer
             params |= layer.get("params", {})
+        # Files of the user's own count from the working folder, as data do; a run that is resumed may be in another.
+        for part in ("method", "encoder"):
+            if isinstance(fields.get(part), str):
+                fields[part] = absolute(fields[part])
         return data_of({**fields, "params": params | row.params})
+
+
+def _known_method(reference: str) -> str:
+    """Return the name of a method; one from a file of the user's is made known to this process.
+
+    Raises:
+        UsageError: The file cannot be imported, or what it names is no method.
+    """
+    if is_reference(reference):
+        return add_method(load_reference("method", reference))
+    return reference
 
 
 def select(parts: Sequence[Part], names: Sequence[str], kind: str) -> list[Part]:

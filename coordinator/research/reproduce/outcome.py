@@ -21,6 +21,8 @@ from .cells import Cell, Column, Promise, Reproduction, Row, Table
 
 HUNDRED = 100.0
 REASON_CHARS = 160
+NOISE = 1.0
+"""Points of accuracy below which a difference of two rows ranks nothing; `CAVEAT` says so, too."""
 FOOTING = "What the rows rest on; ≠ marks what a row has in place of the usual:"
 CAVEAT = "One machine, few seeds: differences below a point are noise; `last` is after the last round, never the best."
 
@@ -130,6 +132,7 @@ class Outcome:
             "verdict": self.verdict,
             "doubt": self.column.doubt,
             "note": self.row.note,
+            "paper_source": self.row.paper_source,
             "footing": dict(self.footing),
         }
 
@@ -174,9 +177,29 @@ def _outcome(table: Table, cells: Sequence[Cell]) -> Outcome:
 
 def _footing(table: Table, cell: Cell) -> dict[str, str]:
     """Return what a cell rests on, metric and counted round included."""
-    method = methods.create(cell.plan.method, cell.plan.params, paper=cell.plan.paper)
-    footing = Footing.of(cell.plan, method, average=table.average, scope=cell.row.scope, when=table.when)
+    plan = cell.plan
+    method = methods.create(plan.method_name, plan.params, paper=plan.paper, paper_for=plan.paper_for)
+    footing = Footing.of(plan, method, average=table.average, scope=cell.row.scope, when=table.when)
     return footing.named()
+
+
+_COME_BY = {
+    "printed": "as printed there",
+    "worked out": "worked out from the values printed there",
+    "read from a figure": "read from the figure, good to about a point",
+}
+
+
+def source_lines(table: Table) -> Iterator[str]:
+    """Yield where the published values stand and how they were come by; of rows apart those from another place."""
+    if not table.has_published_values:
+        yield f"No published values to compare with; rows and settings follow {table.source}."
+        return
+    come_by = _COME_BY.get(table.values, f"quoted by {table.quoted_in}")
+    yield f"Published values: {table.source}; {come_by}."
+    for row in table.rows:
+        if row.paper_source:
+            yield f"The published value of {row.name}: {row.paper_source}."
 
 
 def footing_lines(table: Table, footing: SharedFooting) -> Iterator[str]:
@@ -274,12 +297,14 @@ def _check_promise(table: Table, promise: Promise, accuracies: Mapping[str, floa
     # 1. Rows without a result cannot be compared yet.
     compared_with = []
     beaten_by = []
+    margins = []
     highest = accuracies[promise.row]
     for name in others:
         accuracy = accuracies.get(name)
         if highest is None or accuracy is None:
             continue
         compared_with.append(name)
+        margins.append(highest - accuracy)
         if not highest > accuracy:
             beaten_by.append(name)
     # 2. One row that is as high settles that the order does not hold; that it holds takes all rows.
@@ -294,6 +319,7 @@ def _check_promise(table: Table, promise: Promise, accuracies: Mapping[str, floa
         "compared": compared_with,
         "beaten_by": beaten_by,
         "holds": holds,
+        "margin": round(min(margins), 3) if margins else None,
     }
 
 
@@ -311,6 +337,8 @@ def as_json(reproduction: Reproduction, compared: Sequence[Outcome]) -> dict[str
     return {
         "title": table.title,
         "source": table.source,
+        "values": table.values if table.has_published_values else None,
+        "quoted_in": table.quoted_in,
         "measure": table.measure,
         "average": table.average,
         "when": table.when,
@@ -340,7 +368,9 @@ def _markdown(reproduction: Reproduction, compared: Sequence[Outcome]) -> Iterat
     """Yield the lines of table.md."""
     table = reproduction.table
     yield f"# {table.title}"
-    yield f"\nPublished: {table.source}; {table.measure}.\n"
+    yield ""
+    yield from source_lines(table)
+    yield f"What is measured: {table.measure}.\n"
     for column in table.columns:
         yield from _markdown_of_column(table, column, compared)
     yield f"*{CAVEAT}* `best` is chosen on the test samples. All values are percent."
@@ -406,19 +436,27 @@ def _number(value: float | None) -> str:
 
 
 def sentence(claim: Mapping[str, Any]) -> str:
-    """Say in a sentence whether an order that the paper claims holds; ``claim`` is one of `promises`."""
+    """Say in a sentence whether an order that the paper claims holds, and how narrowly; ``claim`` is of `promises`."""
     order = f"{claim['row']} above {listed(claim['above'])}"
     if claim["holds"]:
-        return f"The paper's order holds: {order}."
+        return f"The paper's order holds: {order}, {_in_words(claim['margin'])}."
     if claim["beaten_by"]:
         return f"The paper's order does **not** hold ({order}): {listed(claim['beaten_by'])} came out at least as high."
     if not claim["compared"]:
         return f"The paper's order ({order}) cannot be checked yet: there is nothing to compare."
     missing = [name for name in claim["above"] if name not in claim["compared"]]
     return (
-        f"The paper's order holds so far: {claim['row']} above {listed(claim['compared'])}, which are "
-        f"{len(claim['compared'])} of {len(claim['above'])}; not there yet: {listed(missing)}."
+        f"The paper's order holds so far: {claim['row']} above {listed(claim['compared'])}, "
+        f"{_in_words(claim['margin'])}; these are {len(claim['compared'])} of {len(claim['above'])}; "
+        f"not there yet: {listed(missing)}."
     )
+
+
+def _in_words(margin: float) -> str:
+    """Say by how much a row is above the next one, and that a margin below the noise ranks nothing."""
+    if margin < NOISE:
+        return f"by {margin:.2f} points, which is within the noise"
+    return f"by {margin:.2f} points or more"
 
 
 _AVERAGES = {"clients_mean": "mean over clients", "samples_mean": "over all test samples"}

@@ -89,3 +89,27 @@ def test_new_clients_are_compared_by_the_head_that_they_fit(call, tmp_path):
     result = json.loads(next(folder.glob("*/result.json")).read_text())
     assert cell["ours"] == pytest.approx(100 * result["last"]["acc"]["new"]["clients_mean"], abs=1e-3)
     assert cell["footing"]["metric"] == "head of a client that joined after training, mean over clients"
+
+
+@pytest.mark.parametrize("name", ["dualfed-t1-digits", "dualfed-t1-icons", "fedpick-t2-icons", "fedpick-t2-styles"])
+def test_digits_and_icons_are_not_mirrored(name):
+    """A mirrored 2 is another sign, and a mirrored icon of "next" is that of "previous"."""
+    cells = Reproduction(name, read_table(name), Path("nowhere"), {"data": ("digits",)}).cells()
+    assert {cell.plan.augment for cell in cells} == {None}
+    assert not any(cell.plan.params.get("augment", False) for cell in cells)
+
+
+@pytest.mark.parametrize("name", ["fedpick-t2-office", "fedpick-t2-domainnet", "dualfed-t1-pacs"])
+def test_photographs_and_drawings_are_flipped_and_turned_as_in_the_papers(name):
+    cells = Reproduction(name, read_table(name), Path("nowhere"), {"data": ("digits",)}).cells()
+    assert {cell.plan.augment for cell in cells} == {"flip_turn"}
+
+
+@pytest.mark.parametrize("name", ["dualfed-t1-digits", "dualfed-t1-icons"])
+def test_rows_of_dualfeds_table_take_steps_of_one_size_but_for_spherefed(name):
+    """SphereFed's is ten times the others', as in the paper."""
+    cells = Reproduction(name, read_table(name), Path("nowhere"), {"data": ("digits",)}).cells()
+    sizes = {cell.row.name: cell.plan.params["lr"] for cell in cells}
+    largest = sizes.pop("SphereFed")
+    assert set(sizes.values()) == {0.1}
+    assert largest == pytest.approx(10 * 0.1)

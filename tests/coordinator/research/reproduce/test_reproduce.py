@@ -40,6 +40,45 @@ def test_the_rows_of_a_table_share_their_settings_and_may_differ(place):
     assert plans["Fed Avg", "even"].partition == "iid"
 
 
+def test_rows_rest_on_the_values_for_the_data_set_that_they_ask_for(place):
+    """Its authors' step size for CIFAR-10 is 0.02, for Fashion-MNIST 0.01."""
+    text = (place / "t.toml").read_text().replace("lr = 0.05\n", "").replace('method = "local"', 'method = "fedpac"')
+    with_data_set = text.replace('name = "Local"\n', 'name = "Local"\nplan = { paper_for = "cifar-10" }\n', 1)
+    (place / "t.toml").write_text(with_data_set)
+    table = read_table("t.toml")
+    compared = outcome.outcomes(table, Reproduction("t", table, place / "out", rows=("Local",)).cells())
+    assert "step size 0.02" in compared[0].footing["optimizer"]
+
+
+# --- where published values stand ------------------------------------------------------------------------------------
+
+
+def test_pages_say_where_published_values_stand_and_how_they_were_come_by(place):
+    text = (place / "t.toml").read_text()
+    ways = {
+        "": "Published values: a paper; as printed there.",
+        'values = "worked out"\n': "Published values: a paper; worked out from the values printed there.",
+        'values = "read from a figure"\n': "Published values: a paper; read from the figure, good to about a point.",
+        'values = "quoted"\nquoted_in = "another, Table 3"\n': "Published values: a paper; quoted by another, Table 3.",
+    }
+    for stated, sentence_of_page in ways.items():
+        (place / "s.toml").write_text(stated + text)
+        assert list(outcome.source_lines(read_table("s.toml"))) == [sentence_of_page]
+    elsewhere = text.replace("paper = { even = 33.3 }", 'paper = { even = 33.3 }\npaper_source = "its appendix"')
+    (place / "s.toml").write_text(elsewhere)
+    assert list(outcome.source_lines(read_table("s.toml")))[1:] == ["The published value of Fed Avg: its appendix."]
+    (place / "s.toml").write_text("".join(f"{line}\n" for line in text.splitlines() if not line.startswith("paper")))
+    (line,) = outcome.source_lines(read_table("s.toml"))
+    assert line == "No published values to compare with; rows and settings follow a paper."
+
+
+@pytest.mark.parametrize("stated", ['values = "quoted"', 'quoted_in = "another, Table 3"'])
+def test_a_quotation_names_who_quotes(place, stated):
+    (place / "t.toml").write_text(f"{stated}\n{(place / 't.toml').read_text()}")
+    with pytest.raises(ConfigError, match="quoted"):
+        read_table("t.toml")
+
+
 # --- running ---------------------------------------------------------------------------------------------------------
 
 
@@ -58,6 +97,7 @@ def test_a_table_is_run_written_and_compared_with_the_paper(place, call):
     assert told["cells"][0]["difference"] == pytest.approx(ours - 40, abs=1e-3)
     assert told["cells"][3]["paper"] is None
     page = (folder / "table.md").read_text()
+    assert "Published values: a paper; as printed there." in page
     assert f"| Local | 40.00 | {ours:.2f} |" in page
     assert "*Doubtful:* odd numbers" in page
     assert "- Fed Avg: smaller steps" in page
@@ -88,6 +128,30 @@ def test_what_the_rows_rest_on_stands_in_all_outputs_and_differences_are_marked(
     assert table["footing"]["even"]["all_rows"]["encoder"] == "linear (feature_dim 4)"
     assert set(table["footing"]["even"]["differences"]["Fed Avg"]) == {"optimizer", "metric"}
     assert table["cells"][0]["footing"]["partition"] == "iid, 3 clients"
+
+
+def test_a_row_may_have_a_method_and_an_encoder_of_the_users_own(place, call):
+    (place / "mine.py").write_text(
+        "from torch import nn\n"
+        "from edge_agent.methods.fedavg import FedAvg\n\n\n"
+        "class Mine(FedAvg):\n    source = 'here'\n\n\n"
+        "class Flat(nn.Sequential):\n"
+        "    def __init__(self):\n        super().__init__(nn.Flatten(), nn.Linear(16, 4))\n"
+    )
+    text = (place / "t.toml").read_text().replace('method = "fedavg"', 'method = "mine.py:Mine"')
+    text = text.replace('encoder = "linear"\nencoder_params = { feature_dim = 4 }', 'encoder = "mine.py:Flat"')
+    (place / "own.toml").write_text(text)
+    words = ("own.toml", "--row", "Fed Avg", "--column", "even", "--rounds", 1)
+    code, out, err = call(*words, "--json")
+    assert code == 0, err
+    (cell,) = json.loads(out)["cells"]
+    assert cell["ours"] is not None
+    assert cell["footing"]["parts of the model"] == "encoder, head"
+    code, _, err = call(*words, "--json")
+    assert code == 0, f"it is found again: {err}"
+    (place / "own.toml").write_text(text.replace("mine.py:Mine", "mine.py:Yours"))
+    code, _, err = call(*words)
+    assert (code, "Yours" in err) == (2, True)
 
 
 def test_what_is_done_is_not_done_again_and_one_more_seed_is_added(place, call):
@@ -336,9 +400,10 @@ def test_the_order_that_a_paper_claims_is_looked_at(place, local, other, holds):
 @pytest.mark.parametrize(
     "mine, others, words",
     [
-        (50, {"a": 49, "b": 48}, "The paper's order holds: Best above a, b."),
+        (50, {"a": 49, "b": 48}, "The paper's order holds: Best above a, b, by 1.00 points or more."),
+        (50, {"a": 49.6, "b": 48}, "The paper's order holds: Best above a, b, by 0.40 points, which is within the noi"),
         (50, {"a": 51, "b": None}, "The paper's order does **not** hold (Best above a, b): a came out at least as"),
-        (50, {"a": 49, "b": None}, "The paper's order holds so far: Best above a, which are 1 of 2; not there yet: b."),
+        (50, {"a": 49, "b": None}, "The paper's order holds so far: Best above a, by 1.00 points or more; these are 1"),
         (None, {"a": 49, "b": 48}, "The paper's order (Best above a, b) cannot be checked yet: there is nothing to"),
     ],
 )
