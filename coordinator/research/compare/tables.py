@@ -13,7 +13,7 @@ from edge_agent.data.columns import import_pyarrow
 
 from ...estimates import CONFIDENCE, Estimate
 from ...report.charts import clean, percent
-from ...text import counted, listed
+from ...text import about_time, counted, listed
 from .records import ClientScore, Comparison, MethodRecord, SeedRun
 from .row_statistics import (
     ComparisonStatistics,
@@ -318,7 +318,7 @@ def costs_table(statistics: ComparisonStatistics) -> Table:
 def hours_in_all(statistics: ComparisonStatistics) -> str:
     """Return in a sentence what all trials and runs have cost."""
     hours = sum(row.costs.trial_hours + row.costs.run_hours for row in statistics.rows)
-    return f"{hours:.3g} CPU hours in all."
+    return f"{about_time(hours * 3600)} of CPU time in all."
 
 
 def footing_table(statistics: ComparisonStatistics) -> Table:
@@ -362,13 +362,16 @@ def facts(comparison: Comparison) -> list[tuple[str, str]]:
     partition = comparison.partition
     if settings:
         partition = f"{partition} ({settings})"
-    seeds = ", ".join(map(str, comparison.seeds))
+    if len(comparison.seeds) == 1:
+        seeds = f"{comparison.seeds[0]} alone"
+    else:
+        seeds = f"{len(comparison.seeds)} ({', '.join(map(str, comparison.seeds))})"
     lines = [
         ("Data", ", ".join(comparison.data)),
         ("Partition", partition),
         ("Clients", str(comparison.clients)),
         ("Rounds", str(comparison.rounds)),
-        ("Seeds", f"{len(comparison.seeds)} ({seeds})"),
+        ("Seeds", seeds),
         ("Tuning", _tuning_text(comparison)),
     ]
     return [(name, clean(value, 300)) for name, value in lines]

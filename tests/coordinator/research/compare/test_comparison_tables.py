@@ -8,6 +8,7 @@ import math
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 
 import pytest
 from comparison_harness import comparison_of, made_up, row_of, run_of, trials_of
@@ -21,7 +22,9 @@ from coordinator.research.compare.tables import (
     Table,
     all_tables,
     differences_table,
+    facts,
     figures_csv,
+    hours_in_all,
     latex,
     latex_text,
     markdown,
@@ -91,6 +94,16 @@ def test_one_seed_has_no_interval_and_says_so():
     assert "no interval" in text
     assert "one pair: no verdict" in markdown(differences_table(statistics))
     assert any("compare with more seeds" in sentence for sentence in findings(comparison, statistics))
+    assert dict(facts(comparison))["Seeds"] == "0 alone"
+
+
+@pytest.mark.parametrize("hours, text", [(15 / 3600, "15 s"), (0.1, "6 min"), (5.5, "5 h 30 min")])
+def test_costs_are_told_in_the_unit_that_people_would_use(hours, text):
+    row = row_of("local", [run_of(0, [0.5])])
+    statistics = compute_statistics(comparison_of(row))
+    costs = replace(statistics.rows[0].costs, trial_hours=hours / 2, run_hours=hours / 2)
+    rows = (replace(statistics.rows[0], costs=costs),)
+    assert hours_in_all(replace(statistics, rows=rows)) == f"{text} of CPU time in all."
 
 
 def test_a_row_of_another_footing_and_one_without_a_seed_are_marked():
