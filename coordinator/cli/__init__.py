@@ -103,6 +103,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if end.code == UsageError.exit_code and "--json" in given and not is_by_command:
             _print_json("UsageError", "the command line is wrong; see stderr", UsageError.exit_code)
         raise
+    except KeyboardInterrupt:  # while modules are loaded, which takes seconds; within a command typer does the same
+        sys.exit(130)
     except HeadwaterError as error:
         failure = error
     except (OSError, RuntimeError, ModuleNotFoundError) as error:

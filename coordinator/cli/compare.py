@@ -28,7 +28,7 @@ Methods = Annotated[
     list[str] | None,
     typer.Argument(metavar="METHODS", help="Names (see 'headwater methods') or PATH.py:CLASS, also with commas."),
 ]
-Seeds = Annotated[str, typer.Option("--seeds", help="Seeds of the runs: 0:6 (0 to 5), or 0,1,2.")]
+Seeds = Annotated[str, typer.Option("--seeds", help="Seeds of the runs: 0:6 (six of them, 0 to 5), or 0,1,2.")]
 Tune = Annotated[
     int, typer.Option("--tune", min=0, max=10_000, help="Trials of each method, defaults included; 0: none.")
 ]
@@ -45,7 +45,10 @@ TuneSeed = Annotated[
 ]
 Untuned = Annotated[bool, typer.Option("--untuned", help="Also run the defaults: what tuning was worth.")]
 Parallel = Annotated[int, typer.Option("--parallel", "-j", min=1, max=1024, help="Simulations at a time.")]
-Out = Annotated[Path | None, typer.Option("--out", "-o", help="Folder; the same command continues there.")]
+Out = Annotated[
+    Path | None,
+    typer.Option("--out", "-o", help="Folder, where the same command continues; default: named after the command."),
+]
 Logs = Annotated[
     list[str] | None,
     typer.Option("--log", help="Also log it and its runs, as 'headwater simulate --log' does; repeatable."),
@@ -103,11 +106,14 @@ def compare(
     params = given.pop("params", {})
     data = sources(given.pop("data", None))
     folder = out or Path("comparison")
+    seed_numbers = parse_seeds(seeds)
+    if len(seed_numbers) == 1:  # perhaps meant as the number of seeds, which would come out after hours
+        _say(f"--seeds {seeds} is one seed, which cannot tell a difference from chance; six seeds are --seeds 0:6")
     with running_from(given, parallel, again=again) as running, stoppable():
         result = run(
             names,
             data=data,
-            seeds=parse_seeds(seeds),
+            seeds=seed_numbers,
             tune=tune,
             search=search,
             space=spaces_from(space or ()),

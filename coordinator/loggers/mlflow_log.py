@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import textwrap
 import time
 import urllib.error
 import urllib.parse
@@ -116,15 +117,18 @@ class MlflowLogger(Logger):
             raise UsageError(NO_TARGET)
         if self._unknown_options:
             raise UsageError(f"--log mlflow: {', '.join(self._unknown_options)}: expected ?experiment=NAME and no more")
-        if self._uri.startswith(("http://", "https://")):
+        is_server = self._uri.startswith(("http://", "https://"))
+        if is_server:
             self._check_address()
         try:
             self._client().search_experiments(max_results=1)
         # A package of others, and whatever stores it has installed, may raise anything.
         except Exception as error:
+            todo = "correct the address or what it asks for"
+            if not is_server:  # a folder or a database, which releases of the package treat in different ways
+                todo = "name a server, such as http://127.0.0.1:5000 ('mlflow server' starts one on this machine)"
             raise UsageError(
-                f"--log mlflow: {self._uri} cannot be used: {_first_line(error)}; correct the address or what it asks "
-                f"for, {LATER}"
+                f"--log mlflow: {self._uri} cannot be used: {_first_line(error)}; {todo}, {LATER}"
             ) from error
 
     def _check_address(self) -> None:
@@ -264,6 +268,6 @@ def _key(name: str) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    """Return what is wrong as one line that is not too long."""
-    lines = str(error).strip().splitlines()
-    return (lines[0] if lines else type(error).__name__)[:300].rstrip(".")
+    """Return what is wrong as one line that is not too long, and ends with a whole word."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return textwrap.shorten(lines[0], 300, placeholder=" …").rstrip(".")

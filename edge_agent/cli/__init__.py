@@ -49,6 +49,14 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command, and return its exit code: 0, else that of the error (see `core.errors`), 130 after Ctrl-C."""
     given = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run_command(given)
+    except KeyboardInterrupt:  # also while modules are still loaded, which takes seconds on a small device
+        return 130
+
+
+def _run_command(given: Sequence[str]) -> int:
+    """Run the command of a command line, and return its exit code; its errors become one message."""
     arguments = _parse(given)
     logging.basicConfig(
         stream=sys.stderr,
@@ -76,8 +84,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if (mistake := without_home(error)) is None:
             raise
         return _report(mistake, as_json=arguments.json)
-    except KeyboardInterrupt:
-        return 130
 
 
 def _show_reading(what: str) -> Progress:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from ...report.charts import clean, percent
-from ...text import counted
+from ...text import about_time, counted
 from .records import Comparison
 from .row_statistics import ComparisonStatistics
 
@@ -16,13 +16,16 @@ def facts(comparison: Comparison) -> list[tuple[str, str]]:
     partition = comparison.partition
     if settings:
         partition = f"{partition} ({settings})"
-    seeds = ", ".join(map(str, comparison.seeds))
+    if len(comparison.seeds) == 1:
+        seeds = f"{comparison.seeds[0]} alone"
+    else:
+        seeds = f"{len(comparison.seeds)} ({', '.join(map(str, comparison.seeds))})"
     lines = [
         ("Data", ", ".join(comparison.data)),
         ("Partition", partition),
         ("Clients", str(comparison.clients)),
         ("Rounds", str(comparison.rounds)),
-        ("Seeds", f"{len(comparison.seeds)} ({seeds})"),
+        ("Seeds", seeds),
         ("Tuning", tuning_text(comparison)),
     ]
     return [(name, clean(value, 300)) for name, value in lines]
@@ -50,7 +53,9 @@ def hours_in_all(statistics: ComparisonStatistics) -> str:
     """Return in a sentence what all trials and runs have cost, in processor time and by the clock."""
     cpu_hours = math.fsum(row.costs.trial_hours + row.costs.run_hours for row in statistics.rows)
     wall_hours = math.fsum(row.costs.trial_wall_hours + row.costs.run_wall_hours for row in statistics.rows)
-    return f"{cpu_hours:.3g} CPU hours in all; {wall_hours:.3g} hours by the clock, simulations added up."
+    cpu_time = about_time(cpu_hours * 3600)
+    wall_time = about_time(wall_hours * 3600)
+    return f"{cpu_time} of CPU time in all; {wall_time} by the clock, simulations added up."
 
 
 def progress_text(comparison: Comparison, statistics: ComparisonStatistics) -> str:

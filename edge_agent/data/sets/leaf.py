@@ -1,10 +1,10 @@
 """``leaf:DIR?users=100``: data sets of LEAF with the users who made their samples: FEMNIST, Shakespeare and others.
 
 DIR holds the folders ``train`` and ``test`` of JSON files that LEAF's scripts write, or a folder ``data`` with them, or
-such files that are not divided yet (``all_data``). ``partition users`` makes each user a client, which is tested on its
-own test part. Options: ``split=train|test|all`` (default: train), ``user`` (only these), ``users`` (so many of them,
-drawn by ``seed``; the same ones in both parts), ``seed``, ``shape`` (of one input; default: ``28,28`` for 784 numbers),
-``class_names``.
+such files that are not divided yet (``all_data``); it may also be one such file. ``partition users`` makes each user a
+client, which is tested on its own test part. Options: ``split=train|test|all`` (default: train), ``user`` (only these),
+``users`` (so many of them, drawn by ``seed``; the same ones in both parts), ``seed``, ``shape`` (of one input; default:
+``28,28`` for 784 numbers), ``class_names``.
 
 Inputs of numbers are grey images of two axes, or windows where ``shape`` says ``channels,length`` with ``kind=window``.
 FEMNIST's 62 labels are its digits and letters. Texts, as in Shakespeare, are windows of one channel: the position of
@@ -170,6 +170,12 @@ def _files_of(where: str, split: str) -> list[Path]:
     Raises:
         DataError: There are none.
     """
+    # One file holds all users, as a folder of files that are not divided does.
+    file = Path(where).expanduser()
+    if file.is_file():
+        if split == "test":
+            raise ORIGIN.missing(where, "one file is not divided into train and test")
+        return [file]
     folders = _folders_of(where)
     if split != "all" and "all" in folders:
         if split == "test":
@@ -422,7 +428,9 @@ def inspect(where: str, options: LeafOptions) -> None:
 
 def parts(where: str, options: LeafOptions) -> tuple[str, str] | None:  # noqa: ARG001 - the folder alone says it
     """Return the names of both parts; None where the files are not divided."""
-    return None if "all" in _folders_of(where) else ("train", "test")
+    if Path(where).expanduser().is_file() or "all" in _folders_of(where):
+        return None
+    return "train", "test"
 
 
 SOURCE = DataSource(LeafOptions, read, needs_path=True, inspect=inspect, parts=parts)

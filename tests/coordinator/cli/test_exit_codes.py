@@ -207,3 +207,13 @@ def test_a_refused_login_ends_with_2_and_not_as_if_trying_again_helped(place, ca
         assert code_of("headwater doctor --config c.toml --json") == 2
         assert json.loads(capsys.readouterr().out)["broker"][-1]["step"] == "login", "one object, which is the answer"
     assert "a login that the broker refuses" in meaning(2)
+
+
+@pytest.mark.parametrize("words", ["headwater partition iid", "edge-agent fit"])
+def test_ctrl_c_while_a_command_is_loaded_ends_quietly(place, words, capsys, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("importlib.import_module", interrupt)
+    assert code_of(words) == 130
+    assert capsys.readouterr() == ("", "")

@@ -13,6 +13,7 @@ import pytest
 from coordinator.loggers.base import Logger
 from coordinator.loggers.choice import LOGGERS, absolute_choice, check_loggers, make_loggers
 from coordinator.loggers.csv_log import CsvLogger
+from coordinator.loggers.mlflow_log import MlflowLogger
 from coordinator.loggers.run_logs import RunLogs
 from edge_agent.core.errors import ConfigError, MissingCapability, UsageError
 
@@ -150,6 +151,19 @@ def test_a_server_of_another_kind_is_refused_before_anything_starts(tmp_path):
         finally:
             server.shutdown()
             serving.join(30)
+
+
+def test_a_folder_that_mlflow_refuses_is_told_in_whole_words_with_a_server_to_name(tmp_path, monkeypatch):
+    """MLflow's own sentences about folders are longer than what is shown of them."""
+
+    def refuse(_):
+        raise RuntimeError("The filesystem backend is in maintenance mode. " + "migrate " * 60)
+
+    monkeypatch.setattr(MlflowLogger, "package", "json")  # a package that is always there
+    monkeypatch.setattr(MlflowLogger, "_client", refuse)
+    with pytest.raises(UsageError) as told:
+        MlflowLogger("mlruns", tmp_path).check()
+    assert re.search(r"mlruns cannot be used: The filesystem.* migrate …; name a server, such as http", str(told.value))
 
 
 def test_wandb_sends_nothing_unless_it_is_asked_to_and_then_needs_a_key(tmp_path, monkeypatch):

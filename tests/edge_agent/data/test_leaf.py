@@ -121,6 +121,19 @@ def test_numbers_of_other_sets_are_windows_or_images_as_the_options_say(tmp_path
         load(f"leaf:{tmp_path}?split=test")
 
 
+def test_one_file_is_read_as_the_folder_that_holds_it_alone(tmp_path):
+    save(tmp_path, "all_data", content_of(writers(3, 4)))
+    (file,) = (tmp_path / "all_data").iterdir()
+    folder_samples = load(f"leaf:{tmp_path}")
+    (file.parent / "users.json").write_text('{"a": "file of something else"}')
+    file_samples = load(f"leaf:{file}")
+    assert np.array_equal(file_samples.inputs, folder_samples.inputs)
+    assert np.array_equal(file_samples.labels, folder_samples.labels)
+    assert parts_of(f"leaf:{file}") is None
+    with pytest.raises(DataError, match="one file is not divided into train and test"):
+        load(f"leaf:{file}?split=test")
+
+
 def test_pixels_beside_other_numbers_are_not_taken_for_bytes(tmp_path):
     exact = writers(1, 1)
     data = content_of(exact)

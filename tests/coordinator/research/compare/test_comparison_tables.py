@@ -8,10 +8,12 @@ import math
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 
 import pytest
 from comparison_harness import comparison_of, made_up, row_of, run_of, trials_of
 
+from coordinator.research.compare.facts import facts, hours_in_all
 from coordinator.research.compare.findings import findings
 from coordinator.research.compare.row_statistics import compute_statistics
 from coordinator.research.compare.table_formats import figures_csv, latex, latex_text, markdown, text_lines
@@ -85,6 +87,16 @@ def test_one_seed_has_no_interval_and_says_so():
     assert "no interval" in text
     assert "one pair: no verdict" in markdown(differences_table(statistics))
     assert any("compare with more seeds" in sentence for sentence in findings(comparison, statistics))
+    assert dict(facts(comparison))["Seeds"] == "0 alone"
+
+
+@pytest.mark.parametrize("hours, text", [(15 / 3600, "15 s"), (0.1, "6 min"), (5.5, "5 h 30 min")])
+def test_costs_are_told_in_the_unit_that_people_would_use(hours, text):
+    row = row_of("local", [run_of(0, [0.5])])
+    statistics = compute_statistics(comparison_of(row))
+    costs = replace(statistics.rows[0].costs, trial_hours=hours / 2, run_hours=hours / 2)
+    rows = (replace(statistics.rows[0], costs=costs),)
+    assert hours_in_all(replace(statistics, rows=rows)).startswith(f"{text} of CPU time in all; ")
 
 
 def test_a_row_of_another_footing_and_one_without_a_seed_are_marked():
@@ -268,4 +280,4 @@ def test_costs_are_processor_hours_and_hours_by_the_clock():
     cells = {column.key: cell.value for column, cell in zip(table.columns, table.rows[0], strict=True)}
     hours = [cells[key] for key in ("trial_cpu_hours", "run_cpu_hours", "trial_hours", "run_hours")]
     assert hours == pytest.approx([72 / 3600, 180 / 3600, 0.0, 2.0])
-    assert "0.07 CPU hours in all; 2 hours by the clock" in markdown(table)
+    assert "4 min of CPU time in all; 2 h by the clock" in markdown(table)

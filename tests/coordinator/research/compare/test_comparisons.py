@@ -562,6 +562,7 @@ def test_a_failing_run_is_exit_code_1_and_a_ctrl_c_130(call, words, monkeypatch)
     monkeypatch.setattr(interface, "_run_all", none_better)
     code, _, err = call("compare", "fedprox", *options)
     assert code == 130
+    assert "--seeds 0 is one seed" in err
     assert "the same command continues" in err
     monkeypatch.undo()
 
