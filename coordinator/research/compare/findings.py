@@ -46,7 +46,9 @@ def _distances(statistics: ComparisonStatistics) -> Iterator[str]:
         yield f"Not distinguishable from it: {_list(similar_rows)}."
     elif not single_pairs:
         yield "All other rows are at least two standard errors below it."
-    if single_pairs:
+    if single_pairs and statistics.pending_runs:
+        yield f"One pair of seeds says nothing of chance yet: {_list(single_pairs)}."
+    elif single_pairs:
         yield f"One pair of seeds says nothing of chance: compare with more seeds ({_list(single_pairs)})."
     fewest = min((len(difference.seeds) for difference in differences.values() if len(difference.seeds) > 1), default=0)
     if 0 < fewest < ENOUGH_SEEDS:
@@ -75,7 +77,8 @@ def _doubts(statistics: ComparisonStatistics) -> Iterator[str]:
     if differing_rows:
         yield f"Rows that rest on something else than the others: {_list(differing_rows)}."
     incomplete_rows = _names(row for row in statistics.rows if row.missing_seeds)
-    if incomplete_rows:
+    # While runs are still to be made nearly every row lacks some.
+    if incomplete_rows and not statistics.pending_runs:
         yield f"Rows without a result for some seeds: {_list(incomplete_rows)}."
 
 

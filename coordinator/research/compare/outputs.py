@@ -96,8 +96,8 @@ def _caption(comparison: Comparison) -> str:
     """Return the caption of the table of methods: what a reader of a paper needs to know of the task."""
     title = clean(comparison.title, 200)
     # What the title says is not said again.
-    common = "; ".join(f"{name.lower()}: {value}" for name, value in facts(comparison) if value not in title)
-    return f"{title}. {sentence(common)}"
+    common = " ".join(sentence(f"{name}: {value}") for name, value in facts(comparison) if value not in title)
+    return f"{title}. {common}"
 
 
 def summary_lines(comparison: Comparison, width: int = 140) -> list[str]:

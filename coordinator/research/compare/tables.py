@@ -45,8 +45,11 @@ def all_tables(comparison: Comparison, statistics: ComparisonStatistics) -> list
 
 def methods_table(comparison: Comparison, statistics: ComparisonStatistics) -> Table:
     """Return the table of accuracies, differences and clients that are hurt: a row for each method."""
-    best_pooled = _highest(row.pooled_mean for row in statistics.rows if not row.missing_seeds)
-    best_tenth = _highest(row.worst_tenth for row in statistics.rows if not row.missing_seeds)
+    # As for the best row: a row that lacks a seed is compared only where all rows lack one.
+    complete_rows = [row for row in statistics.rows if not row.missing_seeds]
+    candidates = complete_rows or statistics.rows
+    best_pooled = _highest(row.pooled_mean for row in candidates)
+    best_tenth = _highest(row.worst_tenth for row in candidates)
     columns = (
         _ROW,
         Column("rank", "rank"),
