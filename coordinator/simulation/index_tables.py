@@ -27,6 +27,7 @@ from edge_agent.core.storage import read_regular
 from edge_agent.data import partition
 from edge_agent.data.base import Users
 from edge_agent.data.columns import import_pyarrow
+from edge_agent.data.expansion import MEMORY_SHARE, json_memory_bytes, memory_budget_bytes
 from edge_agent.data.partition import Division
 
 from ..text import counted
@@ -43,6 +44,18 @@ RULE = "table"
 PARTS = ("train", "test", "validation")
 _COLUMNS = ("client", "row", "part")
 _MOST_BYTES = 1 << 30
+_MEMORY_OF_CSV = 30
+"""Bytes of memory that Python takes for a byte of a table such as ``ann,17,train``."""
+
+_MEMORY_OF_ROW = 400
+"""Bytes of memory that Python takes for a row of a Parquet file, which may take next to nothing there."""
+
+_BLOCK_ROWS = 1024
+"""Rows of a Parquet file that are unpacked at once: a text may be stored once for all of them."""
+
+_LONGEST_NAME = 256
+"""The most characters of a client's name."""
+
 _BEGIN_OF_PARTITIONS = b'{"clients":'
 """The first bytes of partitions as they are saved, which may have many megabytes: they are not parsed to tell."""
 
@@ -177,6 +190,8 @@ def is_table(path: Path) -> bool:
         raw = read_regular(path, _MOST_BYTES)
         if raw.startswith(_BEGIN_OF_PARTITIONS):
             return False
+        if json_memory_bytes(raw) > _free_bytes():  # reading it as a table says so
+            return True
         content = json.loads(raw)
     except (OSError, ValueError, RecursionError):  # which reading it as a partition says better
         return False
@@ -250,7 +265,7 @@ def _values_of(
     numbers = [_number_in(row) for row in rows]
     positions = [_part_in(part) for part in parts]
     for values, problem in (
-        (names, "clients that are no names: expected text or whole numbers"),
+        (names, f"clients that are no names: expected text of at most {_LONGEST_NAME} characters, or whole numbers"),
         (numbers, "rows that are no whole numbers from 0 on"),
         (positions, f"unknown parts: expected {', '.join(PARTS)}"),
     ):
@@ -267,7 +282,8 @@ def _name_in(cell: Any) -> str | None:
     """Return the name of a client; None where a cell holds none."""
     if isinstance(cell, bool) or not isinstance(cell, str | int | np.integer):
         return None
-    return str(cell).strip() or None
+    name = str(cell).strip()
+    return name if 0 < len(name) <= _LONGEST_NAME else None
 
 
 def _number_in(cell: Any) -> int | None:
@@ -294,8 +310,28 @@ def _part_in(cell: Any) -> int | None:
 # --- forms of files --------------------------------------------------------------------------------------------------
 
 
+def _free_bytes() -> int:
+    """Return the free memory in bytes."""
+    return memory_budget_bytes() * MEMORY_SHARE
+
+
+def _check_fits(path: Path, needed_bytes: int) -> None:
+    """Check that a table can be read into memory.
+
+    Raises:
+        DataError: It cannot.
+    """
+    free_bytes = _free_bytes()
+    if needed_bytes > free_bytes:
+        raise DataError(
+            f"{path}: takes about {needed_bytes / 1e6:.0f} MB of memory as an index table, and "
+            f"{free_bytes / 1e6:.0f} MB are free here; name fewer rows"
+        )
+
+
 def _columns_of_csv(path: Path, content: bytes) -> dict[str, list[Any]]:
     """Return the columns of a CSV file, by the names in its first line."""
+    _check_fits(path, len(content) * _MEMORY_OF_CSV)
     lines = content.decode("utf-8-sig").splitlines()
     first = lines[0] if lines else ""
     delimiter = max(",;\t", key=first.count)
@@ -333,18 +369,29 @@ def _columns_of_parquet(path: Path, content: bytes) -> dict[str, list[Any]]:
     pa = import_pyarrow("reading an index table in a Parquet file")
     import pyarrow.parquet as pq
 
+    columns: dict[str, list[Any]] = {}
     try:
         file = pq.ParquetFile(pa.BufferReader(content))
         names = [name for name in _COLUMNS if name in file.schema_arrow.names]
-        if {"client", "row"} <= set(names):
-            return dict(file.read(names).to_pydict())
-        return {name: [] for name in file.schema_arrow.names}
+        if not {"client", "row"} <= set(names):
+            return {name: [] for name in file.schema_arrow.names}
+        _check_fits(path, file.metadata.num_rows * _MEMORY_OF_ROW)
+        for batch in file.iter_batches(_BLOCK_ROWS, columns=names, use_threads=False):
+            for name, values in batch.to_pydict().items():
+                columns.setdefault(name, []).extend(map(_without_long_text, values))
     except pa.ArrowException as error:
         raise DataError(f"{path}: cannot be read as a Parquet file: {cause(error)}; copy or save it again") from error
+    return columns or {name: [] for name in names}
+
+
+def _without_long_text(value: Any) -> Any:
+    """Return the value of a cell; of a text that is too long for a name its begin, which is still too long."""
+    return value[: _LONGEST_NAME + 1] if isinstance(value, str) else value
 
 
 def _columns_of_json(path: Path, content: bytes) -> dict[str, list[Any]]:
     """Return the columns of a JSON file: a list of objects, or an object of lists."""
+    _check_fits(path, json_memory_bytes(content))
     parsed = json.loads(content)
     if isinstance(parsed, dict):
         return _columns_of_object(path, parsed)

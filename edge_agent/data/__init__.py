@@ -590,7 +590,7 @@ def _natural(raw: Raw, source: str) -> InputSpec:
         return raw.natural
     first = _first_readable(raw, source)
     if raw.kind == "image":  # of the size of the first one, within 4..224
-        pixels = preprocess.height_width_channels(first)
+        pixels = np.asarray(first)
         height, width = (min(max(side, 4), 224) for side in pixels.shape[:2])
         channels = 1 if pixels.shape[2] == 1 else 3
         return ImageInput(channels=channels, height=height, width=width)
@@ -601,7 +601,9 @@ def _natural(raw: Raw, source: str) -> InputSpec:
 
 
 def _first_readable(raw: Raw, source: str) -> Any:
-    """Return the first item that can be read: those that cannot are reported together, once all are read.
+    """Return the first item that can be read, of an image its pixels (h, w, channels).
+
+    Items that cannot be read are reported together, once all are.
 
     Raises:
         DataError: None of the first `PROBED` items can be read.
@@ -609,7 +611,8 @@ def _first_readable(raw: Raw, source: str) -> Any:
     failure = ""
     for row in range(min(PROBED, len(raw.items))):
         try:
-            return raw.items[row]
+            item = raw.items[row]
+            return preprocess.height_width_channels(item) if raw.kind == "image" else item
         except DataError as error:
             failure = failure or f"{raw.name_of(row)}: {error}"
     raise DataError(f"{source}: none of the first {min(PROBED, len(raw.items))} can be used; {failure}")

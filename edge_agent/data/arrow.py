@@ -23,16 +23,12 @@ import numpy as np
 from ..core.errors import DataError, StateError, cause
 from ..core.large_arrays import map_array, release
 from ..core.storage import open_regular, read_json
-from .base import DataSource, Raw
 from .columns import (
     ColumnOptions,
-    check_table,
     choose_splits,
-    damage_as_data_error,
-    import_pyarrow,
     mistakes_in_types,
     parts_among,
-    read_table,
+    table_source,
     without_extension,
 )
 
@@ -44,7 +40,8 @@ class _MappedTable:
     """The rows of some Arrow files, one after another, which stay on disk; see `columns.Table`."""
 
     def __init__(self, where: str, folder: Path, files: Sequence[Path]) -> None:
-        pa = import_pyarrow("reading Arrow tables")
+        import pyarrow as pa
+
         self.where = where
         self.folder = folder
         opened = [_open_file(where, file) for file in files]
@@ -190,7 +187,6 @@ def _open_table(where: str, options: ColumnOptions) -> _MappedTable:
     Raises:
         DataError: There is no such part, or its files cannot be read.
     """
-    import_pyarrow("reading Arrow tables")
     folders = _splits_in(where)
     name = f"arrow: '{where}'"
     if list(folders) == [""]:
@@ -205,25 +201,9 @@ def _open_table(where: str, options: ColumnOptions) -> _MappedTable:
     return _MappedTable(name, Path(where).expanduser(), files)
 
 
-def read(where: str, options: ColumnOptions) -> Raw:
-    """Return the samples of the chosen parts; inputs are read when they are asked for.
-
-    Raises:
-        DataError: The folder, its files or their columns are not as expected.
-    """
-    with damage_as_data_error(f"arrow: '{where}'"):
-        return read_table(_open_table(where, options), options)
-
-
-def inspect(where: str, options: ColumnOptions) -> None:
-    """Check that the folder holds such a data set with the columns that the options name."""
-    with damage_as_data_error(f"arrow: '{where}'"):
-        check_table(_open_table(where, options), options)
-
-
 def parts(where: str, options: ColumnOptions) -> tuple[str, str] | None:  # noqa: ARG001 - the folder alone says it
     """Return the names of the training and test part; None where there is one part alone."""
     return parts_among(list(_splits_in(where)))
 
 
-SOURCE = DataSource(ColumnOptions, read, needs_path=True, inspect=inspect, parts=parts)
+SOURCE = table_source("arrow", _open_table, parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, overload
@@ -26,8 +27,15 @@ def _split(value: object) -> object:
 Integers = Annotated[tuple[int, ...], BeforeValidator(_split)]
 """Option written ``1,2,5``."""
 
+Shape = Annotated[tuple[Annotated[int, Field(ge=1)], ...], BeforeValidator(_split)]
+"""Option written ``28,28``: the sides of an array."""
+
 Strings = Annotated[tuple[str, ...], BeforeValidator(_split)]
 """Option written ``walk,run``."""
+
+
+_SHOWN = 20
+"""Names that a message lists."""
 
 
 class Options(Frozen):
@@ -289,10 +297,15 @@ def labels_by_name(values: np.ndarray, class_names: Sequence[str], where: str) -
     """Return labels (n,) int64 and class names for integer or text ``values``; without ``names`` these are the values.
 
     Raises:
-        DataError: Labels are neither integers nor text, or are not among the class names.
+        DataError: Labels are neither integers nor text, or are not among the class names; or two of these are equal.
     """
     if values.ndim != 1 or values.dtype.kind not in "iuU":
         raise DataError(f"{where}: labels are {values.dtype}{list(values.shape)}, expected one row of integers or text")
+    repeated = [name for name, count in Counter(class_names).items() if count > 1]
+    if repeated:
+        raise DataError(
+            f"{where}: class names that occur twice: {', '.join(repeated[:_SHOWN])}; give each class its own"
+        )
     if not class_names:
         names, labels = np.unique(values, return_inverse=True)
         return labels.astype(np.int64), tuple(str(name) for name in names)

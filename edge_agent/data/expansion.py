@@ -1,4 +1,4 @@
-"""Limits on how far a compressed file may expand: 2 MB of zeros in an archive would take 1.9 GB of memory."""
+"""Limits on how far a file may expand in memory: an archive of 2 MB may hold 1.9 GB of zeros, JSON many short lists."""
 
 from __future__ import annotations
 
@@ -32,6 +32,22 @@ def memory_budget_bytes() -> int:
     if not limits:  # no system that says so
         return sys.maxsize
     return min(limits) // MEMORY_SHARE
+
+
+_MEMORY_OF_JSON = 8
+"""Bytes of memory that Python takes for a byte of JSON of short numbers such as ``1.0, ``, while it is parsed."""
+
+_MEMORY_OF_LIST = 150
+"""Bytes that a list or an object takes beyond that, however short it is in the file."""
+
+_MEMORY_OF_QUOTE = 20
+"""Bytes that a text takes beyond that, for each of its two quotes."""
+
+
+def json_memory_bytes(raw: bytes) -> int:
+    """Return about how many bytes of memory it takes to parse JSON: ``[[],[]]`` takes 20 times its size and more."""
+    lists = raw.count(b"[") + raw.count(b"{")
+    return len(raw) * _MEMORY_OF_JSON + lists * _MEMORY_OF_LIST + raw.count(b'"') * _MEMORY_OF_QUOTE
 
 
 def most_content_bytes(compressed_bytes: int) -> int:

@@ -21,23 +21,22 @@ from typing import Any
 
 from ..core.errors import DataError, cause
 from ..core.storage import open_regular
-from .base import DataSource, Raw
 from .columns import (
     ColumnOptions,
-    check_table,
     choose_splits,
-    damage_as_data_error,
-    import_pyarrow,
     mistakes_in_types,
     parts_among,
-    read_table,
+    table_source,
     without_extension,
 )
 from .expansion import memory_budget_bytes
 
 _SUFFIX = ".parquet"
 _BLOCK_ROWS = 64
-"""Rows of inputs that are unpacked at once: a file of kilobytes may hold one large image a million times."""
+"""The most rows of inputs that are unpacked at once: a file of kilobytes may hold one large image a million times."""
+
+_BYTES_OF_NUMBER = 8
+"""The most bytes of a number; in the file it may take a thousandth of that."""
 
 _BLOCK_LABELS = 1 << 16
 """Rows of a column of labels that are unpacked at once."""
@@ -127,15 +126,44 @@ class _ParquetTable:
             ) from error
 
     def cells(self, name: str) -> Sequence[Any]:
-        """Return the cells of a column, of which a block is unpacked at once."""
-        return _Cells(self, name)
+        """Return the cells of a column, of which a block is unpacked at once.
+
+        Raises:
+            DataError: A single row would not fit into memory.
+        """
+        block_rows = [self._choose_block_rows(number, name) for number in range(len(self._files))]
+        return _Cells(self, name, block_rows)
+
+    def _choose_block_rows(self, number: int, name: str) -> int:
+        """Return how many rows of a column of inputs are unpacked at once: what one may hold, all of them may.
+
+        Raises:
+            DataError: A single row would not fit into memory.
+        """
+        budget_bytes = memory_budget_bytes()
+        metadata = self._opened[number].metadata
+        # 1. Where the type says how many numbers a row has, all rows are of that size.
+        row_bytes = _numbers_in_row(self.schema.field(name).type) * _BYTES_OF_NUMBER
+        largest_bytes = row_bytes
+        # 2. Otherwise a row may hold all that is stored for a group of rows, and holds so much of it on average.
+        if not row_bytes:
+            for position in range(metadata.num_row_groups):
+                group = metadata.row_group(position)
+                row_bytes = max(row_bytes, group.total_byte_size // max(group.num_rows, 1))
+                largest_bytes = max(largest_bytes, group.total_byte_size)
+        if row_bytes > budget_bytes:
+            raise DataError(
+                f"{self.where}: '{self._files[number].name}' has rows of {row_bytes / 1e6:.0f} MB, and the free memory "
+                f"here allows for {budget_bytes / 1e6:.0f} MB; save smaller inputs"
+            )
+        return min(max(budget_bytes // max(largest_bytes, 1), 1), _BLOCK_ROWS)
 
     def locate(self, row: int) -> tuple[int, int]:
         """Return the number of the file that a row is in, and the row in that file."""
         number = bisect.bisect_right(self._begins, row) - 1
         return number, row - self._begins[number]
 
-    def blocks_from(self, number: int, name: str, row: int) -> Iterator[tuple[int, Any]]:
+    def blocks_from(self, number: int, name: str, row: int, block_rows: int) -> Iterator[tuple[int, Any]]:
         """Yield (first row, block) of a column of a file, from the row group on that holds ``row`` of it."""
         metadata = self._opened[number].metadata
         first_group = 0
@@ -143,7 +171,7 @@ class _ParquetTable:
         while begin + metadata.row_group(first_group).num_rows <= row:
             begin += metadata.row_group(first_group).num_rows
             first_group += 1
-        for block in self._blocks(number, name, first_group, rows=_BLOCK_ROWS):
+        for block in self._blocks(number, name, first_group, rows=block_rows):
             yield begin, block
             begin += len(block)
 
@@ -159,8 +187,10 @@ class _ParquetTable:
 class _Cells(Sequence[Any]):
     """The cells of a column. Going through them in order unpacks each block once; others are looked for."""
 
-    def __init__(self, table: _ParquetTable, name: str) -> None:
+    def __init__(self, table: _ParquetTable, name: str, block_rows: Sequence[int]) -> None:
+        """Read a column of a table, in blocks of so many rows in each of its files."""
         self._table = table
+        self._block_rows = block_rows
         self._rows = table.rows
         self._name = name
         self._file = -1
@@ -176,7 +206,7 @@ class _Cells(Sequence[Any]):
         number, row = self._table.locate(index)
         if number != self._file or row < self._begin:
             self._file = number
-            self._blocks = self._table.blocks_from(number, self._name, row)
+            self._blocks = self._table.blocks_from(number, self._name, row, self._block_rows[number])
             self._begin = 0
             self._block = ()
         while row >= self._begin + len(self._block):
@@ -189,6 +219,19 @@ class _Cells(Sequence[Any]):
         return self._block[row - self._begin]
 
 
+def _numbers_in_row(kind: Any) -> int:
+    """Return how many numbers each row of a column of this type has; 0 where the type does not say it."""
+    import pyarrow as pa
+
+    if isinstance(kind, pa.BaseExtensionType):
+        kind = kind.storage_type
+    count = 1
+    while pa.types.is_fixed_size_list(kind):
+        count *= kind.list_size
+        kind = kind.value_type
+    return count if pa.types.is_primitive(kind) else 0
+
+
 def _storage_of(block: Any) -> Any:
     """Return an array as what an extension type stores."""
     return getattr(block, "storage", block)
@@ -198,7 +241,7 @@ def _open_file(where: str, path: Path) -> Any:
     """Return an open Parquet file; of its content only the description at its end is read.
 
     Raises:
-        DataError: It is no such file, is cut, or holds more than the memory allows to unpack.
+        DataError: It is no such file, or is cut.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -255,7 +298,6 @@ def _open_table(where: str, options: ColumnOptions) -> _ParquetTable:
     Raises:
         DataError: There is no such part, or its files cannot be read.
     """
-    import_pyarrow("reading Parquet files")
     files_of = _splits_at(where)
     name = f"parquet: '{where}'"
     files: list[Path] = []
@@ -265,25 +307,9 @@ def _open_table(where: str, options: ColumnOptions) -> _ParquetTable:
     return _ParquetTable(name, root if root.is_dir() else files[0].parent, files)
 
 
-def read(where: str, options: ColumnOptions) -> Raw:
-    """Return the samples of the chosen files; inputs are read when they are asked for.
-
-    Raises:
-        DataError: The files or their columns are not as expected.
-    """
-    with damage_as_data_error(f"parquet: '{where}'"):
-        return read_table(_open_table(where, options), options)
-
-
-def inspect(where: str, options: ColumnOptions) -> None:
-    """Check that there are such files with the columns that the options name."""
-    with damage_as_data_error(f"parquet: '{where}'"):
-        check_table(_open_table(where, options), options)
-
-
 def parts(where: str, options: ColumnOptions) -> tuple[str, str] | None:  # noqa: ARG001 - the names of files say it
     """Return the names of the training and test part; None where there is one part alone."""
     return parts_among(list(_splits_at(where)))
 
 
-SOURCE = DataSource(ColumnOptions, read, needs_path=True, inspect=inspect, parts=parts, takes_patterns=True)
+SOURCE = table_source("parquet", _open_table, parts, takes_patterns=True)

@@ -37,7 +37,7 @@ from ..core.errors import DataError, cause
 from ..core.reading import each, each_line
 from ..core.storage import open_regular
 from ..core.task import WindowInput
-from .base import DataSource, Integers, Options, Raw, Strings, near
+from .base import DataSource, Options, Raw, Shape, Strings, near
 from .expansion import BoundedReader, count_content
 from .images import ClassFiles, files_by_class
 
@@ -75,7 +75,7 @@ class CsvOptions(Options):
     recording: str | None = Field(None, description="column that tells recordings apart; they are held out whole")
     time: str | None = Field(None, description="column of numbers or ISO dates by which rows are sorted")
     row: Literal["sample", "window", "image"] = Field("sample", description="what one row is")
-    shape: Integers = Field((), description="of one input, where a row is a window or an image")
+    shape: Shape = Field((), description="of one input, where a row is a window or an image")
     gaps: Literal["refuse", "cut"] = Field("refuse", description="cut: leave out rows with missing values")
     delimiter: str | None = Field(None, min_length=1, max_length=1, description="between cells; default: found")
 

@@ -31,8 +31,8 @@ from ...core.errors import DataError, cause
 from ...core.reading import each
 from ...core.storage import read_regular
 from ...core.task import WindowInput, parse_json
-from ..base import DataSource, Integers, Options, Raw, Strings, Users, labels_by_name, near
-from ..expansion import MEMORY_SHARE, memory_budget_bytes
+from ..base import DataSource, Options, Raw, Shape, Strings, Users, labels_by_name, near
+from ..expansion import MEMORY_SHARE, json_memory_bytes, memory_budget_bytes
 from ._layouts import Origin
 
 CHARACTERS = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
@@ -46,9 +46,6 @@ WRITTEN = (*"0123456789", *"ABCDEFGHIJKLMNOPQRSTUVWXYZ", *"abcdefghijklmnopqrstu
 
 _PIXELS = 784
 """Numbers in an input of FEMNIST: 28 x 28."""
-
-_MEMORY_OF_JSON = 8
-"""Bytes of memory that Python takes for a byte of a file of short numbers such as ``1.0, ``, while it is parsed."""
 
 _MOST_CLASSES = 1 << 16
 """More than any of the sets has: all classes up to the largest label get a name."""
@@ -73,7 +70,7 @@ class LeafOptions(Options):
     user: Strings = Field((), description="only these users")
     users: int | None = Field(None, ge=1, description="so many users, drawn by seed")
     seed: int = Field(0, ge=0, description="which users")
-    shape: Integers = Field((), description="of one input; default: 28,28 for 784 numbers")
+    shape: Shape = Field((), description="of one input; default: 28,28 for 784 numbers")
     kind: Literal["image", "window"] | None = Field(None, description="what numbers are; default: image")
     class_names: Strings = Field((), description="names of the labels 0, 1, 2 …")
 
@@ -195,14 +192,18 @@ def _read_json(path: Path) -> Mapping[str, Any]:
         DataError: The file would take too much memory, or holds something else.
     """
     try:
-        size_bytes = path.stat().st_size
-        most_bytes = memory_budget_bytes() * MEMORY_SHARE // _MEMORY_OF_JSON
-        if size_bytes > most_bytes:
+        most_bytes = memory_budget_bytes() * MEMORY_SHARE
+        # A file that does not fit is not read: only the size of others is worth a look at their content.
+        needed_bytes = path.stat().st_size
+        if needed_bytes <= most_bytes:
+            raw = read_regular(path)
+            needed_bytes = json_memory_bytes(raw)
+        if needed_bytes > most_bytes:
             raise DataError(
-                f"leaf: '{path}' has {size_bytes / 1e6:.0f} MB, and the free memory here is enough to parse "
-                f"{most_bytes / 1e6:.0f} MB; write files of fewer users (max_users of LEAF's scripts)"
+                f"leaf: '{path}' takes about {needed_bytes / 1e6:.0f} MB of memory to parse, and "
+                f"{most_bytes / 1e6:.0f} MB are free here; write files of fewer users (max_users of LEAF's scripts)"
             )
-        content = parse_json(read_regular(path))
+        content = parse_json(raw)
     except (OSError, ValueError, RecursionError, MemoryError) as error:
         raise ORIGIN.damaged(path, f"cannot be read ({cause(error)})", "JSON") from error
     if not isinstance(content, dict):

@@ -129,7 +129,7 @@ def test_all_cells_that_hold_something_else_are_listed_with_their_lines(tmp_path
     with pytest.raises(ConfigError) as caught:
         read_table(tmp_path / "t.csv")
     assert caught.value.mistakes == (
-        "clients that are no names: expected text or whole numbers (line 2)",
+        "clients that are no names: expected text of at most 256 characters, or whole numbers (line 2)",
         "rows that are no whole numbers from 0 on (line 3, 4, 5, 6)",
         "unknown parts: expected train, test, validation (line 5)",
     )
@@ -157,6 +157,31 @@ def test_files_that_are_no_tables_say_what_is_expected(tmp_path, name, content, 
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises((DataError, ConfigError), match=message):
         read_table(path)
+
+
+def test_tables_that_would_not_fit_into_memory_are_refused_before_they_are_read(tmp_path, monkeypatch):
+    """A million rows of one value take kilobytes in Parquet, an empty list two bytes in JSON."""
+    pa = pytest.importorskip("pyarrow")
+    pq = pytest.importorskip("pyarrow.parquet")
+    count = 1_000_000
+    client = pa.DictionaryArray.from_arrays(pa.array(np.zeros(count, np.int32)), ["a"])
+    pq.write_table(pa.table({"client": client, "row": pa.array(np.zeros(count, np.int64))}), tmp_path / "t.parquet")
+    assert (tmp_path / "t.parquet").stat().st_size < 100_000
+    (tmp_path / "t.json").write_text("[" + "{}," * 100_000 + "{}]")
+    (tmp_path / "t.csv").write_text("client,row\n" + "a,1\n" * 300_000)
+    monkeypatch.setattr("coordinator.simulation.index_tables.memory_budget_bytes", lambda: 2 << 20)
+    for name in ("t.parquet", "t.json", "t.csv"):
+        assert is_table(tmp_path / name)
+        with pytest.raises(DataError, match=r"MB of memory as an index table, and 8 MB are free here; name fewer rows"):
+            read_table(tmp_path / name)
+
+
+def test_a_text_in_place_of_a_name_is_refused_and_kept_in_part(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    pq = pytest.importorskip("pyarrow.parquet")
+    pq.write_table(pa.table({"client": ["x" * 100_000, "a"], "row": [1, 2]}), tmp_path / "t.parquet")
+    with pytest.raises(ConfigError, match=r"no names: expected text of at most 256 characters.*\(line 1\)"):
+        read_table(tmp_path / "t.parquet")
 
 
 def test_one_sample_of_several_clients_is_a_warning(source, tmp_path, caplog):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from edge_agent.core.errors import DataError, MissingCapability, UnknownName
+from edge_agent.core.errors import ConfigError, DataError, MissingCapability, UnknownName
 from edge_agent.core.task import WindowInput
 from edge_agent.data import check, load, probe
 from edge_agent.data.partition import parts_of, read_pools
@@ -148,11 +148,11 @@ def test_parquet_files_are_parts_by_their_names_and_may_be_chosen_by_a_pattern(t
 
 def test_rows_of_parquet_are_read_in_any_order(tmp_path):
     from edge_agent.data.columns import ColumnOptions
-    from edge_agent.data.parquet import read
+    from edge_agent.data.parquet import SOURCE
 
     values = np.arange(500 * 16, dtype=np.float32).reshape(500, 4, 4)
     pq.write_table(pa.table({"x": values.tolist(), "y": [0] * 500}), tmp_path / "a.parquet", row_group_size=130)
-    items = read(str(tmp_path / "a.parquet"), ColumnOptions(kind="window")).items
+    items = SOURCE.read(str(tmp_path / "a.parquet"), ColumnOptions(kind="window")).items
     for row in (499, 0, 64, 63, 130, 129, 131, 400):
         assert np.array_equal(items[row], values[row]), row
 
@@ -198,6 +198,9 @@ def test_every_wrong_name_of_a_column_is_reported_with_the_nearest(saved):
         (pa.array(["nowhere.png"]), "", r"names the image 'nowhere.png', which is not there"),
         (pa.array([b"x"]), "?kind=window", r"holds images, and kind=window was given"),
         (pa.array([[[[[1.0]]]]]), "", r"inputs with 4 axes as image"),
+        (pa.array([{"bytes": 1, "path": 2}]), "", r"holds struct<bytes: int64, path: int64>, expected images as bytes"),
+        (pa.array([[[1.0, float("nan")]]]), "?kind=image", r"row 0: image of float64 with NaN"),
+        (pa.array([[[1, 300]]]), "", r"row 0: image of int64 with values 1\.\.300"),
     ],
 )
 def test_columns_and_cells_that_hold_no_input_say_so(tmp_path, column, options, message):
@@ -239,6 +242,32 @@ def test_decimal_labels_are_targets(tmp_path):
     pq.write_table(table, tmp_path / "a.parquet")
     found = load(f"parquet:{tmp_path / 'a.parquet'}?kind=window", labelled=None)
     assert found.targets.tolist() == [0.5, 1.5]
+
+
+def test_targets_that_are_no_numbers_are_listed_by_row(tmp_path):
+    table = pa.table({"x": [np.zeros((2, 4)).tolist()] * 3, "y": [0.5, float("nan"), float("inf")]})
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"column 'y': 2 cells hold NaN or infinity: row 1, row 2; replace them"):
+        load(f"parquet:{tmp_path / 'a.parquet'}?kind=window", labelled=None)
+
+
+def test_whole_numbers_of_64_bits_keep_their_value_as_classes(tmp_path):
+    numbers = pa.array([2**63 + 5, 1], pa.uint64())
+    pq.write_table(pa.table({"x": pixels_of(2, shape=(4, 4)).tolist(), "y": numbers}), tmp_path / "a.parquet")
+    assert load(f"parquet:{tmp_path / 'a.parquet'}").class_names == ("1", "9223372036854775813")
+
+
+def test_names_that_occur_twice_are_listed(tmp_path):
+    images = pa.array(pixels_of(2, shape=(4, 4)).tolist())
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.Table.from_arrays([images, pa.array([0, 1]), pa.array([0, 1])], ["x", "y", "y"]), path)
+    with pytest.raises(DataError, match=r"several columns have the name y; rename all but one"):
+        load(f"parquet:{path}")
+    pq.write_table(pa.table({"x": images, "y": [0, 1]}), path)
+    with pytest.raises(DataError, match=r"class names that occur twice: a; give each class its own"):
+        load(f"parquet:{path}?class_names=a,a,b")
+    with pytest.raises(ConfigError, match="shape"):
+        load(f"parquet:{path}?shape=-1,-16")
 
 
 def test_damaged_and_foreign_files_name_the_file_and_what_to_do(saved, tmp_path):
@@ -327,6 +356,33 @@ def test_texts_that_are_stored_once_and_unpack_to_much_more_are_refused(tmp_path
         load(f"parquet:{path}")
 
 
+@pytest.mark.parametrize("form", ["bytes", "a list of fixed size"])
+def test_large_inputs_that_are_stored_once_are_unpacked_a_few_at_once(tmp_path, monkeypatch, form):
+    """Forty rows of four megabytes in a file of kilobytes: without a bound all of them are in memory together."""
+    path = tmp_path / "a.parquet"
+    if form == "bytes":
+        column = pa.array([b"x" * (4 << 20)] * 40)
+        options, message = "", "row 0: cannot be read as an image"
+    else:
+        column = pa.FixedSizeListArray.from_arrays(pa.array(np.zeros(40 << 19)), 1 << 19)
+        options, message = "?shape=3,3&kind=image", "row 0: has 524288 numbers, expected 3 x 3"
+    pq.write_table(pa.table({"image": column, "label": [0] * 40}), path, compression="zstd")
+    assert path.stat().st_size < 200_000
+    monkeypatch.setattr("edge_agent.data.parquet.memory_budget_bytes", lambda: 16 << 20)
+    pool = pa.default_memory_pool()
+    counting = pa.proxy_memory_pool(pool)
+    pa.set_memory_pool(counting)
+    try:
+        with pytest.raises(DataError, match=message):
+            load(f"parquet:{path}{options}")
+    finally:
+        pa.set_memory_pool(pool)
+    assert counting.max_memory() < 80 << 20
+    monkeypatch.setattr("edge_agent.data.parquet.memory_budget_bytes", lambda: 1 << 16)
+    with pytest.raises(DataError, match=r"a\.parquet' has rows of \d+ MB, and the free memory here allows for 0 MB"):
+        load(f"parquet:{path}{options}")
+
+
 def test_a_path_without_its_kind_names_the_likely_one(saved, tmp_path):
     root, _ = saved
     pq.write_table(image_table(pixels_of(1), [0]), tmp_path / "a.parquet")
@@ -344,7 +400,7 @@ def test_without_pyarrow_the_message_names_the_extra(saved, monkeypatch):
 
 def test_without_pillow_the_message_names_its_extra(saved, monkeypatch):
     root, _ = saved
-    monkeypatch.setattr("edge_agent.data.columns.has_pillow", lambda: False)
+    monkeypatch.setattr("edge_agent.data.columns.choice.has_pillow", lambda: False)
     with pytest.raises(MissingCapability, match=r"reading image files needs 'PIL'"):
         load(f"arrow:{root}")
 

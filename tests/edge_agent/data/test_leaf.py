@@ -217,7 +217,17 @@ def test_damaged_files_and_folders_without_them_say_what_is_expected(femnist, tm
 def test_a_file_that_would_not_fit_into_memory_is_refused_before_it_is_parsed(femnist, monkeypatch):
     root, _ = femnist
     monkeypatch.setattr("edge_agent.data.sets.leaf.memory_budget_bytes", lambda: 1 << 14)
-    with pytest.raises(DataError, match=r"the free memory here is enough to parse 0 MB; write files of fewer users"):
+    with pytest.raises(DataError, match=r"MB of memory to parse, and 0 MB are free here; write files of fewer users"):
+        load(f"leaf:{root}")
+
+
+def test_a_small_file_of_very_many_lists_is_refused_before_it_is_parsed(femnist, monkeypatch):
+    """Three bytes become seventy: the size of the file alone would be let through."""
+    root, _ = femnist
+    file = next((root / "train").iterdir())
+    file.write_bytes(b"[" + b"[]," * 100_000 + b"1]")
+    monkeypatch.setattr("edge_agent.data.sets.leaf.memory_budget_bytes", lambda: 1 << 20)
+    with pytest.raises(DataError, match=r"takes about 17 MB of memory to parse, and 4 MB are free here"):
         load(f"leaf:{root}")
 
 
