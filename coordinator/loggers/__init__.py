@@ -6,5 +6,5 @@ when that fails. What may not: anything that simulates; nothing here knows where
 
 Read in this order: `records` (what a log gets), `base` (the contract), `choice` (which log a text names), `delivery`
 (each log has a thread of its own, so that none delays a run), `run_logs` (the logs of one run, and of a parent of
-several), then the kinds, beginning with `log_files` and `jsonl_log`.
+several), then the kinds, beginning with `log_files` and `jsonl_log`; `wandb_file` reads what `wandb_log` has written.
 """

@@ -51,9 +51,10 @@ ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
-"""What the package reads from the environment. By its own defaults it reports its use, and waits four minutes for a
-server that is away. What is set already stays."""
+"""What the package reads from the environment. By its own defaults it reports its use, waits four minutes for a server
+that is away, and prints addresses among the output of a command. What is set already stays."""
 
 LATER = "or log to files now (--log jsonl) and to the server later (--resume --log mlflow:…)"
 NO_TARGET = (

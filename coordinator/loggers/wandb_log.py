@@ -4,23 +4,27 @@ The target is ``PROJECT`` or ``ENTITY/PROJECT``, default ``headwater``; with ``?
 while it goes on, which needs an account (``wandb login``), and ``?dir=FOLDER`` says where it is written. Runs of one
 parent are a group. A run that is resumed is written again from its first round, into a new folder; that of before gets
 the ending ``.superseded``, so that ``wandb sync`` leaves it out. The package's own error reports are off unless the
-environment says otherwise.
+environment says otherwise. A process of the package writes the folder, and says nothing of a full disk, so what it has
+written is read again at the end.
 """
 
 from __future__ import annotations
 
+import importlib
 import netrc
 import os
 import socket
+import time
 import urllib.parse
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from edge_agent.core.errors import UsageError, cause
-from edge_agent.core.storage import check_writable
+from edge_agent.core.errors import StateError, UsageError, cause
+from edge_agent.core.storage import check_writable, read_regular, write_atomic
 
 from .base import Logger
 from .records import RoundResult, RunDescription, RunEnd, clients_table, label_of, short_id
+from .wandb_file import read_records
 
 if TYPE_CHECKING:
     import wandb
@@ -32,6 +36,12 @@ CHECK_LIMIT_S = 5.0
 
 ENVIRONMENT = {"WANDB_ERROR_REPORTING": "false"}
 """What the package reads when it is imported: by its own default it reports errors to its makers."""
+
+WRITE_LIMIT_S = 10.0
+"""How long the file of an offline run may stay the same before its end is missing: its writer takes 0.3 s."""
+
+LOOK_S = 0.1
+"""The seconds between two looks at that file."""
 
 INIT_LIMIT_S = 30.0
 """How long a server may take to open a run."""
@@ -58,6 +68,14 @@ class WandbLogger(Logger):
         self._folder = Path(chosen).expanduser().absolute() if chosen else folder.absolute()
         self._run: wandb.sdk.wandb_run.Run | None = None
         self._place = ""
+        self._file = Path()
+        """The file of an offline run, once it has begun."""
+
+        self._has_waited = False
+        """Whether the end of that file was waited for in vain."""
+
+        self._rounds: set[int] = set()
+        """Rounds that the package got."""
 
     @classmethod
     def absolute_target(cls, target: str, folder: Path) -> str:
@@ -135,6 +153,7 @@ class WandbLogger(Logger):
             settings=settings,
         )
         self._place = str(self._run.settings.sync_dir)
+        self._file = Path(self._run.settings.sync_file)
         if self._mode == "offline":
             self._place = f"{self._place} (send it with: wandb sync {self._place})"
 
@@ -142,23 +161,81 @@ class WandbLogger(Logger):
         """Add the figures of a round; its number is the step, by which a server that has it drops it."""
         if self._run is not None:
             self._run.log({**row.metrics(), "round": row.round}, step=row.round)
+            self._rounds.add(row.round)
 
     def end(self, end: RunEnd) -> None:
-        """Add the final figures, the table of clients and the files of the result, and close the run."""
+        """Add the final figures, the table of clients and the files of the result, close the run, and check its file.
+
+        Raises:
+            StateError: The file of an offline run lacks something.
+        """
+        if self._run is not None:
+            self._finish(self._run, end)
+            self._run = None
+        if self._mode == "offline":
+            self._wait_for_file()
+
+    def _finish(self, run: wandb.sdk.wandb_run.Run, end: RunEnd) -> None:
+        """Add what is known at the end, and close the run."""
         import wandb
 
-        run = self._run
-        if run is None:
-            return
         run.summary.update({**end.figures, "status": end.status, "reason": end.reason})
         if end.clients:
             columns, rows = clients_table(end)
             run.log({"clients": wandb.Table(columns=[*columns], data=rows)}, step=end.round + 1)
-        for path in end.artefacts.values():
+        for name, path in end.artefacts.items():
             if path.exists():
-                run.save(str(path), base_path=str(path.parent), policy="now")
+                # A copy: the package would make a link, which leads nowhere once the folder of the simulation is gone.
+                copy = Path(run.dir) / name
+                write_atomic(copy, read_regular(path))
+                run.save(str(copy), base_path=run.dir, policy="now")
         run.finish(exit_code=0 if end.status == "finished" else 1)
-        self._run = None
+
+    def _wait_for_file(self) -> None:
+        """Wait until the file of the run is whole: its writer goes on after the package has said that it is closed.
+
+        Raises:
+            StateError: It is not, and has not grown for `WRITE_LIMIT_S`, or had not when this was called before.
+        """
+        size = -1
+        grown_at = time.monotonic()
+        while True:
+            try:
+                self._check_file()
+            except StateError:
+                size_now = self._file.stat().st_size if self._file.exists() else 0
+                if size_now > size:
+                    size = size_now
+                    grown_at = time.monotonic()
+                if self._has_waited or time.monotonic() - grown_at >= WRITE_LIMIT_S:
+                    self._has_waited = True
+                    raise
+                time.sleep(LOOK_S)
+            else:
+                return
+
+    def _check_file(self) -> None:
+        """Return quietly where the file of the run has all its rounds and its end.
+
+        Raises:
+            StateError: It has not, because the disk is full for example.
+        """
+        # The module takes its names from another one, by the version of a third; type checkers see none of them.
+        record_class = importlib.import_module("wandb.proto.wandb_internal_pb2").Record
+        rounds = 0
+        has_end = False
+        try:
+            for content in read_records(self._file):
+                record = record_class.FromString(content)
+                rounds += int(record.HasField("history"))
+                has_end = record.HasField("exit")
+        except (OSError, StateError) as error:
+            raise StateError(f"{cause(error)}; make room on the disk, and log the run again") from error
+        if rounds < len(self._rounds) or not has_end:
+            raise StateError(
+                f"{self._file} has {rounds} of {len(self._rounds)} rounds, expected all and the end; make room on the "
+                "disk, and log the run again"
+            )
 
     def _set_aside(self, run_id: str) -> None:
         """Rename the folders that an earlier process has written of this run."""

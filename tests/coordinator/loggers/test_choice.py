@@ -126,6 +126,8 @@ def test_a_server_that_is_away_is_refused_with_what_to_do(tmp_path):
     assert "mlflow server" in said
     with pytest.raises(UsageError, match="say where, for example --log mlflow:http://"):
         RunLogs.open("mlflow", tmp_path)
+    with pytest.raises(UsageError, match=r"experimnt: expected \?experiment=NAME and no more"):
+        RunLogs.open(f"mlflow:http://127.0.0.1:{port}?experimnt=tables", tmp_path)
 
 
 class OtherServer(http.server.BaseHTTPRequestHandler):
