@@ -389,6 +389,19 @@ def test_fewer_rounds_than_the_tables_are_told(place, call):
     assert "1 of 2 rounds" in out
 
 
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"of_rounds": 1}, "within 5, 2 rounds in place of 1"),
+        ({"of_seeds": 3}, "within 5, 1 of 3 seeds"),
+        ({"of_seeds": 3, "trouble": "no memory"}, "within 5, 1 of 3 seeds, a seed failed"),
+        ({"of_rounds": 2, "of_seeds": 1}, "within 5"),
+    ],
+)
+def test_a_value_of_other_rounds_or_fewer_seeds_than_the_tables_says_so(place, changes, words):
+    assert found({"Local": (40.0, 41.0)}, read_table("t.toml"), **changes)[0].verdict == words
+
+
 @pytest.mark.parametrize("local, other, holds", [(50, 49, True), (49, 50, False), (50, 50, False), (50, None, None)])
 def test_the_order_that_a_paper_claims_is_looked_at(place, local, other, holds):
     table = read_table("t.toml")
