@@ -181,8 +181,10 @@ def _shown(reproduction: Reproduction, results: Sequence[Outcome]) -> Iterator[A
         yield from footing_lines(published, footings(results)[column.name])
     yield from source_lines(published)
     yield f"percent; {CAVEAT.replace('`', '')}"
+    # With --show nothing is written: there are files where a run has written them.
     folder = reproduction.folder
-    yield f"table: {folder}/table.md; curves: {folder}/curves.svg; figures: {folder}/table.json"
+    if (folder / "table.md").exists():
+        yield f"table: {folder}/table.md; curves: {folder}/curves.svg; figures: {folder}/table.json"
 
 
 def _row(result: Outcome) -> tuple[Any, ...]:

@@ -355,6 +355,14 @@ def test_rows_begin_with_weights_that_are_given_and_are_not_mixed_with_others(pl
         assert "shelf" not in err, "it is not the data that are missing"
 
 
+def test_results_so_far_are_shown_without_files_that_are_not_there(place, call):
+    code, out, _ = call("t.toml", "--show")
+    assert code == 0
+    assert "not run yet" in out
+    assert "table.md" not in out
+    assert not (place / "reproduce-t").exists()
+
+
 def test_tables_are_listed(call):
     code, out, _ = call()
     assert code == 0
