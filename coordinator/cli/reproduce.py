@@ -65,17 +65,13 @@ def reproduce(
 
     Example: headwater reproduce fedpac-t1-fmnist-20 --row fedpac --row local --rounds 20
     """
-    from ..research.reproduce.cells import Reproduction, names, read_table
+    from ..research.reproduce.cells import Reproduction, read_table
     from ..research.reproduce.outcome import as_json as to_json
     from ..research.reproduce.outcome import outcomes
 
     set_up_logging(verbose=verbose, quiet=True)
     if name is None:
-        tables = {known: read_table(known) for known in names()}
-        content = {"tables": {known: {"title": one.title, "source": one.source} for known, one in tables.items()}}
-        listing = [(known, one.title, len(one.rows), len(one.columns)) for known, one in tables.items()]
-        headings = ("name", "title", "rows", "columns")
-        present(content, [table("tables that can be reproduced", headings, listing, left=2)], as_json=as_json)
+        _list_tables(as_json=as_json)
         return
     if "weights" in changes:
         changes["weights"] = Weights.of(changes["weights"]).path
@@ -92,7 +88,23 @@ def reproduce(
         raise typer.Exit(1)
 
 
+def _list_tables(*, as_json: bool) -> None:
+    """Print the tables that come with Headwater."""
+    from ..research.reproduce.cells import names, read_table
+
+    tables = {name: read_table(name) for name in names()}
+    content = {"tables": {name: {"title": read.title, "source": read.source} for name, read in tables.items()}}
+    listing = [(name, read.title, len(read.rows), len(read.columns)) for name, read in tables.items()]
+    headings = ("name", "title", "rows", "columns")
+    present(content, [table("tables that can be reproduced", headings, listing, left=2)], as_json=as_json)
+
+
 def _numbers(text: str | None) -> tuple[int, ...]:
+    """Return the seeds of the option, such as ``0,1,2``; none where it is not given.
+
+    Raises:
+        UsageError: They are no numbers, or one is given twice.
+    """
     try:
         result = tuple(int(word) for word in (text or "").split(",") if word.strip())
     except ValueError as error:
@@ -103,20 +115,35 @@ def _numbers(text: str | None) -> tuple[int, ...]:
 
 
 def _run_all(reproduction: Reproduction, cells: Sequence[Cell], *, again: bool) -> None:
+    """Run the cells that have no result yet, one after another, and write the table after each.
+
+    A cell that fails is recorded as failed, and the next one begins.
+
+    Args:
+        reproduction: The table and its folder.
+        cells: The selected cells.
+        again: Whether cells that have failed are run once more.
+
+    Raises:
+        StateError: The folder cannot be used any more, such as a full disk; the same command resumes.
+        typer.Exit: Ctrl-C was pressed; the same command resumes.
+    """
     from ..research.reproduce.cells import with_advice
     from ..research.reproduce.outcome import write
     from ..simulation.client_pool import RESUMABLE
 
+    # 1. All mistakes of all cells are told before the first one is run.
     missing = [cell for cell in cells if not cell.is_over and (again or not cell.failure)]
     reproduction.check(missing)
     is_begun = {cell.folder: not (again and cell.must_restart) and cell.is_begun() for cell in cells}
-    for number, cell in enumerate(missing, 1):  # only now: nothing is run that will not fit
+    # 2. The runs; what is left counts in the time that each line of progress tells.
+    for number, cell in enumerate(missing, 1):
         console.print(f"{number} of {len(missing)}: {cell}, {counted(cell.plan.rounds, 'round')}", soft_wrap=True)
+        later_rounds = sum(later.plan.rounds for later in missing[number:])
         if again:
             cell.forgive()
         try:
             with with_advice(reproduction.table), sigterm_as_ctrl_c():
-                later_rounds = sum(later.plan.rounds for later in missing[number:])
                 run_plan(cell.plan, cell.folder, resume=is_begun[cell.folder], later_rounds=later_rounds)
         except (RunFailed, TrainingFailed, UsageError) as error:
             reason = str(error).removesuffix(RESUMABLE)
@@ -130,29 +157,38 @@ def _run_all(reproduction: Reproduction, cells: Sequence[Cell], *, again: bool) 
             console.print(f"stopped in {cell}; nothing is lost, the same command resumes: {command}", soft_wrap=True)
             raise typer.Exit(INTERRUPTED) from None
         write(reproduction, cells)
+    # 3. Where nothing was run the table is written all the same: another selection may be asked for.
     if not missing:
         write(reproduction, cells)
 
 
+HEADINGS = ("method", "verdict", "paper", "ours", "±", "diff.", "best", "after\ntraining", "rounds", "seeds")
+
+
 def _shown(reproduction: Reproduction, results: Sequence[Outcome]) -> Iterator[Any]:
+    """Yield what the terminal shows: for each column its table, orders and footing; then sources and files."""
     from ..research.reproduce.outcome import CAVEAT, FOOTING, footing_lines, footings, promises, sentence, source_lines
 
-    claims = promises(reproduction.table, results)
-    folder = reproduction.folder
-    headings = ("method", "verdict", "paper", "ours", "±", "diff.", "best", "after\ntraining", "rounds", "seeds")
-    for column in {one.column.name: one.column for one in results}.values():
-        rows = []
-        for one in results:
-            if one.column == column:
-                numbers = (one.paper, one.ours, one.std, one.difference, one.best, one.after)
-                texts = [None if value is None else f"{value:.2f}" for value in numbers]
-                rows.append((one.row.name, one.verdict, *texts, max(one.rounds, default=None), one.seeds))
-        yield table(f"{reproduction.table.title}: {column.name}", headings, rows, left=2)
+    published = reproduction.table
+    claims = promises(published, results)
+    for column in {result.column.name: result.column for result in results}.values():
+        rows = [_row(result) for result in results if result.column == column]
+        yield table(f"{published.title}: {column.name}", HEADINGS, rows, left=2)
         if column.doubt:
             yield f"doubtful: {column.doubt}"
         yield from (sentence(claim).replace("**", "") for claim in claims if claim["column"] == column.name)
         yield FOOTING
-        yield from footing_lines(reproduction.table, footings(results)[column.name])
-    yield from source_lines(reproduction.table)
+        yield from footing_lines(published, footings(results)[column.name])
+    yield from source_lines(published)
     yield f"percent; {CAVEAT.replace('`', '')}"
-    yield f"table: {folder}/table.md; curves: {folder}/curves.svg; figures: {folder}/table.json"
+    # With --show nothing is written: there are files where a run has written them.
+    folder = reproduction.folder
+    if (folder / "table.md").exists():
+        yield f"table: {folder}/table.md; curves: {folder}/curves.svg; figures: {folder}/table.json"
+
+
+def _row(result: Outcome) -> tuple[Any, ...]:
+    """Return a cell of the published table as a row of the terminal's, under `HEADINGS`."""
+    numbers = (result.paper, result.ours, result.std, result.difference, result.best, result.after)
+    texts = [None if number is None else f"{number:.2f}" for number in numbers]
+    return (result.row.name, result.verdict, *texts, max(result.rounds, default=None), result.seeds)

@@ -152,10 +152,7 @@ class DualFed(Method):
         train_parts(client, loss, params, trained, trained[0], options)
 
     def personal_loss(self, client: Client) -> Loss:
-        """Return the loss of Eq.
-
-        8: cross entropy of h_p plus lambda times the contrastive loss, behind the projector.
-        """
+        """Return the loss of Eq. 8 behind the projector: cross entropy of h_p and lambda times the contrastive loss."""
         return lambda inputs, labels: self._eq8(client.model, self._features(client, inputs)[1], labels)
 
     def global_loss(self, client: Client) -> Loss:

@@ -71,7 +71,7 @@ def searched(default: Any, search: Space, *, description: str, **limits: Any) ->
 
 
 def search_space(params: type[MethodParams]) -> dict[str, Space]:
-    """Name -> values that a search tries, of the parameters that have some, in the order of the fields.
+    """Return the values that a search tries by the names of the parameters that have some, in the order of the fields.
 
     A field that a method defines again keeps the values of the class that it derives from, unless it states its own.
     Fields in ``not_searched`` are left out.
@@ -111,8 +111,6 @@ def checked_space(params: type[MethodParams], spaces: Mapping[str, Space], *, wh
     Raises:
         ConfigError: A parameter is unknown, nothing can be drawn, or a value is not allowed; all mistakes are listed.
     """
-    from ..core.config import mistakes_of
-
     checked: dict[str, Space] = {}
     mistakes = list[str]()
     stated: Mapping[str, Any] = spaces  # a method's file may have anything there
@@ -120,21 +118,34 @@ def checked_space(params: type[MethodParams], spaces: Mapping[str, Space], *, wh
         if not isinstance(space, Range | Choices):
             mistakes.append(f"{name}: {type(space).__name__}, expected a Range or Choices")
             continue
-        if isinstance(space, Range) and name in params.model_fields:
-            space = replace(space, whole=params.model_fields[name].annotation is int)  # noqa: PLW2901 - the same, typed
-        impossible = [f"{name}: {reason}" for reason in space.mistakes()]
-        mistakes += impossible
-        refused: dict[str, None] = {}
-        for value in () if impossible else space.ends():
-            try:
-                params.model_validate({name: value})
-            except ValidationError as error:
-                refused |= dict.fromkeys(mistakes_of(error, params))
-        mistakes += refused
-        checked[name] = space
+        checked[name] = _with_type_of_parameter(params, name, space)
+        mistakes += _mistakes_of_space(params, name, checked[name])
     if mistakes:
         raise ConfigError(where, mistakes)
     return checked
+
+
+def _with_type_of_parameter(params: type[MethodParams], name: str, space: Space) -> Space:
+    """Return the same values; a range is one of whole numbers where the parameter is a whole number."""
+    if isinstance(space, Range) and name in params.model_fields:
+        return replace(space, whole=params.model_fields[name].annotation is int)
+    return space
+
+
+def _mistakes_of_space(params: type[MethodParams], name: str, space: Space) -> list[str]:
+    """Return why nothing can be drawn from a space; else why the parameter does not take its ends, each reason once."""
+    from ..core.config import mistakes_of
+
+    impossible = [f"{name}: {reason}" for reason in space.mistakes()]
+    if impossible:
+        return impossible
+    refused: dict[str, None] = {}
+    for value in space.ends():
+        try:
+            params.model_validate({name: value})
+        except ValidationError as error:
+            refused |= dict.fromkeys(mistakes_of(error, params))
+    return list(refused)
 
 
 def refreshed_stats() -> Any:
@@ -146,7 +157,7 @@ def refreshed_stats() -> Any:
 
 
 def paper_values(params: type[MethodParams]) -> dict[str, Any]:
-    """Name -> published value of the parameters whose default is ours; ``--paper`` leaves all others as they are."""
+    """Return name -> published value of the parameters whose default is ours, which are those that ``--paper`` sets."""
     return {
         name: field.json_schema_extra["paper"]
         for name, field in params.model_fields.items()

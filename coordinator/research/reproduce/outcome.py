@@ -60,6 +60,9 @@ class Outcome:
     of_rounds: int = 0
     """How many rounds the table asks for."""
 
+    of_seeds: int = 0
+    """How many seeds the table asks for."""
+
     missing: int = 0
     """The most clients that are missing at the end of one of the runs."""
 
@@ -109,10 +112,18 @@ class Outcome:
         return self.under_way or "not run yet"
 
     def _reservations(self) -> str:
-        """Return in which respects our value is of less than the table asks for; empty: in none."""
+        """Return in which respects our value is not of what the table asks for; empty: in none."""
         text = ""
-        if self.rounds[0] < self.of_rounds:
-            text += f", {self.rounds[0]} of {self.of_rounds} rounds"
+        fewest = self.rounds[0]
+        most = self.rounds[-1]
+        if fewest < self.of_rounds:
+            text += f", {fewest} of {self.of_rounds} rounds"
+        elif self.of_rounds and most > self.of_rounds:
+            text += f", {most} rounds in place of {self.of_rounds}"
+        if self.seeds < self.of_seeds:
+            text += f", {self.seeds} of {self.of_seeds} seeds"
+        if self.trouble:
+            text += ", a seed failed"
         if self.missing:
             text += f", without {counted(self.missing, 'client')}"
         return text
@@ -168,6 +179,7 @@ def _outcome(table: Table, cells: Sequence[Cell]) -> Outcome:
         after=_mean([_after(result, table.average) for result in results]),
         tolerance=row.tolerance or table.tolerance,
         of_rounds=int(plan.get("rounds", Plan.model_fields["rounds"].default)),
+        of_seeds=len(table.seeds),
         missing=max((len(result.get("failed", ())) for result in results), default=0),
         under_way=_first_under_way(cells),
         trouble=_first_failure(cells),

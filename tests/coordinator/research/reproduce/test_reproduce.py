@@ -355,6 +355,14 @@ def test_rows_begin_with_weights_that_are_given_and_are_not_mixed_with_others(pl
         assert "shelf" not in err, "it is not the data that are missing"
 
 
+def test_results_so_far_are_shown_without_files_that_are_not_there(place, call):
+    code, out, _ = call("t.toml", "--show")
+    assert code == 0
+    assert "not run yet" in out
+    assert "table.md" not in out
+    assert not (place / "reproduce-t").exists()
+
+
 def test_tables_are_listed(call):
     code, out, _ = call()
     assert code == 0
@@ -387,6 +395,19 @@ def test_fewer_rounds_than_the_tables_are_told(place, call):
     code, out, _ = call("t.toml", "--row", "local", "--column", "even", "--rounds", 1)
     assert code == 0
     assert "1 of 2 rounds" in out
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"of_rounds": 1}, "within 5, 2 rounds in place of 1"),
+        ({"of_seeds": 3}, "within 5, 1 of 3 seeds"),
+        ({"of_seeds": 3, "trouble": "no memory"}, "within 5, 1 of 3 seeds, a seed failed"),
+        ({"of_rounds": 2, "of_seeds": 1}, "within 5"),
+    ],
+)
+def test_a_value_of_other_rounds_or_fewer_seeds_than_the_tables_says_so(place, changes, words):
+    assert found({"Local": (40.0, 41.0)}, read_table("t.toml"), **changes)[0].verdict == words
 
 
 @pytest.mark.parametrize("local, other, holds", [(50, 49, True), (49, 50, False), (50, 50, False), (50, None, None)])
