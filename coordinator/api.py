@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from edge_agent.core.config import parse
 from edge_agent.core.errors import HeadwaterError, RunFailed, TrainingFailed, UsageError
@@ -21,8 +22,10 @@ from .loggers.run_logs import LogChoice, RunLogs, choices_of
 from .rounds.request import Request
 from .shadowed import check_export
 from .simulation.failures import add_note
+from .simulation.figures import RESULT
 from .simulation.plan import Plan
 from .state.store import StateFolder
+from .text import counted
 from .views.runs import replay
 
 if TYPE_CHECKING:
@@ -32,7 +35,9 @@ if TYPE_CHECKING:
     from edge_agent.methods import Method
     from edge_agent.wire.messages.down import Job
 
+    from .runs.run_summary import FederationSummary
     from .simulation.engines.kept_workers import KeptWorkers
+    from .simulation.figures import Summary
     from .simulation.notebook.result import SimulationResult
     from .simulation.observer import OnRound
     from .simulation.run import Simulation
@@ -76,53 +81,67 @@ def simulate(
 ) -> SimulationResult:
     """Run a method on many clients on this machine; the same as 'headwater simulate'.
 
-    ``method``: a name (see 'headwater methods'), ``"path.py:Class"``, or a subclass of `edge_agent.methods.Method`.
-
-    ``data``: a source such as ``"digits"`` (see `edge_agent.data`), several of them for ``partition="domains"``,
-    ``"path.py:function"``, or samples: ``(X, y)``, a torch ``Dataset`` or ``DataLoader``, or rows like
-    ``{"image": …, "label": …}``, as Hugging Face's data sets have them. A mapping client -> samples needs no partition;
-    its clients may also have ``(X, y, X_test, y_test)``. X holds images (n, h, w, c) or (n, c, h, w), integers 0..255
-    or floats 0..1, or windows (n, channels, length) of floats; y integers or text.
-
-    ``partition``: a rule (see 'headwater partition'), the file of one or of an index table, or a mapping: client ->
-    rows of the data, or -> ``(training rows, test rows)``.
-
-    ``encoder``: a name, ``"path.py:Name"``, or a class or function that makes a ``torch.nn.Module`` whose result are
-    features (n, d); it is called with ``encoder_params``, and with ``task`` where it has such a parameter.
-
-    ``out``: folder of the run; default: a temporary one, removed with the result and kept where the run fails.
-
-    ``resume``: continue the simulation that is in ``out``, or begin it where there is none. The settings have to be
-    those that it began with, but for ``rounds``: more of them continue also a run that has finished, and the result is
-    that of a run which had as many from the beginning. A finished one with the same rounds is read, not repeated.
-
-    ``pool``: worker processes that stay after the run, see `coordinator.workers`: of several simulations one after
-    another only the first waits for their start. The bits are the same.
-
-    ``watch`` is called after each finished task of a client, ``on_round`` after each closed round, with a
-    `coordinator.loggers.records.RoundResult`: accuracies by scope, loss, seconds, bytes, and what each client has
-    reported. It may raise `StopRun("why")`: then no further round begins, and the run ends as after its last one.
-
-    ``log``: also log to a name as behind ``--log``, such as ``"csv:FOLDER"``, or an object of a subclass of
-    `coordinator.loggers.base.Logger`; or several.
-
-    ``settings``: further fields of `coordinator.simulation.plan.Plan`, such as ``alpha``, ``fraction``, ``engine``,
-    ``workers``, ``device``, ``name``, ``tags``, ``note``; those of `coordinator.simulation.settings.Settings`, which
-    type checkers know.
-
     Classes of the calling program, or of a notebook, exist in this process only: they are trained by engine serial (or
     stacked). Put them into a file and give ``"path.py:Name"`` to train in several processes. No script needs an
     ``if __name__ == "__main__"``.
+
+    Example:
+        >>> from coordinator import simulate
+        >>> result = simulate("fedper", data="digits:optdigits?n=200", clients=4, rounds=2, engine="serial")
+        >>> [row["round"] for row in result.rounds]
+        [1, 2]
+        >>> sorted(result.summary["last"]["acc"])
+        ['local', 'personal']
+        >>> 0 <= result.clients[3].accuracy <= 1
+        True
+
+    Args:
+        method: A name (see 'headwater methods'), ``"path.py:Class"``, or a subclass of `edge_agent.methods.Method`.
+        data: A source such as ``"digits"`` (see `edge_agent.data`), several of them for ``partition="domains"``,
+            ``"path.py:function"``, or samples: ``(X, y)``, a torch ``Dataset`` or ``DataLoader``, or rows like
+            ``{"image": …, "label": …}``, as Hugging Face's data sets have them. A mapping client -> samples needs no
+            partition; its clients may also have ``(X, y, X_test, y_test)``. X holds images (n, h, w, c) or
+            (n, c, h, w), integers 0..255 or floats 0..1, or windows (n, channels, length) of floats; y integers or
+            text.
+        partition: A rule (see 'headwater partition'), the file of one or of an index table, or a mapping: client ->
+            rows of the data, or -> ``(training rows, test rows)``. None: the rule ``iid``.
+        clients: How many clients there are, where the data do not say that; None: 20.
+        rounds: How many rounds.
+        seed: The seed of all that is drawn: the partition, first weights, cohorts and batches.
+        params: Parameters of the method; the others have their defaults.
+        encoder: A name, ``"path.py:Name"``, or a class or function that makes a ``torch.nn.Module`` whose result are
+            features (n, d); it is called with ``encoder_params``, and with ``task`` where it has such a parameter.
+            None: one that suits the inputs.
+        out: Folder of the run. None: a temporary one, which goes with the result, and is kept where the run fails, or
+            is stopped after its first round.
+        resume: Continue the simulation that is in ``out``, or begin it where there is none. The settings have to be
+            those that it began with, but for ``rounds``: more of them continue also a run that has finished, and the
+            result is that of a run which had as many from the beginning. A finished one with the same rounds is read
+            from its folder, without data and workers.
+        pool: Worker processes that stay after the run, see `coordinator.workers`: of several simulations one after
+            another only the first waits for their start. The bits are the same.
+        watch: Called after each finished task of a client.
+        on_round: Called after each closed round, with a `coordinator.loggers.records.RoundResult`: accuracies by
+            scope, loss, seconds, bytes, and what each client has reported. It may raise `StopRun("why")`: then no
+            further round begins, and the run ends as after its last one.
+        log: Also log to a name as behind ``--log``, such as ``"csv:FOLDER"``, or an object of a subclass of
+            `coordinator.loggers.base.Logger`; or several.
+        **settings: Further fields of `coordinator.simulation.plan.Plan`, such as ``alpha``, ``fraction``, ``engine``,
+            ``workers``, ``device``, ``name``, ``tags``, ``note``; those of `coordinator.simulation.settings.Settings`,
+            which type checkers know.
 
     Raises:
         UsageError: of any kind: names, settings, parameters, data, or things that do not go together.
         TrainingFailed: a client's training has failed.
         RunFailed: the run failed otherwise.
     """
+    # 1. Mistakes that need no data are said first.
     check_export()
     if resume and out is None:
         raise UsageError("resume=True continues the simulation in a folder; name it with out=")
-    logs = RunLogs.open(log, out if out is None else Path(out))
+    folder = None if out is None else Path(out)
+    logs = RunLogs.open(log, folder)
+    # 2. The settings that were given; the others have their defaults.
     given = {"partition": partition, "clients": clients, "rounds": rounds, "seed": seed, **settings}
     fields = {name: value for name, value in given.items() if value is not None}
     fields |= {"params": dict(params or {}), "folder": str(Path.cwd())}
@@ -136,26 +155,69 @@ def simulate(
     if names:
         fields["log"] = names
     watching = Watching(watch, on_round, logs)
-    if out is not None:
-        return _run(_plan(method, encoder, data, fields, Path(out), resume=resume), Path(out), watching, pool)
+    # 3. The run, in its folder or in a temporary one.
+    if folder is not None:
+        plan = _plan(method, encoder, data, fields, folder, resume=resume)
+        with _saying_how_to_continue(folder):
+            return _run(plan, folder, watching, pool)
+    with _temporary_run() as location:
+        result = _run(_plan(method, encoder, data, fields, location), location, watching, pool)
+    # Its clients read the folder as well, so that one of them keeps it.
+    weakref.finalize(result.clients.run, remove_folder, location.parent, TEMPORARY_RUN)
+    return result
+
+
+@contextlib.contextmanager
+def _temporary_run() -> Iterator[Path]:
+    """Yield the place of a run in a temporary folder, which stays where the run ends well.
+
+    It also stays, and the error says where it is, if the run has failed, or was stopped after its first round. Where
+    settings or data are wrong nothing is left.
+    """
     # The folder that holds temporary ones may be reached by a link, and `remove_folder` follows none.
     temporary = Path(tempfile.mkdtemp(prefix="headwater-")).resolve()
     mark_folder(temporary, TEMPORARY_RUN, temporary.name)
+    location = temporary / "run"
     try:
-        result = _run(_plan(method, encoder, data, fields, temporary / "run"), temporary / "run", watching, pool)
+        yield location
     except Exception as error:
         is_mistake = isinstance(error, HeadwaterError) and not isinstance(error, TrainingFailed | RunFailed)
-        if is_mistake or not (temporary / "run").is_dir():
+        if is_mistake or not location.is_dir():
             remove_folder(temporary, TEMPORARY_RUN)
         else:  # logs and state say more than the message, whatever a user's own part has raised
             add_note(error, f"The folder of this run is kept: {temporary}")
         raise
-    except BaseException:
-        remove_folder(temporary, TEMPORARY_RUN)
+    except BaseException as error:
+        if _closed_rounds(location):
+            add_note(error, _how_to_continue(location))
+        else:
+            remove_folder(temporary, TEMPORARY_RUN)
         raise
-    # Its clients read the folder as well, so that one of them keeps it.
-    weakref.finalize(result.clients.run, remove_folder, temporary, TEMPORARY_RUN)
-    return result
+
+
+@contextlib.contextmanager
+def _saying_how_to_continue(folder: Path) -> Iterator[None]:
+    """Add to a Ctrl-C how far the run in ``folder`` is, and how to go on."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        add_note(error, _how_to_continue(folder))
+        raise
+
+
+def _how_to_continue(folder: Path) -> str:
+    closed = counted(_closed_rounds(folder), "closed round")
+    return f"Stopped after {closed}, and nothing is lost: simulate(..., out={str(folder)!r}, resume=True) goes on."
+
+
+def _closed_rounds(folder: Path) -> int:
+    """Return how many rounds of the run in ``folder`` are closed; 0 where there is none."""
+    # After a Ctrl-C this is said beside it, and must not hide it.
+    with contextlib.suppress(HeadwaterError, OSError), StateFolder(folder).look() as state:
+        runs = state.journal.runs()
+        if runs:
+            return replay(state.journal, runs[0]).round
+    return 0
 
 
 def _plan(
@@ -239,12 +301,15 @@ def _data_fields(data: object, fields: Mapping[str, Any], folder: Path) -> dict[
 
 
 def _run(plan: Plan, folder: Path, watching: Watching, pool: KeptWorkers | None) -> SimulationResult:
+    """Simulate in ``folder`` to the end, or read the run that has finished there."""
     import torch
 
     from .simulation.notebook.result import SimulationResult
     from .simulation.run import open_simulation
     from .simulation.setup import PARTITION, Prepared, read_plan
 
+    if read_finished(plan, folder, watching) is not None:
+        return SimulationResult.open(folder)
     threads = torch.get_num_threads()
     try:
         saved = folder / PARTITION
@@ -273,7 +338,40 @@ class Watching:
     logs: RunLogs = field(default_factory=lambda: RunLogs(()))
 
 
-def finish(simulation: Simulation, folder: Path, watching: Watching) -> dict[str, Any]:
+def read_finished(plan: Plan, folder: Path, watching: Watching) -> Summary | None:
+    """Return the content of ``result.json`` where the run in ``folder`` has finished as planned, else None.
+
+    Neither its data nor an engine are needed. Its logs, and who asks for rounds, get all of them as in a run that is
+    resumed.
+
+    Raises:
+        HeadwaterError: Files are damaged, a log cannot be used, or ``on_round`` has failed.
+    """
+    from edge_agent.data.partition import Division
+
+    from .simulation.finished import FinishedRun
+    from .simulation.logged import log_finished
+    from .simulation.observer import RoundObserver
+    from .simulation.setup import PARTITION
+
+    finished = FinishedRun.find(folder, plan)
+    if finished is None:
+        return None
+    summary = finished.summary
+    if watching.on_round is not None:
+        division = Division.read(folder / PARTITION)
+        with StateFolder(folder).look() as state:
+            observer = RoundObserver(state, finished.record.run, division, plan.rounds)
+            observer.add(watching.on_round)
+            observer.replay(finished.record.round)
+    if not watching.logs.is_empty:
+        outcomes = log_finished(folder, watching.logs, plan=plan)
+        summary["logs"] = [outcome.to_json() for outcome in outcomes]
+        write_json(folder / RESULT, summary)
+    return summary
+
+
+def finish(simulation: Simulation, folder: Path, watching: Watching) -> Summary:
     """Simulate to the end and write ``curves.svg`` and ``result.json``; returns the content of the latter.
 
     Raises:
@@ -289,11 +387,11 @@ def finish(simulation: Simulation, folder: Path, watching: Watching) -> dict[str
     if outcomes:
         # Once more, with what the logs have: they got the file as it was without that.
         result["logs"] = [outcome.to_json() for outcome in outcomes]
-        write_json(folder / "result.json", result)
+        write_json(folder / RESULT, result)
     return result
 
 
-def _finish(simulation: Simulation, folder: Path, watch: Callable[[Job], None]) -> dict[str, Any]:
+def _finish(simulation: Simulation, folder: Path, watch: Callable[[Job], None]) -> Summary:
     """Simulate to the end, write the files of the result, and return that.
 
     Raises:
@@ -305,8 +403,10 @@ def _finish(simulation: Simulation, folder: Path, watch: Callable[[Job], None]) 
     picture = folder / "curves.svg"
     run = simulation.state.run(simulation.run)
     write_atomic(picture, curves(result))
-    result |= {"folder": str(folder), "report": str(run.report_path), "curves": str(picture)}
-    write_json(folder / "result.json", result)
+    result["folder"] = str(folder)
+    result["report"] = str(run.report_path)
+    result["curves"] = str(picture)
+    write_json(folder / RESULT, result)
     return result
 
 
@@ -318,11 +418,31 @@ def federate(
     params: Mapping[str, Any] | None = None,
     rounds: int = 10,
     seed: int = 0,
-) -> dict[str, Any]:
+) -> FederationSummary:
     """Run a coordinator and agents in this process, over the transport in memory; returns the run's summary.
 
-    ``agents``: id -> data source of a train-tier agent. Every round waits for all of them, and nothing is exported.
-    The state of all is in the folder of ``config.state``.
+    Every round waits for all agents, and nothing is exported. The state of all is in the folder of ``config.state``.
+
+    Example:
+        >>> from coordinator import CoordinatorConfig, federate
+        >>> task = {
+        ...     "input": {"kind": "image", "channels": 1, "height": 16, "width": 16},
+        ...     "class_names": list("0123456789"),
+        ...     "encoder": "small_cnn",
+        ... }
+        >>> config = CoordinatorConfig.model_validate({"state": "federation/coordinator", "task": task})
+        >>> agents = {"kitchen": "digits:inverted?n=60", "porch": "digits:slanted?n=60"}
+        >>> summary = federate(config, agents, "fedper", rounds=1)
+        >>> [agent["id"] for agent in summary["agents"]], summary["status"]
+        (['kitchen', 'porch'], 'finished')
+
+    Args:
+        config: The configuration of the coordinator.
+        agents: Id of an agent -> its data source, such as ``"digits"``. Each of them trains.
+        method: A name, see 'headwater methods'.
+        params: Parameters of the method; the others have their defaults.
+        rounds: How many rounds.
+        seed: The seed of the run.
 
     Raises:
         HeadwaterError: of any kind; the run failed where it is RunFailed.
@@ -364,4 +484,4 @@ def federate(
         record = replay(state.journal, run)
         if record.status != "finished":
             raise RunFailed(f"{run} {record.status}: {record.reason or 'no reason was noted'}")
-        return state.run(run).summary() or {}
+        return cast("FederationSummary", state.run(run).summary() or {})

@@ -112,6 +112,15 @@ answers = hw.Personalizer.open("b.hwb").predict("x.png")
 hw.simulte("fedavg", data="digits")
 hw.simulate("fedavg", data="digits", enigne="serial")
 hw.simulate("fedavg", data="digits", engine="seral")
+result = simulate(Mine, data="digits")
+mean: float = result.summary["last"]["acc"]["personal"]["clients_mean"]
+score: float | None = result.clients[7]["acc.personal"]
+loss: float | None = result.rounds[-1]["loss"]
+result.summary["lats"]
+result.summary["last"]["acc"]["persnal"]
+result.summary["rounds"][0]["sconds"]
+result.clients["c7"]["acc.persnal"]
+result.rounds[-1]["acc.persnal"]
 """
 MISTAKES = {
     13: "Incompatible types in assignment",
@@ -119,6 +128,11 @@ MISTAKES = {
     16: "has no attribute",
     17: 'Unexpected keyword argument "enigne"',
     18: "Literal['seral']",
+    23: 'TypedDict "Summary" has no key "lats"',
+    24: "Invalid index type \"Literal['persnal']\"",
+    25: 'TypedDict "RoundFigures" has no key "sconds"',
+    26: "Invalid index type \"Literal['acc.persnal']\"",
+    27: 'TypedDict "RoundRow" has no key "acc.persnal"',
 }
 
 
