@@ -7,14 +7,15 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import index
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, SupportsFloat, SupportsIndex, SupportsInt, cast
 
 from edge_agent.core.config import parse
-from edge_agent.core.errors import HeadwaterError, RunFailed, TrainingFailed, UsageError
+from edge_agent.core.errors import ConfigError, HeadwaterError, RunFailed, TrainingFailed, UsageError
 from edge_agent.core.own_folders import FolderKind, mark_folder, remove_folder
 from edge_agent.core.registry import absolute
-from edge_agent.core.storage import write_atomic, write_json
+from edge_agent.core.storage import check_writable, write_atomic, write_json
 
 from .config import CoordinatorConfig
 from .loggers.choice import absolute_choice
@@ -137,14 +138,19 @@ def simulate(
     """
     # 1. Mistakes that need no data are said first.
     check_export()
+    _check_call(
+        {"params": params, "seed": seed, "pool": pool, "watch": watch, "on_round": on_round, "out": out, **settings}
+    )
     if resume and out is None:
         raise UsageError("resume=True continues the simulation in a folder; name it with out=")
-    folder = None if out is None else Path(out)
+    folder = None if out is None else Path(out).expanduser()
     logs = RunLogs.open(log, folder)
     # 2. The settings that were given; the others have their defaults.
     given = {"partition": partition, "clients": clients, "rounds": rounds, "seed": seed, **settings}
     fields = {name: value for name, value in given.items() if value is not None}
     fields |= {"params": dict(params or {}), "folder": str(Path.cwd())}
+    for name in _TABLES & fields.keys():
+        fields[name] = _without_numpy(fields[name])
     if pool is not None:
         pool.check_open()
         fields = {"engine": "pool", "workers": pool.count, **fields}
@@ -165,6 +171,53 @@ def simulate(
     # Its clients read the folder as well, so that one of them keeps it.
     weakref.finalize(result.clients.run, remove_folder, location.parent, TEMPORARY_RUN)
     return result
+
+
+_TABLES = frozenset({"params", "encoder_params", "peft_params", "input"})
+"""Settings that are mappings, whose values only a method or an encoder knows."""
+
+
+def _without_numpy(values: object) -> object:
+    """Return a mapping whose numbers and arrays of NumPy are Python's own, which JSON takes; others as they are."""
+    import numpy as np
+
+    if not isinstance(values, Mapping):  # to be rejected later
+        return values
+    plain = {}
+    for name, value in values.items():
+        plain[name] = value.tolist() if isinstance(value, np.generic | np.ndarray) else value
+    return plain
+
+
+def _check_call(arguments: Mapping[str, object]) -> None:
+    """Check the kinds of those arguments of `simulate` that are used before its settings are parsed.
+
+    Raises:
+        ConfigError: Some are of another kind; the message lists all of them.
+    """
+    from .simulation.engines.kept_workers import KeptWorkers
+
+    mistakes = []
+    params = arguments["params"]
+    if params is not None and not isinstance(params, Mapping):
+        mistakes.append(f"params = {params!r}: expected a mapping such as {{'lr': 0.05}}")
+    # Of numbers only text, lists and the like are refused here; the settings have their limits.
+    if not isinstance(arguments["seed"], SupportsInt):
+        mistakes.append(f"seed = {arguments['seed']!r}: expected a whole number")
+    share = arguments.get("test_fraction")
+    if share is not None and not isinstance(share, SupportsFloat):
+        mistakes.append(f"test_fraction = {share!r}: expected a number from 0 to 1")
+    pool = arguments["pool"]
+    if pool is not None and not isinstance(pool, KeptWorkers):
+        mistakes.append(f"pool = {pool!r}: expected what coordinator.workers(2) returns")
+    if not callable(arguments["watch"]):
+        mistakes.append(f"watch = {arguments['watch']!r}: expected a function of one job; leave it out for none")
+    if arguments["on_round"] is not None and not callable(arguments["on_round"]):
+        mistakes.append(f"on_round = {arguments['on_round']!r}: expected a function of one round")
+    if arguments["out"] == "":
+        mistakes.append("out = '': expected a folder; leave it out for a temporary one")
+    if mistakes:
+        raise ConfigError("simulate()", mistakes)
 
 
 @contextlib.contextmanager
@@ -242,6 +295,8 @@ def _plan(
         raise UsageError(
             f"{folder} holds a simulation; continue it with resume=True, or choose another folder with out="
         )
+    if saved is None:
+        check_writable(folder)
     in_process = []  # parts that worker processes cannot import
     for name, part, add in (
         ("method", method, own_parts.add_method),
@@ -448,7 +503,7 @@ def federate(
         HeadwaterError: of any kind; the run failed where it is RunFailed.
     """
     from edge_agent import methods
-    from edge_agent.core.config import AgentConfig, DataConfig
+    from edge_agent.core.config import AgentConfig
     from edge_agent.wire.memory import MemoryBroker
 
     from .hosted.in_memory import agent_in_memory
@@ -456,8 +511,15 @@ def federate(
     from .service.surroundings import StartOptions
     from .state.journal_location import journal_of, use_database
 
-    if not agents:
+    if not isinstance(agents, Mapping) or not agents:
         raise UsageError("agents: expected at least one, as a mapping of id -> data source")
+    for name, value, least in (("rounds", rounds, 1), ("seed", seed, 0)):
+        if not isinstance(value, SupportsIndex) or index(value) < least:
+            raise UsageError(f"{name} = {value!r}: expected a whole number, {least} or more")
+    own_configs = []
+    for name, source in agents.items():
+        own = {"id": name, "state": config.state.parent / name, "data": {"source": source}}
+        own_configs.append(parse(AgentConfig, own, where=f"agent '{name}'"))
     cohort = config.cohort.model_copy(update={"min_agents": len(agents)})
     quiet = config.export.model_copy(update={"after_run": False})
     config = config.model_copy(update={"cohort": cohort, "export": quiet})
@@ -466,11 +528,9 @@ def federate(
     members = list[_Member]()
     use_database(config.state, config.journal)
     with StateFolder(config.state, journal_of(config.state, config.journal)).open("federate") as state:
-        run = state.journal.request_run(Request(method, chosen, rounds, seed, config.run_task).to_fact())
+        run = state.journal.request_run(Request(method, chosen, index(rounds), index(seed), config.run_task).to_fact())
         members.append(Coordinator(config, state, broker.transport(), start=StartOptions(probe_s=0)))
-        for name, source in agents.items():
-            own = AgentConfig(id=name, state=config.state.parent / name, data=DataConfig(source=source))
-            members.append(agent_in_memory(own, broker))
+        members.extend(agent_in_memory(own, broker) for own in own_configs)
         for member in members:
             member.start()
         try:

@@ -524,6 +524,50 @@ def test_a_run_that_is_stopped_after_its_first_round_is_kept_and_can_go_on(tmp_p
     assert resumed.summary["encoder_sha256"] == whole.summary["encoder_sha256"]
 
 
+def test_arguments_of_another_kind_are_refused_at_once_and_all_together(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    wrong = {"params": "lr=1", "seed": "first", "pool": 2, "watch": None, "on_round": 3, "out": ""}
+    with pytest.raises(ConfigError, match=r"simulate\(\): 7 mistakes") as caught:
+        coordinator.simulate(data={"a": samples()}, test_fraction="half", **wrong)
+    assert [mistake.partition(" = ")[0] for mistake in caught.value.mistakes] == [
+        *("params", "seed", "test_fraction", "pool", "watch", "on_round", "out")
+    ]
+    with pytest.raises(UsageError, match=r"log = 3: expected a name"):
+        coordinator.simulate(data=samples(), log=3)
+    with pytest.raises(UsageError, match="no file can be written there"):
+        coordinator.simulate(data=samples(), out="/proc/nowhere")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_numbers_of_numpy_are_numbers_and_the_home_folder_is_understood(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    params = {"lr": np.float32(0.5), "local_epochs": np.int64(1)}
+    given = {**IN_PROCESS, "clients": np.int64(2), "params": params, "seed": np.int64(3), "out": "~/run"}
+    result = coordinator.simulate(data=samples(), **given)
+    assert (result.summary["params"]["lr"], result.summary["seed"]) == (0.5, 3)
+    assert result.folder == tmp_path / "run"
+
+
+@pytest.mark.parametrize(
+    "changed, words",
+    [
+        ({"agents": {}}, "agents: expected at least one"),
+        ({"agents": ["kitchen"]}, "agents: expected at least one, as a mapping"),
+        ({"agents": {"The Kitchen": "digits"}}, "agent 'The Kitchen': 1 mistake"),
+        ({"rounds": 0}, "rounds = 0: expected a whole number, 1 or more"),
+        ({"seed": "first"}, "seed = 'first': expected a whole number"),
+        ({"params": {"lrr": 1}}, "did you mean 'lr'"),
+    ],
+)
+def test_a_federation_with_mistakes_begins_nothing(changed, words, tmp_path):
+    image = {"kind": "image", "channels": 1, "height": 16, "width": 16}
+    task = {"input": image, "class_names": ["0", "1"], "encoder": "small_cnn"}
+    config = coordinator.CoordinatorConfig.model_validate({"state": tmp_path / "fed" / "coordinator", "task": task})
+    with pytest.raises(UsageError, match=words):
+        coordinator.federate(**{"config": config, "agents": {"kitchen": "digits"}, **changed})
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_mistakes_of_the_call_leave_no_folder_behind(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(UsageError):
