@@ -465,6 +465,24 @@ def _finish(simulation: Simulation, folder: Path, watch: Callable[[Job], None]) 
     return result
 
 
+def _check_federation(arguments: Mapping[str, object]) -> None:
+    """Check those arguments of `federate` that no model checks.
+
+    Raises:
+        ConfigError: Some are of another kind, or too small; the message lists all of them.
+    """
+    mistakes = []
+    agents = arguments["agents"]
+    if not isinstance(agents, Mapping) or not agents:
+        mistakes.append("agents: expected at least one, as a mapping of id -> data source")
+    for name, least in (("rounds", 1), ("seed", 0)):
+        value = arguments[name]
+        if not isinstance(value, SupportsIndex) or index(value) < least:
+            mistakes.append(f"{name} = {value!r}: expected a whole number, {least} or more")
+    if mistakes:
+        raise ConfigError("federate()", mistakes)
+
+
 def federate(
     config: CoordinatorConfig,
     agents: Mapping[str, str],
@@ -511,11 +529,7 @@ def federate(
     from .service.surroundings import StartOptions
     from .state.journal_location import journal_of, use_database
 
-    if not isinstance(agents, Mapping) or not agents:
-        raise UsageError("agents: expected at least one, as a mapping of id -> data source")
-    for name, value, least in (("rounds", rounds, 1), ("seed", seed, 0)):
-        if not isinstance(value, SupportsIndex) or index(value) < least:
-            raise UsageError(f"{name} = {value!r}: expected a whole number, {least} or more")
+    _check_federation({"agents": agents, "rounds": rounds, "seed": seed})
     own_configs = []
     for name, source in agents.items():
         own = {"id": name, "state": config.state.parent / name, "data": {"source": source}}
