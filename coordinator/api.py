@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import index
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, SupportsFloat, SupportsIndex, SupportsInt, cast
 
 from edge_agent.core.config import parse
-from edge_agent.core.errors import HeadwaterError, RunFailed, TrainingFailed, UsageError
+from edge_agent.core.errors import ConfigError, HeadwaterError, RunFailed, TrainingFailed, UsageError
 from edge_agent.core.own_folders import FolderKind, mark_folder, remove_folder
 from edge_agent.core.registry import absolute
-from edge_agent.core.storage import write_atomic, write_json
+from edge_agent.core.storage import check_writable, write_atomic, write_json
 
 from .config import CoordinatorConfig
 from .loggers.choice import absolute_choice
@@ -21,8 +23,10 @@ from .loggers.run_logs import LogChoice, RunLogs, choices_of
 from .rounds.request import Request
 from .shadowed import check_export
 from .simulation.failures import add_note
+from .simulation.figures import RESULT
 from .simulation.plan import Plan
 from .state.store import StateFolder
+from .text import counted
 from .views.runs import replay
 
 if TYPE_CHECKING:
@@ -32,7 +36,9 @@ if TYPE_CHECKING:
     from edge_agent.methods import Method
     from edge_agent.wire.messages.down import Job
 
+    from .runs.run_summary import FederationSummary
     from .simulation.engines.kept_workers import KeptWorkers
+    from .simulation.figures import Summary
     from .simulation.notebook.result import SimulationResult
     from .simulation.observer import OnRound
     from .simulation.run import Simulation
@@ -76,56 +82,75 @@ def simulate(
 ) -> SimulationResult:
     """Run a method on many clients on this machine; the same as 'headwater simulate'.
 
-    ``method``: a name (see 'headwater methods'), ``"path.py:Class"``, or a subclass of `edge_agent.methods.Method`.
-
-    ``data``: a source such as ``"digits"`` (see `edge_agent.data`), several of them for ``partition="domains"``,
-    ``"path.py:function"``, or samples: ``(X, y)``, a torch ``Dataset`` or ``DataLoader``, or rows like
-    ``{"image": …, "label": …}``, as Hugging Face's data sets have them. A mapping client -> samples needs no partition;
-    its clients may also have ``(X, y, X_test, y_test)``. X holds images (n, h, w, c) or (n, c, h, w), integers 0..255
-    or floats 0..1, or windows (n, channels, length) of floats; y integers or text.
-
-    ``partition``: a rule (see 'headwater partition'), the file of one or of an index table, or a mapping: client ->
-    rows of the data, or -> ``(training rows, test rows)``.
-
-    ``encoder``: a name, ``"path.py:Name"``, or a class or function that makes a ``torch.nn.Module`` whose result are
-    features (n, d); it is called with ``encoder_params``, and with ``task`` where it has such a parameter.
-
-    ``out``: folder of the run; default: a temporary one, removed with the result and kept where the run fails.
-
-    ``resume``: continue the simulation that is in ``out``, or begin it where there is none. The settings have to be
-    those that it began with, but for ``rounds``: more of them continue also a run that has finished, and the result is
-    that of a run which had as many from the beginning. A finished one with the same rounds is read, not repeated.
-
-    ``pool``: worker processes that stay after the run, see `coordinator.workers`: of several simulations one after
-    another only the first waits for their start. The bits are the same.
-
-    ``watch`` is called after each finished task of a client, ``on_round`` after each closed round, with a
-    `coordinator.loggers.records.RoundResult`: accuracies by scope, loss, seconds, bytes, and what each client has
-    reported. It may raise `StopRun("why")`: then no further round begins, and the run ends as after its last one.
-
-    ``log``: also log to a name as behind ``--log``, such as ``"csv:FOLDER"``, or an object of a subclass of
-    `coordinator.loggers.base.Logger`; or several.
-
-    ``settings``: further fields of `coordinator.simulation.plan.Plan`, such as ``alpha``, ``fraction``, ``engine``,
-    ``workers``, ``device``, ``name``, ``tags``, ``note``; those of `coordinator.simulation.settings.Settings`, which
-    type checkers know.
-
     Classes of the calling program, or of a notebook, exist in this process only: they are trained by engine serial (or
     stacked). Put them into a file and give ``"path.py:Name"`` to train in several processes. No script needs an
     ``if __name__ == "__main__"``.
+
+    Example:
+        >>> from coordinator import simulate
+        >>> result = simulate("fedper", data="digits:optdigits?n=200", clients=4, rounds=2, engine="serial")
+        >>> [row["round"] for row in result.rounds]
+        [1, 2]
+        >>> sorted(result.summary["last"]["acc"])
+        ['local', 'personal']
+        >>> 0 <= result.clients[3].accuracy <= 1
+        True
+
+    Args:
+        method: A name (see 'headwater methods'), ``"path.py:Class"``, or a subclass of `edge_agent.methods.Method`.
+        data: A source such as ``"digits"`` (see `edge_agent.data`), several of them for ``partition="domains"``,
+            ``"path.py:function"``, or samples: ``(X, y)``, a torch ``Dataset`` or ``DataLoader``, or rows like
+            ``{"image": …, "label": …}``, as Hugging Face's data sets have them. A mapping client -> samples needs no
+            partition; its clients may also have ``(X, y, X_test, y_test)``. X holds images (n, h, w, c) or
+            (n, c, h, w), integers 0..255 or floats 0..1, or windows (n, channels, length) of floats; y integers or
+            text.
+        partition: A rule (see 'headwater partition'), the file of one or of an index table, or a mapping: client ->
+            rows of the data, or -> ``(training rows, test rows)``. None: the rule ``iid``.
+        clients: How many clients there are, where the data do not say that; None: 20.
+        rounds: How many rounds.
+        seed: The seed of all that is drawn: the partition, first weights, cohorts and batches.
+        params: Parameters of the method; the others have their defaults.
+        encoder: A name, ``"path.py:Name"``, or a class or function that makes a ``torch.nn.Module`` whose result are
+            features (n, d); it is called with ``encoder_params``, and with ``task`` where it has such a parameter.
+            None: one that suits the inputs.
+        out: Folder of the run. None: a temporary one, which goes with the result, and is kept where the run fails, or
+            is stopped after its first round.
+        resume: Continue the simulation that is in ``out``, or begin it where there is none. The settings have to be
+            those that it began with, but for ``rounds``: more of them continue also a run that has finished, and the
+            result is that of a run which had as many from the beginning. A finished one with the same rounds is read
+            from its folder, without data and workers.
+        pool: Worker processes that stay after the run, see `coordinator.workers`: of several simulations one after
+            another only the first waits for their start. The bits are the same.
+        watch: Called after each finished task of a client.
+        on_round: Called after each closed round, with a `coordinator.loggers.records.RoundResult`: accuracies by
+            scope, loss, seconds, bytes, and what each client has reported. It may raise `StopRun("why")`: then no
+            further round begins, and the run ends as after its last one.
+        log: Also log to a name as behind ``--log``, such as ``"csv:FOLDER"``, or an object of a subclass of
+            `coordinator.loggers.base.Logger`; or several.
+        **settings: Further fields of `coordinator.simulation.plan.Plan`, such as ``alpha``, ``fraction``, ``engine``,
+            ``workers``, ``device``, ``name``, ``tags``, ``note``; those of `coordinator.simulation.settings.Settings`,
+            which type checkers know.
 
     Raises:
         UsageError: of any kind: names, settings, parameters, data, or things that do not go together.
         TrainingFailed: a client's training has failed.
         RunFailed: the run failed otherwise.
     """
+    # 1. Mistakes that need no data are said first.
     check_export()
+    _check_call(
+        {"params": params, "seed": seed, "pool": pool, "watch": watch, "on_round": on_round, "out": out, **settings}
+    )
     if resume and out is None:
         raise UsageError("resume=True continues the simulation in a folder; name it with out=")
-    logs = RunLogs.open(log, out if out is None else Path(out))
+    folder = None if out is None else Path(out).expanduser()
+    logs = RunLogs.open(log, folder)
+    # 2. The settings that were given; the others have their defaults.
     given = {"partition": partition, "clients": clients, "rounds": rounds, "seed": seed, **settings}
     fields = {name: value for name, value in given.items() if value is not None}
     fields |= {"params": dict(params or {}), "folder": str(Path.cwd())}
+    for name in _TABLES & fields.keys():
+        fields[name] = _without_numpy(fields[name])
     if pool is not None:
         pool.check_open()
         fields = {"engine": "pool", "workers": pool.count, **fields}
@@ -136,26 +161,116 @@ def simulate(
     if names:
         fields["log"] = names
     watching = Watching(watch, on_round, logs)
-    if out is not None:
-        return _run(_plan(method, encoder, data, fields, Path(out), resume=resume), Path(out), watching, pool)
+    # 3. The run, in its folder or in a temporary one.
+    if folder is not None:
+        plan = _plan(method, encoder, data, fields, folder, resume=resume)
+        with _saying_how_to_continue(folder):
+            return _run(plan, folder, watching, pool)
+    with _temporary_run() as location:
+        result = _run(_plan(method, encoder, data, fields, location), location, watching, pool)
+    # Its clients read the folder as well, so that one of them keeps it.
+    weakref.finalize(result.clients.run, remove_folder, location.parent, TEMPORARY_RUN)
+    return result
+
+
+_TABLES = frozenset({"params", "encoder_params", "peft_params", "input"})
+"""Settings that are mappings, whose values only a method or an encoder knows."""
+
+
+def _without_numpy(values: object) -> object:
+    """Return a mapping whose numbers and arrays of NumPy are Python's own, which JSON takes; others as they are."""
+    import numpy as np
+
+    if not isinstance(values, Mapping):  # to be rejected later
+        return values
+    plain = {}
+    for name, value in values.items():
+        plain[name] = value.tolist() if isinstance(value, np.generic | np.ndarray) else value
+    return plain
+
+
+def _check_call(arguments: Mapping[str, object]) -> None:
+    """Check the kinds of those arguments of `simulate` that are used before its settings are parsed.
+
+    Raises:
+        ConfigError: Some are of another kind; the message lists all of them.
+    """
+    from .simulation.engines.kept_workers import KeptWorkers
+
+    mistakes = []
+    params = arguments["params"]
+    if params is not None and not isinstance(params, Mapping):
+        mistakes.append(f"params = {params!r}: expected a mapping such as {{'lr': 0.05}}")
+    # Of numbers only text, lists and the like are refused here; the settings have their limits.
+    if not isinstance(arguments["seed"], SupportsInt):
+        mistakes.append(f"seed = {arguments['seed']!r}: expected a whole number")
+    share = arguments.get("test_fraction")
+    if share is not None and not isinstance(share, SupportsFloat):
+        mistakes.append(f"test_fraction = {share!r}: expected a number from 0 to 1")
+    pool = arguments["pool"]
+    if pool is not None and not isinstance(pool, KeptWorkers):
+        mistakes.append(f"pool = {pool!r}: expected what coordinator.workers(2) returns")
+    if not callable(arguments["watch"]):
+        mistakes.append(f"watch = {arguments['watch']!r}: expected a function of one job; leave it out for none")
+    if arguments["on_round"] is not None and not callable(arguments["on_round"]):
+        mistakes.append(f"on_round = {arguments['on_round']!r}: expected a function of one round")
+    if arguments["out"] == "":
+        mistakes.append("out = '': expected a folder; leave it out for a temporary one")
+    if mistakes:
+        raise ConfigError("simulate()", mistakes)
+
+
+@contextlib.contextmanager
+def _temporary_run() -> Iterator[Path]:
+    """Yield the place of a run in a temporary folder, which stays where the run ends well.
+
+    It also stays, and the error says where it is, if the run has failed, or was stopped after its first round. Where
+    settings or data are wrong nothing is left.
+    """
     # The folder that holds temporary ones may be reached by a link, and `remove_folder` follows none.
     temporary = Path(tempfile.mkdtemp(prefix="headwater-")).resolve()
     mark_folder(temporary, TEMPORARY_RUN, temporary.name)
+    location = temporary / "run"
     try:
-        result = _run(_plan(method, encoder, data, fields, temporary / "run"), temporary / "run", watching, pool)
+        yield location
     except Exception as error:
         is_mistake = isinstance(error, HeadwaterError) and not isinstance(error, TrainingFailed | RunFailed)
-        if is_mistake or not (temporary / "run").is_dir():
+        if is_mistake or not location.is_dir():
             remove_folder(temporary, TEMPORARY_RUN)
         else:  # logs and state say more than the message, whatever a user's own part has raised
             add_note(error, f"The folder of this run is kept: {temporary}")
         raise
-    except BaseException:
-        remove_folder(temporary, TEMPORARY_RUN)
+    except BaseException as error:
+        if _closed_rounds(location):
+            add_note(error, _how_to_continue(location))
+        else:
+            remove_folder(temporary, TEMPORARY_RUN)
         raise
-    # Its clients read the folder as well, so that one of them keeps it.
-    weakref.finalize(result.clients.run, remove_folder, temporary, TEMPORARY_RUN)
-    return result
+
+
+@contextlib.contextmanager
+def _saying_how_to_continue(folder: Path) -> Iterator[None]:
+    """Add to a Ctrl-C how far the run in ``folder`` is, and how to go on."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        add_note(error, _how_to_continue(folder))
+        raise
+
+
+def _how_to_continue(folder: Path) -> str:
+    closed = counted(_closed_rounds(folder), "closed round")
+    return f"Stopped after {closed}, and nothing is lost: simulate(..., out={str(folder)!r}, resume=True) goes on."
+
+
+def _closed_rounds(folder: Path) -> int:
+    """Return how many rounds of the run in ``folder`` are closed; 0 where there is none."""
+    # After a Ctrl-C this is said beside it, and must not hide it.
+    with contextlib.suppress(HeadwaterError, OSError), StateFolder(folder).look() as state:
+        runs = state.journal.runs()
+        if runs:
+            return replay(state.journal, runs[0]).round
+    return 0
 
 
 def _plan(
@@ -180,6 +295,8 @@ def _plan(
         raise UsageError(
             f"{folder} holds a simulation; continue it with resume=True, or choose another folder with out="
         )
+    if saved is None:
+        check_writable(folder)
     in_process = []  # parts that worker processes cannot import
     for name, part, add in (
         ("method", method, own_parts.add_method),
@@ -239,12 +356,15 @@ def _data_fields(data: object, fields: Mapping[str, Any], folder: Path) -> dict[
 
 
 def _run(plan: Plan, folder: Path, watching: Watching, pool: KeptWorkers | None) -> SimulationResult:
+    """Simulate in ``folder`` to the end, or read the run that has finished there."""
     import torch
 
     from .simulation.notebook.result import SimulationResult
     from .simulation.run import open_simulation
     from .simulation.setup import PARTITION, Prepared, read_plan
 
+    if read_finished(plan, folder, watching) is not None:
+        return SimulationResult.open(folder)
     threads = torch.get_num_threads()
     try:
         saved = folder / PARTITION
@@ -273,7 +393,40 @@ class Watching:
     logs: RunLogs = field(default_factory=lambda: RunLogs(()))
 
 
-def finish(simulation: Simulation, folder: Path, watching: Watching) -> dict[str, Any]:
+def read_finished(plan: Plan, folder: Path, watching: Watching) -> Summary | None:
+    """Return the content of ``result.json`` where the run in ``folder`` has finished as planned, else None.
+
+    Neither its data nor an engine are needed. Its logs, and who asks for rounds, get all of them as in a run that is
+    resumed.
+
+    Raises:
+        HeadwaterError: Files are damaged, a log cannot be used, or ``on_round`` has failed.
+    """
+    from edge_agent.data.partition import Division
+
+    from .simulation.finished import FinishedRun
+    from .simulation.logged import log_finished
+    from .simulation.observer import RoundObserver
+    from .simulation.setup import PARTITION
+
+    finished = FinishedRun.find(folder, plan)
+    if finished is None:
+        return None
+    summary = finished.summary
+    if watching.on_round is not None:
+        division = Division.read(folder / PARTITION)
+        with StateFolder(folder).look() as state:
+            observer = RoundObserver(state, finished.record.run, division, plan.rounds)
+            observer.add(watching.on_round)
+            observer.replay(finished.record.round)
+    if not watching.logs.is_empty:
+        outcomes = log_finished(folder, watching.logs, plan=plan)
+        summary["logs"] = [outcome.to_json() for outcome in outcomes]
+        write_json(folder / RESULT, summary)
+    return summary
+
+
+def finish(simulation: Simulation, folder: Path, watching: Watching) -> Summary:
     """Simulate to the end and write ``curves.svg`` and ``result.json``; returns the content of the latter.
 
     Raises:
@@ -289,11 +442,11 @@ def finish(simulation: Simulation, folder: Path, watching: Watching) -> dict[str
     if outcomes:
         # Once more, with what the logs have: they got the file as it was without that.
         result["logs"] = [outcome.to_json() for outcome in outcomes]
-        write_json(folder / "result.json", result)
+        write_json(folder / RESULT, result)
     return result
 
 
-def _finish(simulation: Simulation, folder: Path, watch: Callable[[Job], None]) -> dict[str, Any]:
+def _finish(simulation: Simulation, folder: Path, watch: Callable[[Job], None]) -> Summary:
     """Simulate to the end, write the files of the result, and return that.
 
     Raises:
@@ -305,9 +458,29 @@ def _finish(simulation: Simulation, folder: Path, watch: Callable[[Job], None]) 
     picture = folder / "curves.svg"
     run = simulation.state.run(simulation.run)
     write_atomic(picture, curves(result))
-    result |= {"folder": str(folder), "report": str(run.report_path), "curves": str(picture)}
-    write_json(folder / "result.json", result)
+    result["folder"] = str(folder)
+    result["report"] = str(run.report_path)
+    result["curves"] = str(picture)
+    write_json(folder / RESULT, result)
     return result
+
+
+def _check_federation(arguments: Mapping[str, object]) -> None:
+    """Check those arguments of `federate` that no model checks.
+
+    Raises:
+        ConfigError: Some are of another kind, or too small; the message lists all of them.
+    """
+    mistakes = []
+    agents = arguments["agents"]
+    if not isinstance(agents, Mapping) or not agents:
+        mistakes.append("agents: expected at least one, as a mapping of id -> data source")
+    for name, least in (("rounds", 1), ("seed", 0)):
+        value = arguments[name]
+        if not isinstance(value, SupportsIndex) or index(value) < least:
+            mistakes.append(f"{name} = {value!r}: expected a whole number, {least} or more")
+    if mistakes:
+        raise ConfigError("federate()", mistakes)
 
 
 def federate(
@@ -318,17 +491,37 @@ def federate(
     params: Mapping[str, Any] | None = None,
     rounds: int = 10,
     seed: int = 0,
-) -> dict[str, Any]:
+) -> FederationSummary:
     """Run a coordinator and agents in this process, over the transport in memory; returns the run's summary.
 
-    ``agents``: id -> data source of a train-tier agent. Every round waits for all of them, and nothing is exported.
-    The state of all is in the folder of ``config.state``.
+    Every round waits for all agents, and nothing is exported. The state of all is in the folder of ``config.state``.
+
+    Example:
+        >>> from coordinator import CoordinatorConfig, federate
+        >>> task = {
+        ...     "input": {"kind": "image", "channels": 1, "height": 16, "width": 16},
+        ...     "class_names": list("0123456789"),
+        ...     "encoder": "small_cnn",
+        ... }
+        >>> config = CoordinatorConfig.model_validate({"state": "federation/coordinator", "task": task})
+        >>> agents = {"kitchen": "digits:inverted?n=60", "porch": "digits:slanted?n=60"}
+        >>> summary = federate(config, agents, "fedper", rounds=1)
+        >>> [agent["id"] for agent in summary["agents"]], summary["status"]
+        (['kitchen', 'porch'], 'finished')
+
+    Args:
+        config: The configuration of the coordinator.
+        agents: Id of an agent -> its data source, such as ``"digits"``. Each of them trains.
+        method: A name, see 'headwater methods'.
+        params: Parameters of the method; the others have their defaults.
+        rounds: How many rounds.
+        seed: The seed of the run.
 
     Raises:
         HeadwaterError: of any kind; the run failed where it is RunFailed.
     """
     from edge_agent import methods
-    from edge_agent.core.config import AgentConfig, DataConfig
+    from edge_agent.core.config import AgentConfig
     from edge_agent.wire.memory import MemoryBroker
 
     from .hosted.in_memory import agent_in_memory
@@ -336,8 +529,11 @@ def federate(
     from .service.surroundings import StartOptions
     from .state.journal_location import journal_of, use_database
 
-    if not agents:
-        raise UsageError("agents: expected at least one, as a mapping of id -> data source")
+    _check_federation({"agents": agents, "rounds": rounds, "seed": seed})
+    own_configs = []
+    for name, source in agents.items():
+        own = {"id": name, "state": config.state.parent / name, "data": {"source": source}}
+        own_configs.append(parse(AgentConfig, own, where=f"agent '{name}'"))
     cohort = config.cohort.model_copy(update={"min_agents": len(agents)})
     quiet = config.export.model_copy(update={"after_run": False})
     config = config.model_copy(update={"cohort": cohort, "export": quiet})
@@ -346,11 +542,9 @@ def federate(
     members = list[_Member]()
     use_database(config.state, config.journal)
     with StateFolder(config.state, journal_of(config.state, config.journal)).open("federate") as state:
-        run = state.journal.request_run(Request(method, chosen, rounds, seed, config.run_task).to_fact())
+        run = state.journal.request_run(Request(method, chosen, index(rounds), index(seed), config.run_task).to_fact())
         members.append(Coordinator(config, state, broker.transport(), start=StartOptions(probe_s=0)))
-        for name, source in agents.items():
-            own = AgentConfig(id=name, state=config.state.parent / name, data=DataConfig(source=source))
-            members.append(agent_in_memory(own, broker))
+        members.extend(agent_in_memory(own, broker) for own in own_configs)
         for member in members:
             member.start()
         try:
@@ -364,4 +558,4 @@ def federate(
         record = replay(state.journal, run)
         if record.status != "finished":
             raise RunFailed(f"{run} {record.status}: {record.reason or 'no reason was noted'}")
-        return state.run(run).summary() or {}
+        return cast("FederationSummary", state.run(run).summary() or {})

@@ -990,6 +990,15 @@ DEFAULT_CONFIG = Path("coordinator.toml")
 def load_config(path: Path | str | None = None, state: Path | None = None) -> CoordinatorConfig:
     """Return the configuration in ``path`` (``coordinator.toml`` by default); ``state`` replaces its state folder.
 
+    Example:
+        >>> from pathlib import Path
+        >>> from coordinator import load_config
+        >>> pictures = '{ kind = "image", channels = 3, height = 32, width = 32 }'
+        >>> task = f'{{ class_names = ["cat", "dog"], encoder = "small_cnn", input = {pictures} }}'
+        >>> _ = Path("coordinator.toml").write_text(f"task = {task}")
+        >>> load_config("coordinator.toml").task.class_names
+        ('cat', 'dog')
+
     Raises:
         ConfigError: no such file, or mistakes, all of them listed.
     """

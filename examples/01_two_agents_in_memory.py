@@ -9,6 +9,7 @@ faster, for many clients; this is for trying what coordinator and agents do toge
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from coordinator import CoordinatorConfig, federate
 ROUNDS = 3
 
 
-def run(folder: Path) -> dict[str, Any]:
+def run(folder: Path) -> Mapping[str, Any]:
     """Run FedPer and return the run's summary; everything is in ``folder`` afterwards."""
     task = {
         "input": {"kind": "image", "channels": 1, "height": 16, "width": 16},

@@ -18,7 +18,7 @@ from edge_agent.core.errors import UsageError
 from edge_agent.core.registry import absolute
 from edge_agent.core.storage import check_writable, read_toml
 
-from ..api import Watching, finish
+from ..api import Watching, finish, read_finished
 from ..loggers.choice import absolute_choice
 from ..loggers.delivery import LogOutcome
 from ..loggers.run_logs import RunLogs
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from edge_agent.wire.messages.down import Job
 
+    from ..simulation.figures import RoundFigures, Scores, Summary
     from ..simulation.run import Simulation
 
 Fraction = Annotated[
@@ -267,13 +268,13 @@ def _resumed(given: dict[str, Any], config: Path | None, out: Path | None) -> tu
     return parse(Plan, {**plan.model_dump(exclude_unset=True), **how}, where="--resume"), out
 
 
-def run_plan(plan: Plan, folder: Path, *, resume: bool, later_rounds: int = 0) -> dict[str, Any]:
+def run_plan(plan: Plan, folder: Path, *, resume: bool, later_rounds: int = 0) -> Summary:
     """Simulate to the end, showing how far it is; all files of the result are in ``folder``.
 
     Args:
         plan: What is simulated.
         folder: Where the simulation is, or will be.
-        resume: Whether a simulation in ``folder`` is continued.
+        resume: Whether a simulation in ``folder`` is continued; one that has finished as planned is read.
         later_rounds: Rounds of the simulations that follow this one; the time that is left counts them, too.
 
     Raises:
@@ -285,6 +286,9 @@ def run_plan(plan: Plan, folder: Path, *, resume: bool, later_rounds: int = 0) -
 
     # Before data are read: a log that cannot be used is refused at once.
     logs = RunLogs.open(plan.log, folder)
+    finished = read_finished(plan, folder, Watching(logs=logs)) if resume else None
+    if finished is not None:
+        return finished
     with shown_reading():
         prepared = Prepared.of(plan, folder / PARTITION if resume else None).shared()
     with open_simulation(prepared, folder) as simulation, shown(simulation, later_rounds) as watch:
@@ -326,7 +330,7 @@ class _RunProgress:
         self._begun = self.done = float(record.round * cohort + updates)
         self._began_at = time.monotonic()
 
-    def count(self, job: Job) -> dict[str, Any] | None:
+    def count(self, job: Job) -> RoundFigures | None:
         """Count one more job; returns the figures of the previous round when this job is the first of the next one."""
         self.done += 1.0 if job.purpose == "train" else AT_THE_END
         closed = job.round - 1 if job.purpose == "train" else self._closed_rounds()
@@ -360,7 +364,7 @@ class _RunProgress:
         return (time.monotonic() - self._began_at) / done * trainings
 
 
-def _scores(figures: dict[str, Any]) -> str:
+def _scores(figures: RoundFigures) -> str:
     result = [f"acc.{scope} {acc['clients_mean']:.3f}" for scope, acc in figures["acc"].items()]
     loss = [] if figures["loss"] is None else [f"loss {figures['loss']:.3f}"]
     return ", ".join([*result, *loss])
@@ -405,27 +409,30 @@ def shown(simulation: Simulation, later_rounds: int = 0) -> Iterator[Callable[[J
 SHOWN_ROUNDS = 20
 
 
-def rounds_table(result: dict[str, Any]) -> Table:
+def rounds_table(result: Summary) -> Table:
     """Return a table of about twenty rounds at equal distances, and the final accuracies."""
     rounds = result["rounds"]
     step = max(1, -(-len(rounds) // SHOWN_ROUNDS))
-    shown = [one for one in rounds if one["round"] % step == 0 or one["round"] in {1, len(rounds)}]
     scopes = ("acc.\nglobal", "acc.\npersonal", "std", "worst\n10 %", "after\ntraining")
     columns = ("round", *scopes, "loss", "s", "up\nMB", "down\nMB")
-    rows = [_row(one["round"], one) for one in shown]
-    rows.append(_row("end", {"acc": result["last"]["acc"]}))
+    rows: list[tuple[object, ...]] = []
+    for figures in rounds:
+        number = figures["round"]
+        if number % step == 0 or number in {1, len(rounds)}:
+            rows.append((number, *_score_cells(figures["acc"]), *_work_cells(figures)))
+    rows.append(("end", *_score_cells(result["last"]["acc"]), None, None, None, None))
     title = f"{result['run_id']}: {result['method']}, {result['clients']} clients, partition {result['partition']}"
     return table(title, columns, rows)
 
 
-def reading(result: dict[str, Any]) -> Iterator[str]:
+def reading(result: Summary) -> Iterator[str]:
     """Yield lines about what the numbers are, and where the rest is."""
     yield from _about_accuracies(result)
     yield from _about_trouble(result)
     yield from _about_work(result)
 
 
-def _about_accuracies(result: dict[str, Any]) -> Iterator[str]:
+def _about_accuracies(result: Summary) -> Iterator[str]:
     """Yield lines about accuracies: the last ones, those of each client alone, and the best ones."""
     yield "acc: mean over clients of what they received in that round; end: after the last round and personalizing"
     for scope, last in result["last"]["acc"].items():
@@ -435,13 +442,13 @@ def _about_accuracies(result: dict[str, Any]) -> Iterator[str]:
         )
     if models := result["local_models"]:
         yield f"acc.local is of the best model that each client can fit alone: {models}"
-    for scope, best in result["best"].items():
+    for best_scope, best in result["best"].items():
         after = counted(int(best["rounds_done"]), "round")
         chosen_on = f"chosen on the {result['scored_on']} samples"
-        yield f"best {_NAMES[scope]}: {best['clients_mean']:.4f} after {after}, {chosen_on}"
+        yield f"best {_NAMES[best_scope]}: {best['clients_mean']:.4f} after {after}, {chosen_on}"
 
 
-def _about_trouble(result: dict[str, Any]) -> Iterator[str]:
+def _about_trouble(result: Summary) -> Iterator[str]:
     """Yield lines about warnings, published values in use, clients that are missing, an early end, and the logs."""
     yield from _about_warnings(result)
     published = result.get("published")
@@ -456,7 +463,7 @@ def _about_trouble(result: dict[str, Any]) -> Iterator[str]:
     yield from _about_logs(result)
 
 
-def _about_warnings(result: dict[str, Any]) -> Iterator[str]:
+def _about_warnings(result: Summary) -> Iterator[str]:
     """Yield a line for each warning, and one for each thing to try next."""
     from edge_agent.core.next_steps import NextStep
 
@@ -469,7 +476,7 @@ def _about_warnings(result: dict[str, Any]) -> Iterator[str]:
         yield f"to try next: {NextStep.from_json(step).message}"
 
 
-def _about_logs(result: dict[str, Any]) -> Iterator[str]:
+def _about_logs(result: Summary) -> Iterator[str]:
     """Yield a line for each log, and how what it lacks is logged later."""
     outcomes = [LogOutcome.from_json(outcome) for outcome in result.get("logs", ())]
     for outcome in outcomes:
@@ -478,7 +485,7 @@ def _about_logs(result: dict[str, Any]) -> Iterator[str]:
         yield f"what is missing can be logged later: headwater simulate --resume --out {shlex.quote(result['folder'])}"
 
 
-def _about_work(result: dict[str, Any]) -> Iterator[str]:
+def _about_work(result: Summary) -> Iterator[str]:
     """Yield lines about how the rounds were computed: engine, first weights, memory."""
     workers = f" with {counted(result['workers'], 'worker')}" if result["workers"] > 1 else ""
     start = f", {result['start_s']:.1f} s to start it" if result.get("start_s", 0.0) >= 0.1 else ""  # 0: it had none
@@ -510,19 +517,22 @@ _NAMES = {
 }
 
 
-def _row(name: object, one: dict[str, Any]) -> tuple[object, ...]:
-    scores = {scope: acc["clients_mean"] for scope, acc in one["acc"].items()}
-    personal = one["acc"].get("personal", {})
-    seconds = one.get("seconds")
-    sizes = (None if (size := one.get(key)) is None else f"{size / 1e6:.1f}" for key in ("bytes_up", "bytes_down"))
-    return (
-        name,
-        scores.get("global"),
-        scores.get("personal"),
-        personal.get("std"),
-        personal.get("worst10"),
-        scores.get("after"),
-        one.get("loss"),
-        None if seconds is None else f"{seconds:.1f}",
-        *sizes,
-    )
+def _score_cells(acc: Mapping[Any, Scores]) -> tuple[float | None, ...]:
+    """Return means of the scopes and the spread of personal models; None where a scope was not evaluated."""
+    means = {scope: scores["clients_mean"] for scope, scores in acc.items()}
+    std = worst = None
+    if "personal" in acc:
+        std = acc["personal"]["std"]
+        worst = acc["personal"]["worst10"]
+    return means.get("global"), means.get("personal"), std, worst, means.get("after")
+
+
+def _work_cells(figures: RoundFigures) -> tuple[float | str | None, ...]:
+    """Return loss, seconds, and megabytes both ways of a round; None where something was not recorded."""
+    seconds = figures["seconds"]
+    shown_s = None if seconds is None else f"{seconds:.1f}"
+    return figures["loss"], shown_s, _megabytes(figures["bytes_up"]), _megabytes(figures["bytes_down"])
+
+
+def _megabytes(size: int | None) -> str | None:
+    return None if size is None else f"{size / 1e6:.1f}"

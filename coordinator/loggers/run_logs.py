@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from edge_agent.core.errors import UsageError
+
 from .base import Logger
 from .choice import absolute_choice, check_loggers, make_loggers
 from .delivery import ABORT_LIMIT_S, END_LIMIT_S, Delivery, LogOutcome
@@ -44,11 +46,17 @@ LogChoice = str | Logger | ChildLogs
 
 
 def choices_of(log: LogChoice | Sequence[LogChoice] | None) -> tuple[LogChoice, ...]:
-    """Return what was chosen as several choices: none, one, or as many as there are."""
+    """Return what was chosen as several choices: none, one, or as many as there are.
+
+    Raises:
+        UsageError: It is of another kind.
+    """
     if log is None:
         return ()
     if isinstance(log, str | Logger | ChildLogs):
         return (log,)
+    if not isinstance(log, Sequence):
+        raise UsageError(f"log = {log!r}: expected a name such as 'csv:FOLDER', a Logger, or a list of these")
     return tuple(log)
 
 

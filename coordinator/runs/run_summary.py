@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypedDict
 
 from edge_agent.core.errors import StateError
 from edge_agent.core.next_steps import NextStep
@@ -119,3 +119,69 @@ class RunSummary:
             bundle_why_not=summary.get("bundle_why_not", "not exported"),
             metrics=CoordinatorMetrics.from_summary(summary),
         )
+
+
+class AgentFigures(TypedDict):
+    """What ``summary.json`` has of an agent at the end of a run; `AgentLine` says what each of it is."""
+
+    id: str
+    tier: str
+    samples: int | None
+    acc: dict[str, float | None]
+    """Scope (local, global, personal) -> accuracy, 0..1; None: not measured."""
+
+    local_model: str
+    better_alone: bool
+    head: str
+    precision: str | None
+    fingerprint: str | None
+    runs: str
+    rolled_back: str | None
+    about: str | None
+    release: int
+    before: float | None
+    support: int | None
+    one_class: bool
+    rss_mb: float | None
+    torch_loaded: bool
+    bytes_up: int
+    bytes_down: int
+
+
+class FederationSummary(TypedDict, total=False):
+    """The content of ``summary.json``, for programs that read it by key; `RunSummary` says what is in it."""
+
+    run_id: str
+    id: str
+    """The run's own id, which no other run has."""
+
+    method: str
+    params: dict[str, Any]
+    """All parameters of the method, those that have their default included."""
+
+    peft: str | None
+    peft_params: dict[str, Any]
+    rounds: int
+    seed: int
+    status: str
+    updates: dict[str, Any]
+    incomplete: str | None
+    at: str
+    """When it ended, in UTC."""
+
+    seconds: float
+    encoder_sha256: str
+    """SHA-256 of the shared encoder (hex); empty: the method shares none."""
+
+    agents: list[AgentFigures]
+    """The agents, sorted by name."""
+
+    left_out: dict[str, Any]
+    bounded: dict[str, Any]
+    warnings: list[dict[str, Any]]
+    next_steps: list[dict[str, str]]
+    faults: dict[str, str]
+    stopped: str | None
+    privacy: dict[str, Any] | None
+    bundle: dict[str, Any] | None
+    bundle_why_not: str | None

@@ -7,6 +7,7 @@ Read in this order: `plan` (the settings), `settings` (the same as arguments of 
 may change), `setup` with `datasets`, `users`, `index_tables` and `own_parts` (data and models made from them),
 `observer` (who sees each closed round), `run` (the simulation itself), `memory_plan` and `memory_watch` (whether it
 fits, and stops in time), `client_pool`, `timed_clients` with `device_speeds` (clients as fast as devices),
-`client_tasks` and `device_heads` (the clients), `engines` (where they compute), `results` and `failures`; then
-`trained` (the model of a run, as a bundle) and `notebook` (what a program has of a run).
+`client_tasks` and `device_heads` (the clients), `engines` (where they compute), `results` with `figures` (the keys that
+they have) and `failures`, `finished` (a run that is over, read from its folder); then `trained` (the model of a run, as
+a bundle) and `notebook` (what a program has of a run).
 """

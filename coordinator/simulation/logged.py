@@ -20,13 +20,11 @@ from ..loggers.run_logs import RunLogs
 from ..state.store import StateFolder
 from ..text import reason_of
 from ..views.runs import replay
+from .figures import RESULT
 from .plan import ABOUT, HOW_NOT_WHAT, Plan
 from .results import round_result, spread_of
 from .run import Simulation
 from .setup import PARTITION, read_plan
-
-RESULT = "result.json"
-"""File with the result in the folder of a simulation."""
 
 NO_TAGS: Mapping[str, str] = MappingProxyType({})
 
@@ -76,7 +74,9 @@ def logged(simulation: Simulation, logs: RunLogs) -> Iterator[Ending]:
         raise
 
 
-def log_finished(folder: Path, logs: RunLogs, *, name: str = "", tags: Mapping[str, str] = NO_TAGS) -> list[LogOutcome]:
+def log_finished(
+    folder: Path, logs: RunLogs, *, name: str = "", tags: Mapping[str, str] = NO_TAGS, plan: Plan | None = None
+) -> list[LogOutcome]:
     """Log a simulation that is over from what is in its folder, without its data; returns what the logs have.
 
     Args:
@@ -84,11 +84,12 @@ def log_finished(folder: Path, logs: RunLogs, *, name: str = "", tags: Mapping[s
         logs: Where it is logged, opened and not begun.
         name: What it is called there; empty: as it was called when it was simulated.
         tags: Tags beside its own.
+        plan: Its settings with what it is called now; None: as they are in the folder.
 
     Raises:
         StateError: The folder holds no result, or is damaged.
     """
-    plan = read_plan(folder)
+    plan = plan or read_plan(folder)
     result = read_json(folder / RESULT)
     if plan is None or result is None:
         raise StateError(f"{folder} holds no simulation that is over; resume it first (headwater simulate --resume)")

@@ -31,7 +31,7 @@ class RoundObserver(RunHooks):
     """Calls functions after each closed round, and asks the run to end where one of them does."""
 
     def __init__(
-        self, state: StateFolder, run: str, division: Division, rounds: int, admit: Callable[[], None]
+        self, state: StateFolder, run: str, division: Division, rounds: int, admit: Callable[[], None] = lambda: None
     ) -> None:
         """Make an observer without functions.
 

@@ -37,15 +37,16 @@ from ..state.store import StateFolder
 from ..views.runs import replay
 from .client_tasks import state_files_in
 from .datasets import class_counts, prepare
+from .figures import BestScope, BestScores, EndScope, RoundFigures, RoundScope, RunFigures, Scores
 from .plan import HOW_NOT_WHAT, Plan
 from .setup import CLIENTS, PARTITION, Prepared, read_plan
 
 log = logging.getLogger(__name__)
 
-SCOPES = {"global": "acc.global", "personal": "acc.personal", "after": "acc.after.personal"}
+SCOPES: Mapping[RoundScope, str] = {"global": "acc.global", "personal": "acc.personal", "after": "acc.after.personal"}
 """Scope -> name of the metric. ``after``: personal once more, after local training."""
 
-LAST_SCOPES = {
+LAST_SCOPES: Mapping[EndScope, tuple[str, str]] = {
     "global": ("trained", "global"),
     "personal": ("trained", "personal"),
     "local": ("trained", "local"),
@@ -55,15 +56,12 @@ LAST_SCOPES = {
 """Scope after the last round -> whether of clients that trained or of new ones, and the accuracy of each of them."""
 
 
-def result_of(state: StateFolder, run: str, prepared: Prepared) -> dict[str, Any]:
-    """Return the run as one JSON object.
+def result_of(state: StateFolder, run: str, prepared: Prepared) -> RunFigures:
+    """Return the figures of a run, which can be written as JSON.
 
     ``acc`` of a round is the accuracy of the model that its clients received, before they trained; ``last`` that of all
     clients after the last round and after personalizing, new clients (``new``) with a head on the frozen encoder, and
-    of each client alone (``local``), by the best model on its raw inputs, which ``local_models`` names.
-    ``scored_clients`` are those that train and have samples to be scored on.
-    ``failed``: clients that are missing there, and why.
-    ``best`` is chosen on the same samples, which ``scored_on`` names: test, or validation.
+    of each client alone (``local``), by the best model on its raw inputs.
     """
     plan = prepared.plan
     division = prepared.division
@@ -73,7 +71,7 @@ def result_of(state: StateFolder, run: str, prepared: Prepared) -> dict[str, Any
     rounds = [round_of(state, run, number, division) for number in range(1, record.round + 1)]
     agents = _agents_by_group(summary, prepared)
     tested_clients = [client for client, share in division.clients.items() if share.test]
-    result = {
+    figures: RunFigures = {
         "run_id": run,
         "name": plan.name,
         "tags": plan.tags,
@@ -99,7 +97,7 @@ def result_of(state: StateFolder, run: str, prepared: Prepared) -> dict[str, Any
         "workers": prepared.choice.workers,
         "threads": plan.threads,
         "precision": plan.precision,
-        "seconds": round(math.fsum(figures["seconds"] or 0.0 for figures in rounds), 3),
+        "seconds": round(math.fsum(row["seconds"] or 0.0 for row in rounds), 3),
         "rounds": rounds,
         "stopped": summary.get("stopped"),
         "last": {"rounds_done": record.round, "acc": _accuracies_at_end(agents, division)},
@@ -108,8 +106,10 @@ def result_of(state: StateFolder, run: str, prepared: Prepared) -> dict[str, Any
         "warnings": summary.get("warnings", []),
         "next_steps": summary.get("next_steps", []),
         "encoder_sha256": record.encoder_sha256 or "",
+        "best": {},
     }
-    return {**result, "best": best_of(result)}
+    figures["best"] = best_of(figures)
+    return figures
 
 
 def _published(prepared: Prepared, params: Mapping[str, Any]) -> dict[str, Any]:
@@ -130,9 +130,9 @@ def _agents_by_group(summary: Mapping[str, Any], prepared: Prepared) -> dict[str
     return agents
 
 
-def _accuracies_at_end(agents: Mapping[str, list[Mapping[str, Any]]], division: Division) -> dict[str, Any]:
+def _accuracies_at_end(agents: Mapping[str, list[Mapping[str, Any]]], division: Division) -> dict[EndScope, Scores]:
     """Return the accuracies after the last round by the names of `LAST_SCOPES`; none of those nobody has."""
-    spread_of_scopes = {}
+    spread_of_scopes: dict[EndScope, Scores] = {}
     for name, (group, scope) in LAST_SCOPES.items():
         scored = [agent for agent in agents[group] if agent["acc"].get(scope) is not None]
         if scored:
@@ -140,8 +140,8 @@ def _accuracies_at_end(agents: Mapping[str, list[Mapping[str, Any]]], division: 
     return spread_of_scopes
 
 
-def round_of(state: StateFolder, run: str, number: int, division: Division) -> dict[str, Any]:
-    """Return the figures of one closed round as JSON."""
+def round_of(state: StateFolder, run: str, number: int, division: Division) -> RoundFigures:
+    """Return the figures of one closed round."""
     return _figures_of(*_read_round(state, run, number), number, division)
 
 
@@ -174,7 +174,7 @@ def round_result(
     )
 
 
-def spread_of(scores: Mapping[str, float]) -> Spread:
+def spread_of(scores: Scores) -> Spread:
     """Return the accuracies of a scope in ``result.json`` as a value."""
     return Spread(
         mean=scores["clients_mean"],
@@ -199,10 +199,10 @@ def _read_round(state: StateFolder, run: str, number: int) -> tuple[RoundClosed,
 
 def _figures_of(
     figures: RoundClosed, metrics: Mapping[str, Mapping[str, float]], number: int, division: Division
-) -> dict[str, Any]:
-    """Return the figures of a round as JSON, from what the journal has of it."""
+) -> RoundFigures:
+    """Return the figures of a round, from what the journal has of it."""
     losses = [reported["loss"] for reported in metrics.values() if "loss" in reported]
-    accuracies = {}
+    accuracies: dict[RoundScope, Scores] = {}
     for scope, name in SCOPES.items():
         scores = {client: reported[name] for client, reported in metrics.items() if name in reported}
         if scores:
@@ -218,21 +218,21 @@ def _figures_of(
     }
 
 
-def spread(scores: Mapping[str, float], division: Division) -> dict[str, float]:
+def spread(scores: Mapping[str, float], division: Division) -> Scores:
     """Return mean, standard deviation and mean of the worst tenth over clients, and the mean over all test samples."""
     tested = {client: len(division.clients[client].test) for client in scores}
     total = sum(tested.values())
-    result = {
+    samples_mean = math.fsum(scores[client] * tested[client] for client in scores) / (total or 1)
+    return {
         "clients": len(scores),
-        "clients_mean": fmean(scores.values()),
-        "samples_mean": math.fsum(scores[client] * tested[client] for client in scores) / (total or 1),
-        "std": pstdev(scores.values()),
-        "worst10": mean_of_worst_tenth(scores.values()),
+        "clients_mean": round(fmean(scores.values()), 6),
+        "samples_mean": round(samples_mean, 6),
+        "std": round(pstdev(scores.values()), 6),
+        "worst10": round(mean_of_worst_tenth(scores.values()), 6),
     }
-    return {name: round(value, 6) for name, value in result.items()}
 
 
-def best_of(result: Mapping[str, Any], by: str = "clients_mean") -> dict[str, dict[str, float]]:
+def best_of(result: Mapping[str, Any], by: str = "clients_mean") -> dict[BestScope, BestScores]:
     """Return scope -> the highest mean, and after how many rounds it was reached; the earliest of equals.
 
     Only means over all clients that train and have test samples count, of rounds as of the end: the mean of a few that
@@ -247,7 +247,7 @@ def best_of(result: Mapping[str, Any], by: str = "clients_mean") -> dict[str, di
     for scope, scores in last["acc"].items():
         if scope != "local":
             candidates.append((scope, last["rounds_done"], scores))
-    best: dict[str, dict[str, float]] = {}
+    best: dict[BestScope, Any] = {}
     for scope, done, scores in candidates:
         is_of_a_selection = scores.get("clients", all_clients) < all_clients
         if is_of_a_selection and scope not in {"new", "new_global"}:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import torch
 
@@ -46,6 +46,7 @@ from .engines.pool import LocalWorkers, WorkerPool
 from .engines.ray_cluster import RayWorkers
 from .engines.stacked import Stacked
 from .failures import Failure
+from .figures import EngineFigures, Summary
 from .memory_plan import MemoryPlan, fit_memory
 from .memory_watch import MemoryWatch
 from .observer import RoundObserver
@@ -205,8 +206,8 @@ class Simulation:
         collection = self.coordinator.collector.open_round
         return collection.round if collection else 0
 
-    def finish(self, watch: Callable[[Job], None] = lambda _: None) -> dict[str, Any]:
-        """`step` to the end, and call ``watch`` with each job that was done. Returns the result as JSON.
+    def finish(self, watch: Callable[[Job], None] = lambda _: None) -> Summary:
+        """`step` to the end, and call ``watch`` with each job that was done. Returns the figures of the run.
 
         Raises:
             TrainingFailed: a client's training has failed, and will again.
@@ -227,14 +228,19 @@ class Simulation:
         if self.times is not None:
             for figures in result["rounds"]:
                 figures["simulated_s"] = self.times.closed.get(figures["round"])
-        return {**result, "start_s": round(self.engine.start_s, 3), **self.engine.figures, **self._chosen_figures()}
+        start_s = round(self.engine.start_s, 3)
+        summary = {**result, "start_s": start_s, **self.engine.figures, **self._chosen_figures()}
+        return cast("Summary", summary)
 
-    def _chosen_figures(self) -> dict[str, Any]:
+    def _chosen_figures(self) -> EngineFigures:
         """Return memory in bytes where a limit was given, and how the engine was chosen where a trial did that."""
-        figures: dict[str, Any] = {}
+        figures: EngineFigures = {}
         if self.memory is not None and self.prepared.plan.max_memory is not None:
-            expected = {"limit": self.memory.limit, "expected": self.memory.expected}
-            figures["memory_bytes"] = {**expected, "peak": self.watch.peak}
+            figures["memory_bytes"] = {
+                "limit": self.memory.limit,
+                "expected": self.memory.expected,
+                "peak": self.watch.peak,
+            }
         if self.trial is not None:
             figures["engine_trial"] = {**self.trial.model_dump(mode="json"), "reason": self.trial.reason()}
         return figures

@@ -328,14 +328,15 @@ def _extended(state: StateFolder, record: RunRecord, prepared: Prepared) -> RunR
     them again at the new end.
 
     Raises:
-        UsageError: A step of the method depends on the number of rounds.
+        UsageError: A step of the run depends on the number of rounds.
     """
-    before, rounds = record.request.rounds, prepared.plan.rounds
-    tied = prepared.method.tied_to_rounds
+    before = record.request.rounds
+    rounds = prepared.plan.rounds
+    tied = _why_tied(record, prepared)
     if tied:
         raise UsageError(
-            f"{state.path}: {before} rounds cannot become {rounds}: method '{prepared.method.name}' depends on their "
-            f"number: {tied}; start a new run with {rounds} rounds in another folder"
+            f"{state.path}: {before} rounds cannot become {rounds}: {tied}; start a new run with {rounds} rounds in "
+            "another folder"
         )
     # The order makes a kill harmless: until the journal says so, the next start does all of this again.
     write_json(state.path / PLAN, _as_json(prepared.plan))
@@ -343,6 +344,23 @@ def _extended(state: StateFolder, record: RunRecord, prepared: Prepared) -> RunR
         state_files_in(state.path / CLIENTS, client, record.run).remove(LAST_ROUND)
     state.journal.append(RunExtended(rounds=rounds), run=record.run)
     return replay(state.journal, record.run)
+
+
+def _why_tied(record: RunRecord, prepared: Prepared) -> str:
+    """Return why a run that stands there cannot have more rounds without other numbers; empty: it can have them."""
+    method = prepared.method
+    if method.tied_to_rounds:
+        return f"method '{method.name}' depends on their number: {method.tied_to_rounds}"
+    begun = record.round
+    if record.open_round is not None:
+        begun += 1
+    has_begun_last = begun >= record.request.rounds
+    if prepared.plan.full_last_round and has_begun_last:
+        return f"with full_last_round all clients take part in round {record.request.rounds}, and that has begun"
+    # Devices that are at work at the end of a buffered run deliver no more.
+    if prepared.plan.mode == "buffered" and (has_begun_last or record.stopped):
+        return "its last round has begun, and with mode buffered clients that are at work at the end lose their updates"
+    return ""
 
 
 def computing_as_begun(state: StateFolder, run: str, prepared: Prepared) -> Prepared:

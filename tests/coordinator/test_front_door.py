@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import json
 import re
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import tempfile
 import traceback
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -18,8 +20,22 @@ from torch import nn
 import coordinator
 import edge_agent
 import export
+from coordinator.runs.run_summary import AgentFigures
 from coordinator.simulation import own_data
 from coordinator.simulation.failures import Failure, add_note
+from coordinator.simulation.figures import (
+    BestScores,
+    ClientScore,
+    EndFigures,
+    MemoryFigures,
+    RoundFigures,
+    RoundRow,
+    RunFigures,
+    Scores,
+    StackedFigures,
+    Summary,
+)
+from coordinator.state.run_lines import AgentLine
 from edge_agent import methods, models
 from edge_agent.core.errors import ConfigError, DataError, RunFailed, UsageError
 from edge_agent.data import load
@@ -76,6 +92,50 @@ def test_the_front_door_loads_nothing_before_it_is_used():
     code = "import sys, coordinator, edge_agent, export; print(len({'torch', 'numpy', 'pydantic'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "0"
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        coordinator.simulate,
+        coordinator.federate,
+        coordinator.workers,
+        coordinator.load_config,
+        coordinator.SimulationResult,
+        coordinator.SimulationResult.open,
+        coordinator.SimulationResult.compare,
+        coordinator.SimulationResult.confusion,
+        coordinator.SimulationResult.plot,
+        coordinator.SimulationResult.export,
+    ],
+    ids=lambda part: part.__qualname__,
+)
+def test_the_example_in_a_docstring_runs_and_gives_what_it_says(part, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    examples = [test for test in doctest.DocTestFinder(recurse=False).find(part) if test.examples]
+    assert examples
+    for test in examples:
+        results = doctest.DocTestRunner().run(test)
+        assert results.failed == 0
+
+
+def test_keys_of_results_are_those_that_type_checkers_know():
+    result = coordinator.simulate(**SMALL, evaluate_after=True, local=False, speeds="pi4", max_memory="16GB")
+    assert result.summary.keys() == RunFigures.__annotations__.keys() | {
+        *("start_s", "memory_bytes", "folder", "report", "curves")
+    }
+    assert Summary.__annotations__.keys() - result.summary.keys() == {"engine_trial", "stacked", "logs"}
+    assert result.summary["rounds"][0].keys() == RoundFigures.__annotations__.keys()
+    assert result.summary["rounds"][0]["acc"]["after"].keys() == Scores.__annotations__.keys()
+    assert result.summary["best"]["after"].keys() == BestScores.__annotations__.keys()
+    assert result.summary["last"].keys() == EndFigures.__annotations__.keys()
+    assert result.summary["memory_bytes"].keys() == MemoryFigures.__annotations__.keys()
+    assert RoundRow.__annotations__.keys() - result.rounds[0].keys() <= {"acc.global", "acc.personal", "acc.after"}
+    assert result.rounds[0].keys() <= RoundRow.__annotations__.keys()
+    assert set(result.clients[0]) == set(get_args(ClientScore))
+    stacked = coordinator.simulate(**{**SMALL, "engine": "stacked"}, local=False)
+    assert stacked.summary["stacked"].keys() == StackedFigures.__annotations__.keys()
+    assert AgentFigures.__annotations__.keys() == AgentLine.__dataclass_fields__.keys()
 
 
 def test_a_class_a_module_and_arrays_of_the_program_are_simulated(tmp_path):
@@ -436,6 +496,76 @@ def test_an_error_of_a_method_at_the_coordinator_or_in_evaluation_has_its_place_
 def test_what_a_method_returns_in_a_wrong_form_is_named_with_the_function(name, words, broken_parts):
     with pytest.raises(RunFailed, match=words):
         coordinator.simulate(f"{broken_parts}:{name}", data="digits:optdigits?n=60", **{**IN_PROCESS, "clients": 2})
+
+
+def test_a_run_that_is_stopped_after_its_first_round_is_kept_and_can_go_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    given = {**IN_PROCESS, "clients": 2, "rounds": 3, "partition": "iid"}
+
+    def stop_in_round(number):
+        def stop(job):
+            if job.round == number:
+                raise KeyboardInterrupt
+
+        return stop
+
+    with pytest.raises(KeyboardInterrupt):
+        coordinator.simulate(data=samples(), **given, watch=stop_in_round(1))
+    assert list(tmp_path.glob("headwater-*")) == []
+    with pytest.raises(KeyboardInterrupt) as caught:
+        coordinator.simulate(data=samples(), **given, watch=stop_in_round(2))
+    (kept,) = tmp_path.glob("headwater-*")
+    told = "".join(traceback.format_exception(caught.value))
+    assert (
+        f"Stopped after 1 closed round, and nothing is lost: simulate(..., out='{kept / 'run'}', resume=True)" in told
+    )
+    resumed = coordinator.simulate(data=samples(), **given, out=kept / "run", resume=True)
+    whole = coordinator.simulate(data=samples(), **given)
+    assert resumed.summary["encoder_sha256"] == whole.summary["encoder_sha256"]
+
+
+def test_arguments_of_another_kind_are_refused_at_once_and_all_together(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    wrong = {"params": "lr=1", "seed": "first", "pool": 2, "watch": None, "on_round": 3, "out": ""}
+    with pytest.raises(ConfigError, match=r"simulate\(\): 7 mistakes") as caught:
+        coordinator.simulate(data={"a": samples()}, test_fraction="half", **wrong)
+    assert [mistake.partition(" = ")[0] for mistake in caught.value.mistakes] == [
+        *("params", "seed", "test_fraction", "pool", "watch", "on_round", "out")
+    ]
+    with pytest.raises(UsageError, match=r"log = 3: expected a name"):
+        coordinator.simulate(data=samples(), log=3)
+    with pytest.raises(UsageError, match="no file can be written there"):
+        coordinator.simulate(data=samples(), out="/proc/nowhere")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_numbers_of_numpy_are_numbers_and_the_home_folder_is_understood(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    params = {"lr": np.float32(0.5), "local_epochs": np.int64(1)}
+    given = {**IN_PROCESS, "clients": np.int64(2), "params": params, "seed": np.int64(3), "out": "~/run"}
+    result = coordinator.simulate(data=samples(), **given)
+    assert (result.summary["params"]["lr"], result.summary["seed"]) == (0.5, 3)
+    assert result.folder == tmp_path / "run"
+
+
+@pytest.mark.parametrize(
+    "changed, words",
+    [
+        ({"agents": {}}, "agents: expected at least one"),
+        ({"agents": ["kitchen"]}, "agents: expected at least one, as a mapping"),
+        ({"agents": {"The Kitchen": "digits"}}, "agent 'The Kitchen': 1 mistake"),
+        ({"rounds": 0}, "rounds = 0: expected a whole number, 1 or more"),
+        ({"seed": "first"}, "seed = 'first': expected a whole number"),
+        ({"params": {"lrr": 1}}, "did you mean 'lr'"),
+    ],
+)
+def test_a_federation_with_mistakes_begins_nothing(changed, words, tmp_path):
+    image = {"kind": "image", "channels": 1, "height": 16, "width": 16}
+    task = {"input": image, "class_names": ["0", "1"], "encoder": "small_cnn"}
+    config = coordinator.CoordinatorConfig.model_validate({"state": tmp_path / "fed" / "coordinator", "task": task})
+    with pytest.raises(UsageError, match=words):
+        coordinator.federate(**{"config": config, "agents": {"kitchen": "digits"}, **changed})
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_mistakes_of_the_call_leave_no_folder_behind(tmp_path, monkeypatch):

@@ -62,7 +62,7 @@ REMOVALS = {
         "remove_folder",
     ): "a damaged bundle, by its mark; otherwise the new one goes beside it",
     ("edge_agent.bundle.installed", "remove_unused", "remove_folder"): "bundles that are not kept, by their mark",
-    ("coordinator.api", "simulate", "remove_folder"): "the temporary folder of this call, by its mark",
+    ("coordinator.api", "_temporary_run", "remove_folder"): "the temporary folder of this call, by its mark",
     (
         "coordinator.cli.demo",
         "_make_demo_folder",
@@ -112,7 +112,7 @@ REMOVALS = {
     ("edge_agent.heads.svm", "_fit_in_child", "tempfile.TemporaryDirectory"): CHILD_FILES,
     ("edge_agent.core.children", "answer_of_watched", "tempfile.TemporaryFile"): "a file without a name",
     ("export.quantize", "Quantizer.__init__", "tempfile.TemporaryDirectory"): CHILD_FILES,
-    ("coordinator.api", "simulate", "tempfile.mkdtemp"): "made here and marked; `remove_folder` removes it",
+    ("coordinator.api", "_temporary_run", "tempfile.mkdtemp"): "made here and marked; `remove_folder` removes it",
     ("coordinator.broker", "MosquittoBroker", "tempfile.TemporaryDirectory"): "the type of the next one",
     ("coordinator.broker", "MosquittoBroker.start", "tempfile.TemporaryDirectory"): CHILD_FILES,
     ("coordinator.processes.cluster", "connect_to_cluster", "tempfile.TemporaryDirectory"): CHILD_FILES,
@@ -123,6 +123,9 @@ REMOVALS = {
     ("coordinator.research.bench.measuring", "scratch", "tempfile.TemporaryDirectory"): CHILD_FILES,
     ("coordinator.simulation.engines.kept_workers", "KeptWorkers.__init__", "tempfile.TemporaryDirectory"): (
         "the type of the next one"
+    ),
+    ("coordinator.simulation.engines.kept_workers", "_end_all", "tempfile.TemporaryDirectory"): (
+        "the type of the same object"
     ),
     ("coordinator.simulation.engines.kept_workers", "KeptWorkers.take", "tempfile.TemporaryDirectory"): (
         "the logs of worker processes"

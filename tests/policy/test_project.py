@@ -116,6 +116,15 @@ best: float = hw.compare(["fedprox", Mine], data="digits", partition="dirichlet"
 hw.compare(["fedprox"], data="digits", ruonds=3)
 hw.compare(["fedprox"], data="digits", alpha="0.3")
 hw.sweep("fedprox", {"mu": "0,1"}, data="digits", rounds=3, engine="serial")
+result = simulate(Mine, data="digits")
+mean: float = result.summary["last"]["acc"]["personal"]["clients_mean"]
+score: float | None = result.clients[7]["acc.personal"]
+loss: float | None = result.rounds[-1]["loss"]
+result.summary["lats"]
+result.summary["last"]["acc"]["persnal"]
+result.summary["rounds"][0]["sconds"]
+result.clients["c7"]["acc.persnal"]
+result.rounds[-1]["acc.persnal"]
 """
 MISTAKES = {
     13: "Incompatible types in assignment",
@@ -127,6 +136,11 @@ MISTAKES = {
     20: 'Unexpected keyword argument "ruonds"',
     21: 'Argument "alpha" to "compare" has incompatible type',
     22: 'Unexpected keyword argument "engine"',
+    27: 'TypedDict "Summary" has no key "lats"',
+    28: "Invalid index type \"Literal['persnal']\"",
+    29: 'TypedDict "RoundFigures" has no key "sconds"',
+    30: "Invalid index type \"Literal['acc.persnal']\"",
+    31: 'TypedDict "RoundRow" has no key "acc.persnal"',
 }
 
 

@@ -161,7 +161,7 @@ def measure(method: str, source: str, size: SimulationSize, folder: Path) -> Tim
         for _ in range(size.rounds):
             plain_rounds.append(timed_round(plain))
             evaluated_rounds.append(timed_round(evaluated))
-        engine = plain.engine.figures.get("stacked", {})
+        engine = dict(plain.engine.figures.get("stacked", {}))
     return Timed(method, size.clients, tuple(plain_rounds), tuple(evaluated_rounds), memory_mb, engine)
 
 

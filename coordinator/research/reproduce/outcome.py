@@ -263,10 +263,12 @@ def _percent(result: Mapping[str, Any], scope: str, when: str, average: str) -> 
     """Return the accuracy of a run that is compared, in percent; None where the run has none of that scope."""
     if scope == "after" and when == "last":
         return _after(result, average)
-    scores = best_of(result, average) if when == "best" else result["last"]["acc"]
+    scores: Mapping[Any, Any] = result["last"]["acc"]
+    if when == "best":
+        scores = best_of(result, average)
     if scope not in scores:
         return None
-    return HUNDRED * scores[scope][average]
+    return HUNDRED * float(scores[scope][average])
 
 
 def _after(result: Mapping[str, Any], average: str) -> float | None:

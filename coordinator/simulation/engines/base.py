@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -27,6 +26,7 @@ from edge_agent.wire.tensors import decode
 from ...processes.cluster import Advice, import_ray
 from ..client_tasks import Answer, Reply, Shared, answer
 from ..failures import NONE, Failure
+from ..figures import EngineFigures
 from ..plan import EngineName, Plan
 
 ADVICE = Advice("engine ray", without_ray="try --engine pool", without_address="leave --address out")
@@ -158,7 +158,7 @@ class Engine(ABC):
         return ()
 
     @property
-    def figures(self) -> dict[str, Any]:
+    def figures(self) -> EngineFigures:
         """What it adds to the result of the simulation."""
         return {}
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -59,7 +60,8 @@ class KeptWorker:
 class KeptWorkers:
     """Some worker processes for simulations one after another: ``with workers(2) as pool: simulate(..., pool=pool)``.
 
-    At the end of the context they end.
+    They end at the end of the context; without one, as in the cells of a notebook, with `close`, with the last
+    reference to this object, or with the program.
     """
 
     def __init__(self, count: int | None = None, *, most_bytes: int = MOST_KEPT_BYTES) -> None:
@@ -78,11 +80,15 @@ class KeptWorkers:
         self._most_bytes = most_bytes
         self._idle: list[KeptWorker] = []
         self._started = 0
-        self._is_open = False
+        self._is_open = True
         self._folder: tempfile.TemporaryDirectory[str] | None = None
+        """The folder of their logs; None: none has been started."""
+
+        self._end: Callable[[], object] | None = None
+        """Ends the idle ones and removes the folder; at the latest when this object goes, or the program ends."""
 
     def __enter__(self) -> Self:
-        self._is_open = True
+        self.check_open()
         return self
 
     def __exit__(
@@ -99,10 +105,10 @@ class KeptWorkers:
         """Check that simulations may use them.
 
         Raises:
-            UsageError: The context has not begun, or is over.
+            UsageError: They have ended.
         """
         if not self._is_open:
-            raise UsageError("pool: its workers are used within 'with coordinator.workers(2) as pool:'")
+            raise UsageError(f"pool: its workers have ended; make new ones with coordinator.workers({self.count})")
 
     def take(self, command: Sequence[str], limits: Limits) -> KeptWorker:
         """Return an idle worker that may begin with a simulation, or start one.
@@ -117,6 +123,7 @@ class KeptWorkers:
             worker.child.close()
         if self._folder is None:
             self._folder = tempfile.TemporaryDirectory(prefix="headwater-workers-")
+            self._end = weakref.finalize(self, _end_all, self._idle, self._folder)
         self._started += 1
         log = Path(self._folder.name) / f"worker-{self._started}.log"
         return KeptWorker(ChildProcess(command, log, limits), log, limits)
@@ -135,22 +142,39 @@ class KeptWorkers:
         self._idle.append(worker)
 
     def close(self) -> None:
-        """End all idle workers."""
+        """End all workers; those at work end with their simulation."""
         self._is_open = False
-        for worker in self._idle:
-            worker.child.close()
-        self._idle.clear()
-        if self._folder is not None:
-            self._folder.cleanup()
-            self._folder = None
+        if self._end is not None:
+            self._end()
+
+    def __repr__(self) -> str:
+        state = f"{self._started} started so far" if self._is_open else "ended"
+        return f"KeptWorkers({self.count}: {state})"
+
+
+def _end_all(idle: list[KeptWorker], folder: tempfile.TemporaryDirectory[str]) -> None:
+    """End these workers, empty the list, and remove the folder of their logs."""
+    while idle:
+        idle.pop().child.close()
+    folder.cleanup()
 
 
 def workers(count: int | None = None) -> KeptWorkers:
-    """Return worker processes that stay between simulations.
+    """Return worker processes that stay between simulations, which need not wait for their start then.
 
-    ``with workers(2) as pool: simulate(..., pool=pool)`` uses two of them, which end with the context.
+    They start with the first simulation, and end with the ``with`` block, or with ``pool.close()``: in a notebook
+    ``pool = workers(2)`` in one cell serves the simulations of all others.
 
-    ``count``: how many; by default as many as this machine has cores.
+    Example:
+        >>> from coordinator import simulate, workers
+        >>> settings = {"data": "digits:optdigits?n=60", "clients": 2, "rounds": 1, "local": False}
+        >>> with workers(1) as pool:
+        ...     results = [simulate(method, pool=pool, **settings) for method in ("fedavg", "fedper")]
+        ...     print(pool.started)
+        1
+
+    Args:
+        count: How many; None: as many as this machine has cores.
 
     Raises:
         UsageError: There are none.

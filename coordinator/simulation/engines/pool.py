@@ -38,6 +38,7 @@ from ...processes.worker_main import listen
 from ..client_tasks import Answer, Shared, answer, worker_exited
 from ..datasets import Pools
 from ..failures import is_of_user
+from ..figures import EngineFigures
 from ..own_parts import register
 from ..plan import Plan
 from ..setup import CLIENTS, PARTITION, Prepared
@@ -114,7 +115,7 @@ class WorkerPool(Engine, Generic[Handle, Placed]):
         return tuple(worker.pid for worker in self._all if worker.pid)
 
     @property
-    def figures(self) -> dict[str, Any]:
+    def figures(self) -> EngineFigures:
         """How many workers there are."""
         return {"workers": self.workers}
 
@@ -346,6 +347,9 @@ class LocalWorkers:
                 self._held.pop(worker, None)
                 yield worker, reason
                 continue
+            if frame.topic == "loaded":
+                self._note_own_files(worker, json.loads(frame.payload)["own_files"])
+                continue
             self._at_work.discard(worker)
             content = frame.buffers[0].map() if frame.buffers else memoryview(b"")
             if frame.topic == "ready":
@@ -385,6 +389,7 @@ def serve(pipe: Pipe) -> None:
     frames = queue.SimpleQueue[Frame]()
     listen(pipe, frames.put)
     shared: Shared | None = None
+    modules = 0
     with without_syncs():
         while True:
             frame = frames.get()
@@ -393,8 +398,9 @@ def serve(pipe: Pipe) -> None:
                 gc.collect()
             elif frame.topic == "init":
                 shared = _begin(pipe, frame, is_over=lambda: not frames.empty())
+                modules = len(sys.modules)
             elif shared is not None:
-                _do_job(pipe, shared, frame)
+                modules = _do_job(pipe, shared, frame, modules)
 
 
 def _begin(pipe: Pipe, frame: Frame, is_over: Callable[[], bool]) -> Shared | None:
@@ -419,15 +425,29 @@ def _begin(pipe: Pipe, frame: Frame, is_over: Callable[[], bool]) -> Shared | No
     return shared
 
 
-def _do_job(pipe: Pipe, shared: Shared, frame: Frame) -> None:
-    """Do a job, and send what came of it."""
+def _do_job(pipe: Pipe, shared: Shared, frame: Frame, modules: int) -> int:
+    """Do a job, and send what came of it.
+
+    Args:
+        pipe: Where it is sent.
+        shared: What all clients have in common.
+        frame: The job.
+        modules: How many modules this process had imported when it last reported the user's own files.
+
+    Returns:
+        How many it has imported now.
+    """
     fields = json.loads(frame.payload)
     job = Job.model_validate_json(fields["job"])
     result = answer(shared, fields["client"], job, decode_blobs(_map_buffers(frame)))
     buffers = []
     if result.content:
         buffers.append(SharedBuffer.of(*result.content))
+    # A file that a function of the user's imports at work counts like one that was there at the beginning.
+    if len(sys.modules) != modules:
+        pipe.send("loaded", json.dumps({"own_files": _own_files()}).encode(), [])
     pipe.send("done", json.dumps(result.to_json()).encode(), buffers)
+    return len(sys.modules)
 
 
 def _own_files() -> list[FileMark]:

@@ -13,7 +13,6 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +28,7 @@ from edge_agent.wire.messages.up import Fault, UpdateManifest
 
 from ..client_tasks import Answer, HalfRound, Shared, attempt, failed_reply
 from ..failures import Failure
+from ..figures import EngineFigures, StackedFigures
 from ..out_of_memory import is_out_of_memory
 from .base import Done, Serial, Work
 
@@ -71,10 +71,10 @@ class Stacked(Serial):
         self._stacked = 0
 
     @property
-    def figures(self) -> dict[str, Any]:
+    def figures(self) -> EngineFigures:
         """How many training jobs were done at once in this process, on which device, and why not others."""
         verdict = self._verdict or Verdict(None, "no client has trained")
-        stacked = {
+        stacked: StackedFigures = {
             "jobs": self._stacked,
             "of": self._jobs,
             "device": device_name(self._device),

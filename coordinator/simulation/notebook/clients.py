@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from operator import index
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, SupportsIndex
 
-from edge_agent.core.errors import UnknownName
+from edge_agent.core.errors import UnknownName, UsageError
 
+from ..figures import ClientScore
 from .run_folder import RunFolder
 from .tables import MOST_ROWS, ShownTable, data_frame, name_of, share, spread_out
 
@@ -20,22 +22,25 @@ if TYPE_CHECKING:
     from .confusion import Confusion
     from .restored import PersonalModel
 
-SCOPES = ("local", "global", "personal")
-"""The scopes of a client's accuracies."""
+SCORES: tuple[ClientScore, ...] = ("acc.local", "acc.global", "acc.personal")
+"""The names of a client's accuracies."""
+
+MOST_NAMED = 20
+"""The most clients that an error names."""
 
 
-class ClientResult(dict[str, "float | None"]):
+class ClientResult(dict[ClientScore, "float | None"]):
     """What one client has reached: ``acc.local``, ``acc.global`` and ``acc.personal`` on its test samples, 0..1.
 
     None: not measured. It compares and prints as a mapping of these; `model` and `export` read the folder of the run.
     """
 
-    def __init__(self, id: str, accuracies: Mapping[str, float | None], run: RunFolder) -> None:  # noqa: A002 - the word of all records
+    def __init__(self, id: str, accuracies: Mapping[ClientScore, float | None], run: RunFolder) -> None:  # noqa: A002 - the word of all records
         super().__init__(accuracies)
         self.id = id
         self._run = run
 
-    def __reduce__(self) -> tuple[type[ClientResult], tuple[str, dict[str, float | None], RunFolder]]:
+    def __reduce__(self) -> tuple[type[ClientResult], tuple[str, dict[ClientScore, float | None], RunFolder]]:
         return type(self), (self.id, dict(self), self._run)
 
     @property
@@ -93,7 +98,7 @@ class Clients(dict[str, ClientResult]):
     """Client -> its result, in the order of their numbers; ``clients[7]`` is the client at position 7."""
 
     @classmethod
-    def of(cls, accuracies: Mapping[str, Mapping[str, float | None]], run: RunFolder) -> Clients:
+    def of(cls, accuracies: Mapping[str, Mapping[ClientScore, float | None]], run: RunFolder) -> Clients:
         """Return the clients of a run with these accuracies."""
         names = sorted(accuracies, key=_by_number)
         clients = cls((name, ClientResult(name, accuracies[name], run)) for name in names)
@@ -103,15 +108,24 @@ class Clients(dict[str, ClientResult]):
     run: RunFolder
     """The folder that all of them read."""
 
-    def __missing__(self, key: object) -> ClientResult:
-        """Return the client at a position; a name that no client has is an error.
+    def __getitem__(self, key: str | SupportsIndex) -> ClientResult:
+        """Return a client by its name, or the one at a position; -1 is the last.
 
         Raises:
-            UnknownName: No client has this name, or this position.
+            UsageError: No client has this name, or this position.
         """
-        if isinstance(key, int) and -len(self) <= key < len(self):
-            return self[list(self)[key]]
-        raise UnknownName("client", str(key), self)
+        if isinstance(key, str) and key in self:
+            return super().__getitem__(key)
+        names = list(self)
+        # A position may also be a number of NumPy, such as the result of `argmin`.
+        if isinstance(key, SupportsIndex) and -len(names) <= index(key) < len(names):
+            return super().__getitem__(names[index(key)])
+        if len(names) > MOST_NAMED:
+            raise UsageError(
+                f"unknown client '{key}': there are {len(names)}, '{names[0]}' to '{names[-1]}', at positions 0 to "
+                f"{len(names) - 1}"
+            )
+        raise UnknownName("client", str(key), names)
 
     def to_pandas(self) -> pd.DataFrame:
         """Return one row for each client, by its name.
@@ -132,7 +146,7 @@ class Clients(dict[str, ClientResult]):
     def _table(self) -> ShownTable:
         return ShownTable(
             f"{len(self)} clients: accuracy on their own test samples after the run",
-            ("client", *(f"acc.{scope}" for scope in SCOPES)),
+            ("client", *SCORES),
             tuple(self._rows()),
             tuple(self._notes()),
         )
@@ -141,7 +155,7 @@ class Clients(dict[str, ClientResult]):
         names = list(self)
         for position in spread_out(len(names), 2 * MOST_ROWS):
             client = self[names[position]]
-            yield (name_of(client.id), *(share(client.get(f"acc.{scope}")) for scope in SCOPES))
+            yield (name_of(client.id), *(share(client.get(score)) for score in SCORES))
 
     def _notes(self) -> Iterator[str]:
         hidden = len(self) - len(spread_out(len(self), 2 * MOST_ROWS))

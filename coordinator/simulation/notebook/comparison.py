@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from edge_agent.core.errors import UsageError
+from edge_agent.core.errors import DataError, UsageError
 
 from ...estimates import CONFIDENCE, Estimate, is_distinguishable
 from ...text import counted
+from ..figures import Summary
 from .run_folder import RunFolder
 from .tables import ShownTable, cut, data_frame, joined, name_of, share, spread_out
 
@@ -42,7 +43,7 @@ class Compared:
         run: The folder of the run, with its models and samples.
     """
 
-    summary: Mapping[str, Any]
+    summary: Summary
     accuracies: Mapping[str, float | None]
     run: RunFolder
 
@@ -88,7 +89,7 @@ class PairedComparison:
     Attributes:
         names: What each of the two is called.
         clients: The clients with accuracies in both.
-        test: The test; None: the models, which McNemar's test needs, are not there any more.
+        test: The test; None: models and samples, which McNemar's test needs, are not there any more.
     """
 
     names: tuple[str, str]
@@ -175,6 +176,8 @@ class PairedComparison:
         if self.test is not None:
             cases = f"{self.test.first} to {self.test.second}"
             yield f"{self.test.name}: {cases}, p = {self.test.p:.3g}"
+        else:
+            yield "no test: McNemar's needs the models and samples of both runs, which are not all there any more"
         yield self.verdict
 
 
@@ -201,11 +204,14 @@ def compare(first: Compared, second: Compared) -> PairedComparison:
 
 
 def _mcnemar(first: Compared, second: Compared, clients: list[Difference]) -> Test | None:
-    """Return McNemar's test over the test samples of these clients; None: models are not there any more."""
+    """Return McNemar's test over the test samples of these clients; None: models or data are not there any more."""
     runs = first.run, second.run
     if not all(run.path.is_dir() for run in runs):
         return None
-    restored = [run.restored() for run in runs]
+    try:
+        restored = [run.restored() for run in runs]
+    except DataError:
+        return None
     names = [one.client for one in clients if not any(one.client in run.without_model for run in restored)]
     only_first = only_second = 0
     for name in names:
@@ -216,11 +222,22 @@ def _mcnemar(first: Compared, second: Compared, clients: list[Difference]) -> Te
 
 
 def _names_of(first: Compared, second: Compared) -> tuple[str, str]:
-    """Return what tells the two apart: their methods, with their parameters or their numbers where those are equal."""
-    methods = [str(result.summary["method"]) for result in (first, second)]
-    if methods[0] != methods[1]:
-        return methods[0], methods[1]
-    return f"{methods[0]} (first)", f"{methods[1]} (second)"
+    """Return what tells the two apart: their methods, else their own names, else a parameter, else their order."""
+    ours = first.summary
+    theirs = second.summary
+    method = ours["method"]
+    if method != theirs["method"]:
+        return method, theirs["method"]
+    run_names = (ours.get("name", ""), theirs.get("name", ""))
+    if all(run_names) and run_names[0] != run_names[1]:
+        return run_names
+    values = ours["params"]
+    other_values = theirs["params"]
+    differing = [name for name in {**values, **other_values} if values.get(name) != other_values.get(name)]
+    if len(differing) == 1:
+        name = differing[0]
+        return f"{name}={values.get(name)}", f"{name}={other_values.get(name)}"
+    return f"{method} (first)", f"{method} (second)"
 
 
 def _check_same(first: Compared, second: Compared) -> None:
@@ -230,10 +247,15 @@ def _check_same(first: Compared, second: Compared) -> None:
         UsageError: They are not; the message says all that differs.
     """
     mistakes = []
-    for key, what in (("clients", "clients"), ("scored_on", "samples that are scored")):
-        values = first.summary.get(key), second.summary.get(key)
-        if values[0] != values[1]:
-            mistakes.append(f"{what}: {values[0]} and {values[1]}")
+    ours = first.summary
+    theirs = second.summary
+    if ours["clients"] != theirs["clients"]:
+        mistakes.append(f"clients: {ours['clients']} and {theirs['clients']}")
+    # Results of earlier versions do not say it.
+    scored = ours.get("scored_on")
+    other_scored = theirs.get("scored_on")
+    if scored != other_scored:
+        mistakes.append(f"samples that are scored: {scored} and {other_scored}")
     tasks = [result.summary["task"] for result in (first, second)]
     classes = [task.get("class_names") for task in tasks]
     if classes[0] != classes[1]:

@@ -24,10 +24,10 @@ from edge_agent.run_folder.client_state import LAST_ROUND
 from edge_agent.wire.tensors import decode
 
 from ...state.store import StateFolder
-from ...views.runs import replay
 from ..client_tasks import state_files_in
+from ..finished import finished_record
 from ..setup import CLIENTS, PARTITION, Prepared, computing_as_begun, read_plan
-from .finished import finished_run
+from .tables import joined
 
 
 @dataclass(frozen=True)
@@ -88,12 +88,22 @@ class PersonalModel:
         return names
 
     def score(self, inputs: np.ndarray, names: Sequence[str]) -> float:
-        """Return the share (0..1) of inputs whose class has this name.
+        """Return the share (0..1) of inputs whose most probable class has this name.
 
         Raises:
-            UsageError: The inputs have another shape.
+            UsageError: The inputs have another shape or number, or a name is that of no class.
         """
-        return float(np.mean(self.predict(inputs) == np.asarray(names, dtype=str)))
+        expected = np.asarray(names).astype(str)
+        strangers = sorted(set(expected.ravel().tolist()) - set(self.classes))
+        if strangers:
+            raise UsageError(
+                f"names: {joined(strangers)}: of no class; expected names such as {joined(self.classes)}. Where those "
+                "are positions of classes, give numpy.asarray(model.classes)[positions]"
+            )
+        answers = self.predict(inputs)
+        if expected.shape != answers.shape:
+            raise UsageError(f"names: shape {expected.shape}, expected {answers.shape}, one for each input")
+        return float(np.mean(answers == expected))
 
     def __repr__(self) -> str:
         parts = ", ".join(name for name, _ in self.client.model.named_children())
@@ -126,14 +136,13 @@ class RestoredRun:
             DataError: Its data are not there any more, or differ.
             StateError: Files are damaged.
         """
-        run = finished_run(folder)
+        record = finished_record(folder)
         plan = read_plan(folder)
         if plan is None:
             raise UsageError(f"{folder} holds no simulation any more; open the result again")
         with _same_threads(), StateFolder(folder).look() as state:
-            prepared = computing_as_begun(state, run, Prepared.of(plan, folder / PARTITION))
-            checkpoint = replay(state.journal, run).checkpoint
-            return cls(prepared, decode(state.blobs.read(checkpoint or "")), folder, run)
+            prepared = computing_as_begun(state, record.run, Prepared.of(plan, folder / PARTITION))
+            return cls(prepared, decode(state.blobs.read(record.checkpoint or "")), folder, record.run)
 
     @property
     def method(self) -> Method:

@@ -79,6 +79,21 @@ def share(value: float | None) -> str:
     return "–" if value is None else f"{value:.4f}"
 
 
+def loss_of(value: float | None) -> str:
+    """Return a loss with four digits; a dash where there is none."""
+    return "–" if value is None else f"{value:.4g}"
+
+
+def seconds_of(value: float | None) -> str:
+    """Return seconds with one decimal; a dash where they were not recorded."""
+    return "–" if value is None else f"{value:.1f}"
+
+
+def megabytes(size: int | None) -> str:
+    """Return a number of bytes as MB with one decimal; a dash where it was not recorded."""
+    return "–" if size is None else f"{size / 1e6:.1f}"
+
+
 def spread_out(count: int, most: int = MOST_ROWS) -> list[int]:
     """Return at most ``most`` positions of ``count`` at equal distances, the first and the last among them."""
     if count <= most:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 
@@ -55,8 +56,25 @@ def test_nothing_stays_after_the_context(settings):
         assert logs.is_dir()
     assert not worker.child.is_running
     assert not logs.exists()
-    with pytest.raises(UsageError, match=r"used within 'with coordinator\.workers"):
+    with pytest.raises(UsageError, match=r"its workers have ended; make new ones with coordinator\.workers\(1\)"):
         simulate("fedavg", **settings, pool=pool)
+
+
+def test_cells_of_a_notebook_share_workers_without_a_context(settings):
+    pool = workers(1)
+    simulate("fedavg", **settings, pool=pool)
+    simulate("fedavg", **settings, pool=pool)
+    assert repr(pool) == "KeptWorkers(1: 1 started so far)"
+    (worker,) = pool._idle
+    pool.close()
+    assert not worker.child.is_running
+    assert repr(pool) == "KeptWorkers(1: ended)"
+    forgotten = workers(1)
+    simulate("fedavg", **settings, pool=forgotten)
+    (worker,) = forgotten._idle
+    del forgotten
+    gc.collect()
+    assert not worker.child.is_running
 
 
 def test_a_worker_that_was_killed_is_replaced(settings):
@@ -95,6 +113,33 @@ def test_a_file_that_has_changed_is_loaded_by_a_new_worker(tmp_path, settings):
         # The file of a kept worker goes with it, so that no message names it; the error has the traceback itself.
         assert "the whole traceback is in" not in str(caught.value)
     assert mark_of(own.with_name("gone.py")) == (str(own.with_name("gone.py")), 0, 0)
+
+
+LATE = """
+import sys
+from pathlib import Path
+from edge_agent.methods.fedavg import FedAvg
+
+class Late(FedAvg):
+    def local_update(self, client, received):
+        sys.path.insert(0, str(Path(__file__).parent))
+        from late_helper import ROUNDS
+        client.model.encoder.requires_grad_(ROUNDS > 0)
+        return super().local_update(client, received)
+"""
+
+
+def test_a_file_that_is_imported_at_work_counts_too(tmp_path, settings):
+    own = tmp_path / "late.py"
+    own.write_text(LATE)
+    helper = tmp_path / "late_helper.py"
+    helper.write_text("ROUNDS = 1\n")
+    with workers(1) as pool:
+        simulate(f"{own}:Late", **settings, pool=pool)
+        assert str(helper) in dict(mark[:2] for mark in pool._idle[0].own_files)
+        helper.write_text("ROUNDS = 1  # changed\n")
+        simulate(f"{own}:Late", **settings, pool=pool)
+        assert pool.started == 2
 
 
 def test_an_interrupted_run_leaves_no_worker_at_its_job(settings):

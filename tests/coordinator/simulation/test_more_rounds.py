@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
+import json
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from coordinator.state.store import StateFolder
 from coordinator.views.run_list import RunList
 from coordinator.views.runs import replay
 from edge_agent import methods
-from edge_agent.core.errors import UsageError
+from edge_agent.core.errors import StateError, UsageError
 from edge_agent.methods.base import _reads_rounds
 from edge_agent.methods.fedavg import FedAvg
 
@@ -102,6 +103,34 @@ def test_each_method_that_reads_the_number_of_rounds_says_what_for():
     assert {name for name in methods.names() if methods.create(name).tied_to_rounds} == {"fedkd", "spherefed"}
     assert methods.create("spherefed", {"calibrate": False}).tied_to_rounds == ""
     assert methods.create("fedkd", {"energy_start": 0.9, "energy_end": 0.9}).tied_to_rounds == ""
+
+
+@pytest.mark.parametrize(
+    "others, reason",
+    [
+        ({"full_last_round": True, "fraction": 0.4}, "with full_last_round all clients take part in round 2"),
+        ({"mode": "buffered", "speeds": "pi4,jetson", "buffer": 1}, "clients that are at work at the end lose"),
+    ],
+    ids=["full last round", "buffered"],
+)
+def test_a_run_whose_last_round_is_unlike_the_others_is_continued_until_that_has_begun(
+    tmp_path, settings, others, reason
+):
+    settings |= others
+    whole = simulate("fedper", **settings, rounds=4, out=tmp_path / "whole")
+
+    def stop_in_round_1(job):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        simulate("fedper", **settings, rounds=2, out=tmp_path / "begun", watch=stop_in_round_1)
+    begun = simulate("fedper", **settings, rounds=4, out=tmp_path / "begun", resume=True)
+    assert contents(tmp_path / "begun") == contents(tmp_path / "whole")
+    assert begun.clients == whole.clients
+    simulate("fedper", **settings, rounds=2, out=tmp_path / "over")
+    with pytest.raises(UsageError, match=f"2 rounds cannot become 4: .*{reason}"):
+        simulate("fedper", **settings, rounds=4, out=tmp_path / "over", resume=True)
+    assert len(SimulationResult.open(tmp_path / "over").rounds) == 2
 
 
 def step_of(client):
@@ -195,6 +224,50 @@ def test_samples_of_the_caller_are_resumed_and_others_are_refused(tmp_path):
     assert len(simulate("fedper", data=(pixels, labels), rounds=2, **settings).rounds) == 2
     with pytest.raises(UsageError):
         simulate("fedper", data=(pixels, labels[::-1].copy()), rounds=2, **settings)
+
+
+def test_a_finished_run_is_read_without_its_data_and_shown_to_functions_and_logs(tmp_path, settings, capsys):
+    settings |= {"rounds": 2, "out": tmp_path / "run", "resume": True}
+    first = simulate("fedper", **settings)
+    (tmp_path / "images.npz").unlink()
+    before = contents(tmp_path / "run")
+    written = (tmp_path / "run" / "result.json").read_bytes()
+    rows = []
+    again = simulate("fedper", **settings, on_round=rows.append)
+    assert (again.summary, again.clients) == (first.summary, first.clients)
+    assert [(row.round, row.rounds, row.is_replayed) for row in rows] == [(1, 2, True), (2, 2, True)]
+    assert [row.loss for row in rows] == [row["loss"] for row in first.rounds]
+    assert (tmp_path / "run" / "result.json").read_bytes() == written
+    # A log that comes later has everything, and the result says so.
+    logged = simulate("fedper", **settings, log=f"csv:{tmp_path / 'logs'}")
+    assert [(log["rounds"], log["is_complete"]) for log in logged.summary["logs"]] == [(2, True)]
+    assert SimulationResult.open(tmp_path / "run").summary == logged.summary
+    with pytest.raises(SystemExit) as ended:
+        main(["simulate", "--resume", "--out", str(tmp_path / "run"), "--json"])
+    assert ended.value.code == 0
+    assert json.loads(capsys.readouterr().out) == logged.summary
+    assert contents(tmp_path / "run") == before
+
+
+def test_a_result_of_before_more_rounds_is_not_taken_for_that_of_after_them(tmp_path, settings):
+    settings |= {"out": tmp_path / "run", "resume": True}
+    simulate("fedper", **settings, rounds=1)
+    earlier = (tmp_path / "run" / "result.json").read_bytes()
+    whole = simulate("fedper", **settings, rounds=2)
+    # As a kill leaves it that comes between the end of the run and the writing of its files.
+    (tmp_path / "run" / "result.json").write_bytes(earlier)
+    with pytest.raises(StateError, match=r"result\.json: missing, or not of this run"):
+        SimulationResult.open(tmp_path / "run")
+    assert scores(simulate("fedper", **settings, rounds=2)) == scores(whole)
+    assert len(SimulationResult.open(tmp_path / "run").rounds) == 2
+
+
+def test_a_finished_run_that_is_called_otherwise_is_written_again(tmp_path, settings):
+    settings |= {"rounds": 1, "out": tmp_path / "run", "resume": True}
+    simulate("fedper", **settings, name="first try")
+    again = simulate("fedper", **settings, name="second try", tags={"kind": "test"})
+    assert (again.summary["name"], again.summary["tags"]) == ("second try", {"kind": "test"})
+    assert SimulationResult.open(tmp_path / "run").summary["name"] == "second try"
 
 
 def test_other_settings_are_refused_all_at_once(tmp_path, settings):

@@ -21,6 +21,7 @@ import torch
 from coordinator import SimulationResult, simulate
 from coordinator.simulation.notebook.clients import Clients
 from coordinator.simulation.notebook.comparison import Difference, PairedComparison, Test
+from coordinator.simulation.notebook.result import Rounds
 from coordinator.simulation.notebook.run_folder import RunFolder
 from coordinator.simulation.notebook.tables import ShownTable, spread_out
 from coordinator.state.store import StateFolder
@@ -60,7 +61,7 @@ class Tags(HTMLParser):
 
 
 def shown_in(result):
-    return [result, result.clients, result.confusion()]
+    return [result, result.rounds, result.clients, result.confusion()]
 
 
 def test_texts_fit_a_terminal(fedper, fedavg):
@@ -108,6 +109,15 @@ def test_a_long_table_shows_rows_at_equal_distances():
     assert [head, *rows] == ["a    b", "x    1", "yy  22"]
 
 
+def test_rounds_are_a_list_that_shows_itself_as_a_table(fedper):
+    lines = repr(fedper.rounds).splitlines()
+    assert lines[1].split() == ["round", "acc.personal", "loss", "s", "up", "MB", "down", "MB"]
+    assert [line.split()[0] for line in lines[2:]] == ["1", "2"]
+    assert json.loads(json.dumps(fedper.rounds)) == [*fedper.rounds]
+    many = Rounds({**fedper.rounds[0], "round": number} for number in range(1, 101))
+    assert repr(many).splitlines()[-1] == "84 more; .to_pandas() has all"
+
+
 def test_rounds_and_clients_are_tables_of_pandas(fedper):
     rounds = fedper.rounds.to_pandas()
     assert list(rounds["round"]) == [1, 2]
@@ -127,10 +137,14 @@ def test_clients_are_the_mapping_that_they_were_and_have_positions(fedper):
     assert set(fedper.clients["c0"]) == {"acc.local", "acc.global", "acc.personal"}
     assert fedper.clients[1] is fedper.clients["c1"]
     assert fedper.clients[-1].id == "c2"
+    assert fedper.clients[np.argmax([0.1, 0.3, 0.2])].id == "c1"
     for missing in (3, -4, "c9"):
         with pytest.raises(UnknownName, match=r"known: c0, c1, c2"):
             fedper.clients[missing]
     assert list(Clients.of({f"c{n}": {} for n in (10, 9, 1)}, fedper.clients.run)) == ["c1", "c9", "c10"]
+    many = Clients.of({f"c{n}": {} for n in range(1000)}, fedper.clients.run)
+    with pytest.raises(UsageError, match=r"'1000': there are 1000, 'c0' to 'c999', at positions 0 to 999"):
+        many[1000]
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedavg_ft", "repper", "fedpac", "fedbn", "fedpick"])
@@ -179,6 +193,10 @@ def test_pixels_and_prepared_inputs_get_the_same_answer(fedper):
     np.testing.assert_array_equal(model(pixels), model(prepared))
     names = np.asarray(model.classes)[kept.labels]
     assert model.score(pixels, names) == pytest.approx(fedper.clients[0].accuracy, abs=1e-6)
+    with pytest.raises(UsageError, match=r"names: 17: of no class; expected names such as 0, 1, 2 and 7 more"):
+        model.score(pixels, [17, *names[1:]])
+    with pytest.raises(UsageError, match=rf"shape \(1,\), expected \({len(names)},\)"):
+        model.score(pixels, names[:1])
     with pytest.raises(UsageError, match=r"float64 of shape \(2, 3\), expected uint8 of shape"):
         model(np.zeros((2, 3)))
 
@@ -249,6 +267,16 @@ def test_a_result_is_opened_again_and_pickled(fedper):
     for again in (opened, copied):
         assert (again.rounds, again.clients, again.accuracy) == (fedper.rounds, fedper.clients, fedper.accuracy)
         assert again.confusion().counts.tolist() == fedper.confusion().counts.tolist()
+
+
+def test_a_result_finds_its_folder_from_anywhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = simulate("fedper", **{**QUICK, "rounds": 1}, out="run")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert result.clients[0].export("personal.onnx").is_file()
+    assert result.confusion().counts.sum() > 0
+    assert result.export("encoder.hwb").is_file()
 
 
 def test_folders_that_hold_no_finished_simulation_are_refused(tmp_path):
@@ -329,6 +357,35 @@ def test_two_results_are_compared_client_by_client(fedper, fedavg):
     assert table["difference"].tolist() == pytest.approx(gains)
     itself = fedper.compare(SimulationResult.open(fedper.folder))
     assert (itself.mean, itself.verdict, itself.test.p) == (0.0, "not distinguishable", 1.0)
+
+
+def test_two_results_of_one_method_are_told_apart(fedper):
+    def named(**changes):
+        return replace(fedper, summary={**fedper.summary, **changes})
+
+    params = fedper.summary["params"]
+    slower = named(params={**params, "lr": 0.01})
+    assert fedper.compare(slower).names == ("lr=0.05", "lr=0.01")
+    assert fedper.compare(named(params={**params, "lr": 0.01, "momentum": 0.25})).names[0] == "fedper (first)"
+    assert named(name="mine").compare(replace(slower, summary={**slower.summary, "name": "yours"})).names == (
+        "mine",
+        "yours",
+    )
+    assert fedper.compare(fedper).names == ("fedper (first)", "fedper (second)")
+
+
+def test_a_few_clients_are_compared_without_a_test_where_their_samples_are_gone(tmp_path):
+    file = tmp_path / "digits.npz"
+    rng = np.random.default_rng(0)
+    np.savez(file, inputs=rng.integers(0, 256, (60, 8, 8), dtype=np.uint8), labels=np.arange(60) % 2)
+    given = {"data": f"npz:{file}", "clients": 2, "rounds": 1, "engine": "serial", "local": False}
+    one, other = (simulate(method, **given) for method in ("fedper", "fedavg"))
+    mean = one.compare(other).mean
+    again = [replace(result, clients=pickle.loads(pickle.dumps(result.clients))) for result in (one, other)]
+    file.unlink()
+    comparison = again[0].compare(again[1])
+    assert (comparison.mean, comparison.test) == (mean, None)
+    assert "no test: McNemar's needs the models and samples" in repr(comparison)
 
 
 def binomial_by_counting(first, second):
