@@ -11,6 +11,8 @@ import sys
 import threading
 import time
 
+import warm_children
+
 from coordinator.broker import EmbeddedBroker, MosquittoBroker, find_mosquitto
 from coordinator.journal.entries import fact_of
 from coordinator.rounds.request import Request
@@ -96,7 +98,7 @@ class Site:
 
     def start(self, name, *command):
         with (self.folder / f"{name}.log").open("ab") as log:
-            self.processes[name] = subprocess.Popen(
+            self.processes[name] = warm_children.Popen(
                 [sys.executable, *(() if command[0].endswith(".py") else ("-m",)), *command],
                 cwd=self.folder,
                 stdout=log,

@@ -63,6 +63,42 @@ def test_ci_is_an_executable_script_that_stops_at_the_first_failure(root):
     assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
 
 
+@pytest.mark.parametrize(
+    "front, beside, code, said",
+    [
+        ("true", "echo well", 0, "well"),
+        ("true", "{ echo ill; exit 7; }", 7, "ill"),
+        ("{ read -r _ <begun; exit 3; }", "{ echo >begun; sleep 600; }", 3, ""),
+    ],
+)
+def test_a_step_of_ci_that_runs_beside_others_is_shown_and_fails_and_ends_with_them(
+    root, tmp_path, front, beside, code, said
+):
+    script = (root / ".ci/run").read_text(encoding="utf-8")
+    functions = script[: script.index("packages() {")]
+    steps = f"first() {{ {front}; }}\nsecond() {{ {beside}; }}\nbeside lane second\nstep front first\n"
+    (tmp_path / ".ci").mkdir()
+    (tmp_path / ".ci/run").write_text(f"{functions}{steps}step lane joined lane\n", encoding="utf-8")
+    os.mkfifo(tmp_path / "begun")
+    read, write = os.pipe()
+    done = subprocess.run(
+        ["bash", tmp_path / ".ci/run"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        pass_fds=[write],
+    )
+    os.close(write)
+    assert done.returncode == code, done.stderr
+    assert said in done.stdout.partition("=== lane")[2]
+    # Every process of the script held the pipe: its end says that all of them have ended.
+    assert os.read(read, 1) == b""
+    os.close(read)
+    assert {path.name for path in tmp_path.iterdir()} == {".ci", "begun"}, "the folder of the lane is gone"
+
+
 def test_links_of_the_documents_lead_somewhere(root):
     folders = ("edge_agent", "coordinator", "configs", "examples")
     pages = [path for folder in folders for path in (root / folder).rglob("*.md")]
