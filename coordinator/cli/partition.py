@@ -15,7 +15,7 @@ from edge_agent.core.storage import write_atomic
 
 from ..simulation.plan import Plan
 from .options import Given, Json, Verbose, from_model
-from .output import present, ready_for, set_up_logging, table
+from .output import present, ready_for, set_up_logging, show, table
 from .reading import shown_reading
 from .simulate import sources
 
@@ -101,7 +101,13 @@ def partition(
         "data": ", ".join(source_name(source) for source in plan.data),
     }
     if file is not None:
-        _check_replaceable(file, division)
+        try:
+            _check_replaceable(file, division)
+        except UsageError:
+            # Who only looks at several partitions, one after another, has no use for the file.
+            if not as_json:
+                show(*_shape_of(counts))
+            raise
         division.write(file)
     if table is not None and validation_file is not None:
         validation = division_for_validation(table, pools)
@@ -152,13 +158,23 @@ def _check_replaceable(path: Path, division: Division) -> None:
     except UsageError as error:
         raise UsageError(f"{path} holds something else; choose another --out") from error
     if saved != division.sha256:
+        free = path.with_name(f"{path.stem}-{division.sha256[:8]}{path.suffix}")
         raise UsageError(
             f"{path} holds another partition (hash {saved[:16]}, this one has {division.sha256[:16]}), and runs or "
-            "devices may rely on it; choose another --out, or remove it first"
+            f"devices may rely on it; this one is not saved: choose another file, for example --out {free}, or remove "
+            "that one first"
         )
 
 
 def _parts(counts: ClassCounts, file: Path | None, plot: Path | None) -> Iterator[Table | str]:
+    """Yield what the partition looks like, and where it is."""
+    yield from _shape_of(counts)
+    yield f"hash {counts.division.sha256[:16]}; partition: {file or 'as it was'}"
+    if plot is not None:
+        yield f"picture: {plot}"
+
+
+def _shape_of(counts: ClassCounts) -> Iterator[Table | str]:
     """Yield the table of the first clients, and what the partition is as a whole."""
     clients = counts.clients
     more = ["…"] if len(counts.classes) > SHOWN_CLASSES else []
@@ -178,6 +194,3 @@ def _parts(counts: ClassCounts, file: Path | None, plot: Path | None) -> Iterato
         f"{len(clients)} clients with {sizes[0]} to {sizes[-1]} training samples (median {sizes[len(sizes) // 2]}); "
         f"{counts.used_samples} of {counts.pool_samples} samples of the pool are trained on{draws}"
     )
-    yield f"hash {counts.division.sha256[:16]}; partition: {file or 'as it was'}"
-    if plot is not None:
-        yield f"picture: {plot}"

@@ -119,8 +119,10 @@ def finish_run(run: Run, stats: Stats, exclusions: Exclusions, stopped: str) -> 
     shown_clients = 0 if context.is_simulation else SHOWN_CLIENTS
     has_bundle = export.released is not None
     steps = next_steps(request, agents, losses, has_bundle=has_bundle, leaves_encoder=run.method.leaves_encoder)
+    # The log of a coordinator is where its operator looks; a simulation shows the warnings of its result itself.
+    level = logging.INFO if context.is_simulation else logging.WARNING
     for line in describe_warnings(warnings, shown_clients):
-        log.warning("result_warning run=%s: %s", run.id, line)
+        log.log(level, "result_warning run=%s: %s", run.id, line)
     # Step 4: summary and report first, the journal last: a kill before that repeats this function, and nobody who sees
     # that the run is finished misses its summary.
     sha256 = encoder_sha256(run)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import xml.etree.ElementTree as ET
 
 import numpy as np
@@ -140,6 +141,11 @@ def test_a_partition_that_others_rely_on_is_not_replaced(call, tmp_path):
         code, _, err = call(*words, "--data", "npz:i.npz", *(("--clients", 3) if words[0] == "iid" else ()))
         assert code == 2
         assert "holds another partition" in err
+    # Its table is shown all the same, and the file that the message proposes takes it.
+    code, out, err = call("iid", "--seed", 1, "--clients", 3, "--data", "npz:i.npz")
+    assert (code, "3 clients with" in out) == (2, True)
+    proposed = re.search(r"for example --out (\S+),", err)[1]
+    assert call("iid", "--seed", 1, "--clients", 3, "--data", "npz:i.npz", "--out", proposed)[0] == 0
     code, out, _ = call("partition.json", "--data", "npz:i.npz")
     assert code == 0
     assert "as it was" in out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -392,5 +393,7 @@ def test_a_client_below_its_local_baseline_is_named_everywhere(call, tmp_path, c
     assert result["last"]["acc"]["local"]["clients_mean"] == 1.0
     page = (tmp_path / "sim" / "runs" / "run-0001" / "report.html").read_text()
     assert "warning: 2 clients are better off alone: acc.local is above acc.personal by more than noise (c0, c1)" in out
+    logged = [line.getMessage() for line in caplog.records if line.levelno >= logging.WARNING]
+    assert not [line for line in logged if "better off alone" in line], "said twice on a terminal"
     for one in below:
         assert one["message"].removeprefix("c").replace("'", "&#39;") in page
