@@ -14,7 +14,7 @@ Needs pyarrow, which the extra ``tables`` installs; the library ``datasets`` is 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -150,23 +150,37 @@ def _files_of(folder: Path) -> list[Path]:
         DataError: Files are missing, or there are none.
     """
     state = _json_in(folder / "state.json")
+    # 1. A folder without a description has the files that are in it.
     if state is None:
         files = sorted(path for path in folder.iterdir() if path.suffix == _SUFFIX)
         if not files:
             raise DataError(f"arrow: no state.json and no *{_SUFFIX} in '{folder}'; {_EXPECTED}")
         return files
-    listed = state.get("_data_files")
-    names = [entry.get("filename") for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
-    # The names come from a file that others may have written: each is one of this folder.
-    texts = [name for name in names if isinstance(name, str) and Path(name).name == name]
-    if not texts or len(texts) < len(names):
+    # 2. Others have those that the description lists.
+    names = _names_listed_in(state)
+    if not names:
         raise DataError(
             f"arrow: '{folder / 'state.json'}' lists no files in this folder ('_data_files'); save it again"
         )
-    missing = [name for name in texts if not (folder / name).is_file()]
+    missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise DataError(f"arrow: '{folder}' lacks {', '.join(missing)}; copy the data set again")
-    return [folder / name for name in texts]
+    return [folder / name for name in names]
+
+
+def _names_listed_in(state: Mapping[str, Any]) -> list[str]:
+    """Return the names of the files that the description of a data set lists; none where an entry is no such name."""
+    entries = state.get("_data_files")
+    if not isinstance(entries, list):
+        return []
+    names = []
+    for entry in entries:
+        name = entry.get("filename") if isinstance(entry, dict) else None
+        # The description comes from others: a name with folders would lead out of this one.
+        if not isinstance(name, str) or Path(name).name != name:
+            return []
+        names.append(name)
+    return names
 
 
 def _json_in(path: Path) -> dict[str, Any] | None:

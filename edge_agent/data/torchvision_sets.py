@@ -139,11 +139,13 @@ def _sample(parts: Sequence[Any], row: int) -> tuple[Any, Any]:
     return sample
 
 
-def _labels_of(part: Any) -> np.ndarray:
+def _labels_of(part: Any, where: str) -> np.ndarray:
     """Return the labels (n,) int64 of a part, from where the class keeps them, else from its samples.
 
+    ``where`` begins messages.
+
     Raises:
-        DataError: The labels are no whole numbers, one for each image.
+        DataError: The labels are no whole numbers from 0 on, one for each image.
     """
     for attribute in _LABELS:
         labels = getattr(part, attribute, None)
@@ -154,8 +156,14 @@ def _labels_of(part: Any) -> np.ndarray:
     values = np.asarray(labels)
     if values.shape != (len(part),) or values.dtype.kind not in "iu":
         raise DataError(
-            f"labels are {values.dtype}{list(values.shape)}, expected one whole number for each of {len(part)} images; "
-            "this set is for another task"
+            f"{where}: labels are {values.dtype}{list(values.shape)}, expected one whole number for each of "
+            f"{len(part)} images; this set is for another task"
+        )
+    without = int((values < 0).sum())
+    if without:
+        raise DataError(
+            f"{where}: {without} of {len(values)} images have no class (a label below 0), as in the unlabelled part of "
+            "STL10; choose another part (split=)"
         )
     return values.astype(np.int64)
 
@@ -182,7 +190,7 @@ def read(where: str, options: TorchvisionOptions) -> Raw:
     total = sum(map(len, parts))
     if not total:
         raise DataError(f"torchvision:{where}: no samples in '{options.root}'; expected at least one")
-    values = np.concatenate([_labels_of(part) for part in parts])
+    values = np.concatenate([_labels_of(part, f"torchvision:{where}") for part in parts])
     rows = np.arange(total)
     if options.n is not None and options.n < total:
         rows = np.sort(np.random.default_rng(options.seed).permutation(total)[: options.n])

@@ -326,17 +326,17 @@ def _shape_of(count: int, options: LeafOptions, where: str) -> tuple[int, ...]:
     Raises:
         DataError: The options do not say it, or another one.
     """
-    shape = tuple(options.shape)
+    shape = options.shape
     if not shape and count == _PIXELS and options.kind != "window":
         shape = (28, 28)
-    is_possible = len(shape) == 2 or (len(shape) == 3 and options.kind != "window")
-    if not is_possible or math.prod(shape) != count:
-        stated = f"shape={','.join(map(str, shape))}" if shape else "no shape"
-        raise DataError(
-            f"leaf: '{where}' has inputs of {count} numbers, and {stated} was given; say shape=HEIGHT,WIDTH for "
-            f"images, or kind=window&shape=1,{count}"
-        )
-    return shape
+    most_axes = 2 if options.kind == "window" else 3
+    if 2 <= len(shape) <= most_axes and math.prod(shape) == count:
+        return shape
+    stated = f"shape={','.join(map(str, shape))}" if shape else "no shape"
+    raise DataError(
+        f"leaf: '{where}' has inputs of {count} numbers, and {stated} was given; say shape=HEIGHT,WIDTH for "
+        f"images, or kind=window&shape=1,{count}"
+    )
 
 
 def _names_of_numbers(labels: np.ndarray, count: int) -> tuple[str, ...]:
@@ -401,25 +401,37 @@ def _check(chosen: _Chosen, where: str) -> None:
     Raises:
         DataError: Something is wrong; all mistakes are listed.
     """
-    options = chosen.options
-    mistakes = list(chosen.mistakes)
-    known = sorted(chosen.names)
-    mistakes += [f"no user '{user}'{near(user, known)}" for user in options.user if user not in chosen.names]
-    # Users with mistakes are not counted, so that too few of them follow from these.
-    if options.users is not None and options.users > len(chosen.samples) and not mistakes:
-        mistakes.append(f"users={options.users}, and {len(chosen.samples)} have samples; ask for fewer")
-    forms = {part.form for parts in chosen.samples.values() for part in parts}
-    if len(forms) > 1:
-        lengths = [length for _, length in forms]
-        mistakes.append(f"inputs of {min(lengths)} to {max(lengths)} numbers or characters; expected one form")
-    if not chosen.samples and not mistakes:
-        mistakes.append(f"none of {len(known)} users has samples; write the set again, or name others")
+    mistakes = chosen.mistakes + _mistakes_in_choice(chosen)
+    # What is missing follows from the mistakes in files and options, where there are any.
+    if not mistakes:
+        mistakes = _mistakes_in_number(chosen)
     if not mistakes:
         return
     lines = [f"\n  - {mistake}" for mistake in mistakes[:_MOST_MISTAKES]]
     if len(mistakes) > _MOST_MISTAKES:
         lines.append(f"\n  … and {len(mistakes) - _MOST_MISTAKES} more")
     raise DataError(f"leaf: '{where}' cannot be used as it is:{''.join(lines)}")
+
+
+def _mistakes_in_choice(chosen: _Chosen) -> list[str]:
+    """Return a line for each user who is asked for and not there, and one where inputs have several forms."""
+    names = sorted(chosen.names)
+    mistakes = [f"no user '{user}'{near(user, names)}" for user in chosen.options.user if user not in chosen.names]
+    forms = {part.form for parts in chosen.samples.values() for part in parts}
+    if len(forms) > 1:
+        lengths = [length for _, length in forms]
+        mistakes.append(f"inputs of {min(lengths)} to {max(lengths)} numbers or characters; expected one form")
+    return mistakes
+
+
+def _mistakes_in_number(chosen: _Chosen) -> list[str]:
+    """Return a line where fewer users have samples than are asked for, or none has."""
+    most = chosen.options.users
+    if most is not None and most > len(chosen.samples):
+        return [f"users={most}, and {len(chosen.samples)} have samples; ask for fewer"]
+    if not chosen.samples:
+        return [f"none of {len(chosen.names)} users has samples; write the set again, or name others"]
+    return []
 
 
 def inspect(where: str, options: LeafOptions) -> None:

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from edge_agent.core.errors import ConfigError, DataError, UnknownName
-from edge_agent.data import check, load, location
+from edge_agent.data import check, load, location, torchvision_sets
 from edge_agent.data.partition import parts_of, read_pools
 
 
@@ -85,6 +85,22 @@ def test_names_and_options_are_checked_and_the_nearest_is_named(mnist):
     for name in ("CIFAR10", "SVHN", "STL10", "GTSRB"):
         with pytest.raises(DataError, match=rf"torchvision:{name}: part train .*datasets\.{name}.*download=True"):
             load(f"torchvision:{name}?root={root}")
+
+
+def test_images_without_a_class_are_not_a_class_of_their_own(mnist, monkeypatch):
+    """STL10 has the label -1 for them."""
+    root, _ = mnist
+    torchvision = torchvision_sets._datasets()
+    read = torchvision.MNIST._load_data
+
+    def without_some(self):
+        images, labels = read(self)
+        labels[:2] = -1
+        return images, labels
+
+    monkeypatch.setattr(torchvision.MNIST, "_load_data", without_some)
+    with pytest.raises(DataError, match=r"torchvision:MNIST: 2 of 12 images have no class .*choose another part"):
+        load(f"torchvision:MNIST?root={root}")
 
 
 def test_damaged_files_say_so(mnist):
