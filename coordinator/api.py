@@ -118,7 +118,7 @@ def simulate(
         resume: Continue the simulation that is in ``out``, or begin it where there is none. The settings have to be
             those that it began with, but for ``rounds``: more of them continue also a run that has finished, and the
             result is that of a run which had as many from the beginning. A finished one with the same rounds is read
-            from its folder, without data and workers.
+            from its folder, without workers, and without data that a source names.
         pool: Worker processes that stay after the run, see `coordinator.workers`: of several simulations one after
             another only the first waits for their start. The bits are the same.
         watch: Called after each finished task of a client.
@@ -165,7 +165,9 @@ def simulate(
     if folder is not None:
         plan = _plan(method, encoder, data, fields, folder, resume=resume)
         with _saying_how_to_continue(folder):
-            return _run(plan, folder, watching, pool)
+            # Whether samples in memory are still the same is only seen when they are divided again.
+            finished = None if _is_in_memory(data) else read_finished(plan, folder, watching)
+            return _run(plan, folder, watching, pool) if finished is None else _opened(folder)
     with _temporary_run() as location:
         result = _run(_plan(method, encoder, data, fields, location), location, watching, pool)
     # Its clients read the folder as well, so that one of them keeps it.
@@ -218,6 +220,19 @@ def _check_call(arguments: Mapping[str, object]) -> None:
         mistakes.append("out = '': expected a folder; leave it out for a temporary one")
     if mistakes:
         raise ConfigError("simulate()", mistakes)
+
+
+def _is_in_memory(data: object) -> bool:
+    """Return whether the caller holds the samples, and no source names them."""
+    from .simulation import own_data
+
+    return not own_data.is_source(data)
+
+
+def _opened(folder: Path) -> SimulationResult:
+    from .simulation.notebook.result import SimulationResult
+
+    return SimulationResult.open(folder)
 
 
 @contextlib.contextmanager
@@ -356,15 +371,13 @@ def _data_fields(data: object, fields: Mapping[str, Any], folder: Path) -> dict[
 
 
 def _run(plan: Plan, folder: Path, watching: Watching, pool: KeptWorkers | None) -> SimulationResult:
-    """Simulate in ``folder`` to the end, or read the run that has finished there."""
+    """Simulate in ``folder`` to the end."""
     import torch
 
     from .simulation.notebook.result import SimulationResult
     from .simulation.run import open_simulation
     from .simulation.setup import PARTITION, Prepared, read_plan
 
-    if read_finished(plan, folder, watching) is not None:
-        return SimulationResult.open(folder)
     threads = torch.get_num_threads()
     try:
         saved = folder / PARTITION
