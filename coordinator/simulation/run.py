@@ -90,8 +90,7 @@ class Simulation:
         self.trial = trial
         """How the engine was chosen; None where it was named."""
 
-        limit = memory.limit if prepared.plan.max_memory is not None and memory is not None else None
-        self.watch = MemoryWatch(limit, lambda: self.engine.pids)
+        self.watch = MemoryWatch(prepared.plan.max_memory_bytes, lambda: self.engine.pids_here)
         self.clock_s = 0.0
         self.observer = RoundObserver(state, run, prepared.division, prepared.plan.rounds, self._admit_new_clients)
         """Shows each closed round to the caller's functions."""
