@@ -21,11 +21,12 @@ from torch import nn
 
 from edge_agent.client import Arrays, ClientState, Session
 from edge_agent.core.errors import MissingCapability, UsageError
-from edge_agent.core.limits import KEPT_BYTES, available_bytes, give_freed_memory_back
+from edge_agent.core.limits import KEPT_BYTES, allocating_at_most, available_bytes, give_freed_memory_back
 from edge_agent.training.parts import put_back
 
 from .engines.base import EngineChoice
 from .memory_watch import Occupied, occupied
+from .out_of_memory import is_out_of_memory
 from .setup import Prepared
 
 log = logging.getLogger(__name__)
@@ -40,6 +41,9 @@ EVALUATED_ROWS = 512
 """The most samples that are evaluated at once, as `edge_agent.training.loops.evaluate` does."""
 
 TRIAL_TEST_ROWS = 32
+RESERVED_BYTES = 256 << 20
+"""What libraries may reserve in the trial of a client without using it."""
+
 COPIES_OF_AN_UPDATE = 6
 """An update at the coordinator: its chunks, the file's pages, the decoded arrays, and the sum in twice the width; and
 one that waits while another is handled."""
@@ -92,26 +96,23 @@ class MemoryPlan:
 def fit_memory(prepared: Prepared) -> MemoryPlan | None:
     """Return how the simulation fits into its memory; None where that is not known here and no limit was given.
 
-    By default the limit is what this process and others can still take, control groups included. Engine ``ray``
-    computes on other machines: only this process is counted.
+    The limit is what this process and others can still take, control groups included, or ``max_memory`` where that is
+    less. Engine ``ray`` computes on other machines: only this process is counted.
 
     Raises:
         UsageError: It does not fit, even with one worker; the message has the numbers.
         MissingCapability: There is a limit, and this system does not say what processes take.
     """
-    limit_bytes = prepared.plan.max_memory_bytes
     now = occupied([])
     if now is None:
-        if limit_bytes is None:
+        if prepared.plan.max_memory is None:
             return None
         raise MissingCapability(
             f"max_memory = {prepared.plan.max_memory} needs /proc (Linux), which says what processes take; leave it out"
         )
+    limit_bytes = _limit(prepared.plan.max_memory_bytes, now)
     if limit_bytes is None:
-        available = available_bytes()
-        if available is None:
-            return None
-        limit_bytes = available + now.private + now.shared
+        return None
     usable = int(PLANNED_SHARE * limit_bytes)
     need = needed(prepared, now, limit_bytes)
     choice = _largest_choice(prepared, need, usable)
@@ -130,6 +131,17 @@ def fit_memory(prepared: Prepared) -> MemoryPlan | None:
     return MemoryPlan(choice, need, limit_bytes, expected, max(0, usable - expected))
 
 
+def _limit(max_memory_bytes: int | None, now: Occupied) -> int | None:
+    """Return the bytes that all processes may take: no more than there are; None where nothing says how many."""
+    limits = []
+    if max_memory_bytes is not None:
+        limits.append(max_memory_bytes)
+    available = available_bytes()
+    if available is not None:
+        limits.append(available + now.total)
+    return min(limits, default=None)
+
+
 def needed(prepared: Prepared, now: Occupied, limit_bytes: int) -> MemoryNeed:
     """Return what a simulation needs; a client trains one batch where sizes alone do not show that it is enough."""
     model = prepared.model.model
@@ -141,7 +153,7 @@ def needed(prepared: Prepared, now: Occupied, limit_bytes: int) -> MemoryNeed:
     is_far_below = by_size.total(prepared.choice) < FAR_BELOW * limit_bytes
     if is_far_below and prepared.plan.max_memory is None:
         return by_size
-    measured = _client_by_training(prepared)
+    measured = _client_by_training(prepared, max(0, limit_bytes - now.total))
     if measured is None:
         return by_size
     client = max(measured, _evaluation(prepared, model_bytes))
@@ -168,13 +180,14 @@ def _refusal(prepared: Prepared, need: MemoryNeed, limit_bytes: int) -> str:
     """Return why a simulation does not fit, with the numbers, and what to change."""
     smallest = replace(prepared.choice, workers=1)
     plan = prepared.plan
-    allowed = f"max_memory = {plan.max_memory}" if plan.max_memory is not None else "the memory that is available"
+    is_users_limit = limit_bytes == plan.max_memory_bytes
+    allowed = f"max_memory = {plan.max_memory}" if is_users_limit else "the memory that is available"
     remedies = []
     would_fit_here = need.total(EngineChoice("serial")) <= PLANNED_SHARE * limit_bytes
     if would_fit_here and prepared.choice.engine == "pool":
         remedies.append("--engine serial")
     remedies += [f"a smaller batch_size than {prepared.method.params.batch_size}", "a smaller encoder", "fewer samples"]
-    if plan.max_memory is not None:
+    if is_users_limit:
         remedies.append("a larger --max-memory")
     return (
         f"this simulation would take {_gb(need.total(smallest))} with one client at a time, and {allowed} allows "
@@ -191,14 +204,25 @@ def _gb(size: float) -> str:
 # --- a client ---------------------------------------------------------------------------------------------------------
 
 
-def _client_by_training(prepared: Prepared) -> int | None:
+def _client_by_training(prepared: Prepared, room_bytes: int) -> int | None:
     """Return what the client with the most samples adds while it trains one batch; None where it cannot be measured.
 
-    Model, random numbers and parameters are afterwards as they were before.
+    Where that is more than there is room for, training ends before the system would end this process, and the result is
+    what it had asked for, at least. Model, random numbers and parameters are afterwards as they were before.
+
+    Args:
+        prepared: The simulation.
+        room_bytes: How much it may add.
     """
     method = prepared.method
     name = _largest_client(prepared)
-    with put_back(prepared.model.model), torch.random.fork_rng(devices=[]), _peak() as peak:
+    most_bytes = room_bytes + RESERVED_BYTES
+    with (
+        put_back(prepared.model.model),
+        torch.random.fork_rng(devices=[]),
+        _peak() as peak,
+        allocating_at_most(most_bytes),
+    ):
         try:
             params = method.params.model_copy(update={"local_epochs": 1})
             once = type(method)(params)
@@ -219,6 +243,8 @@ def _client_by_training(prepared: Prepared) -> int | None:
             session.train(received, ClientState(), round_number=1, rounds=prepared.plan.rounds, evaluate=True)
         # A method of a user's may raise anything. Whatever is wrong, its first round says it better.
         except Exception as error:  # noqa: BLE001
+            if is_out_of_memory(error):
+                return most_bytes
             log.info("memory_not_measured client=%s because=%s", name, type(error).__name__)
             return None
     give_freed_memory_back()

@@ -91,8 +91,7 @@ class Simulation:
         self.trial = trial
         """How the engine was chosen; None where it was named."""
 
-        limit = memory.limit if prepared.plan.max_memory is not None and memory is not None else None
-        self.watch = MemoryWatch(limit, lambda: self.engine.pids)
+        self.watch = MemoryWatch(prepared.plan.max_memory_bytes, lambda: self.engine.pids_here)
         self.clock_s = 0.0
         self.observer = RoundObserver(state, run, prepared.division, prepared.plan.rounds, self._admit_new_clients)
         """Shows each closed round to the caller's functions."""
@@ -154,9 +153,15 @@ class Simulation:
         self.coordinator.catch_up(STATUS_EVERY_S)
 
     def _exchange(self) -> None:
-        """Deliver messages both ways until there are none."""
-        while self.coordinator.step(0) or self.clients.receive():
-            self._silent_s = 0.0
+        """Deliver messages both ways until there are none, all that wait on one side before those on the other."""
+        is_quiet = False
+        while not is_quiet:
+            while self.coordinator.step(0):
+                self._silent_s = 0.0
+            is_quiet = True
+            while self.clients.receive():
+                self._silent_s = 0.0
+                is_quiet = False
 
     def _invite_busy_clients(self) -> bool:
         """Ask once more, after a restart, those who worked on a job of an earlier round; returns whether anybody did.
@@ -366,6 +371,15 @@ class StrictCoordinator(Coordinator):
         # An own method's `objection`, which is asked about each update, may raise anything.
         except Exception as error:
             raise RunFailed(f"a message of {agent}: {reason_of(error)}{Failure.of(error).where}") from error
+
+    def _plan(self, begin: float, pump_s: float | None) -> None:
+        """Plan the next look at timers and the run: after all messages that wait, for the clock stands still meanwhile.
+
+        Other coordinators wait by the seconds that a look takes. Here these are none, and a look would follow each
+        message: half of the time in which an update's chunks are taken.
+        """
+        super()._plan(begin, pump_s)
+        self._advance_at = self._due_at
 
     def run_context(self) -> RunContext:
         """Return the context of a run as every coordinator has it, but a failing client ends the run."""

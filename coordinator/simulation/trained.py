@@ -59,8 +59,10 @@ def export_run(
     if settings.int8 and calibration:
         domains = domains_of(calibration, task)  # as typed; those of the configuration count from its folder
     elif settings.int8:
+        domains = own_domains(task, settings, hosted)
         plan = read_plan(folder)
-        domains = own_domains(task, settings, hosted) or ({} if plan is None else training_samples(plan, folder))
+        if not domains and plan is not None:
+            domains = training_samples(plan, folder)
     with StateFolder(folder).look() as state:
         sha256 = sha256_of_encoder({**latest.state, **latest.pooled})
         lineage = lineage_of(state, latest.record.run, latest.request, sha256)
@@ -101,10 +103,14 @@ class TrainedModel:
 
     @classmethod
     def of(cls, folder: Path, run: str | None = None) -> TrainedModel:
-        """That of ``run``, or of the latest run with a closed round.
+        """Return the trained model of a run in a state folder.
+
+        Args:
+            folder: The state folder of a coordinator or of a simulation.
+            run: The run; None: the latest one with a closed round and its checkpoint.
 
         Raises:
-            UsageError: no run has a closed round.
+            UsageError: No run has a closed round, or retention has removed the run's checkpoint.
         """
         from edge_agent import methods
         from edge_agent.wire.tensors import decode
@@ -115,24 +121,47 @@ class TrainedModel:
         from .results import pooled_batch_norm
         from .setup import read_plan
 
+        # 1. What the run has left in the folder.
         with StateFolder(folder).look() as state:
-            closed = (replay(state.journal, name) for name in ([run] if run else reversed(state.journal.runs())))
-            record = next((one for one in closed if one.round and one.checkpoint and (run or not one.is_pruned)), None)
-            if record is None:
-                which = f"run '{run}' has" if run else "there are no runs with"
-                raise UsageError(f"{which} no closed round yet; nothing can be exported before the first one")
-            if record.is_pruned:
-                raise UsageError(
-                    f"the checkpoint of {run} was removed by retention ([retention] runs, 'headwater prune'); "
-                    "put the state folder back from a backup, or request the run again"
-                )
+            record = _record_with_checkpoint(state, run)
             weights = decode(state.blobs.read(record.checkpoint or ""))
             pooled = pooled_before(state, record.run, record.round)
             client_ranges = ranges_before(state, record.run, record.round)
-        if (plan := read_plan(folder)) is not None:
+        # 2. Methods and encoders from a user's files are those of the simulation's plan.
+        plan = read_plan(folder)
+        if plan is not None:
             register(plan)
+        # 3. Batch norm that stays with clients is pooled by the coordinator, or from the files of simulated clients.
         request = Request.from_fact(record.request)
         method = methods.create(request.method_reference, request.params)
-        pooled = pooled or pooled_batch_norm(folder, record.run, record.round, method, request.task)
+        if not pooled:
+            pooled = pooled_batch_norm(folder, record.run, record.round, method, request.task)
         model = model_from_state(method, request.task, {**weights, **pooled})
         return cls(record, request, method, model, weights, pooled, client_ranges)
+
+
+def _record_with_checkpoint(state: StateFolder, run: str | None) -> RunRecord:
+    """Return the record of a run that has a closed round and its checkpoint; None: of the latest such run.
+
+    Raises:
+        UsageError: There is none, or retention has removed the checkpoint of ``run``.
+    """
+    names = list(reversed(state.journal.runs()))
+    if run is not None:
+        names = [run]
+    for name in names:
+        record = replay(state.journal, name)
+        has_closed_round = record.round > 0 and record.checkpoint is not None
+        if not has_closed_round:
+            continue
+        if not record.is_pruned:
+            return record
+        if run is not None:
+            raise UsageError(
+                f"the checkpoint of {run} was removed by retention ([retention] runs, 'headwater prune'); "
+                "put the state folder back from a backup, or request the run again"
+            )
+    which = "there are no runs with"
+    if run is not None:
+        which = f"run '{run}' has"
+    raise UsageError(f"{which} no closed round yet; nothing can be exported before the first one")

@@ -10,9 +10,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 _NUMPY = ("OPENBLAS_NUM_THREADS", "BLIS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
 """Environment variables that numpy's libraries read, and torch does not."""
@@ -79,6 +79,30 @@ def limit_resources(memory_bytes: int | None, cpu_s: int) -> None:
         resource.setrlimit(which, (min([limit, *finite]), inherited[1]))
 
 
+@contextlib.contextmanager
+def allocating_at_most(more_bytes: int) -> Iterator[None]:
+    """Let allocations fail inside that go ``more_bytes`` beyond what this process has, where the system can do that.
+
+    Afterwards its limit is the one from before.
+    """
+    try:
+        import resource
+
+        statm = Path("/proc/self/statm").read_text(encoding="ascii")
+    except (ImportError, OSError):
+        yield
+        return
+    # Linux counts data and stack towards this limit, the sixth field of statm in pages, and not mapped files.
+    limit = int(statm.split()[5]) * resource.getpagesize() + more_bytes
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    finite = [bound for bound in (soft, hard) if bound != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_DATA, (min([limit, *finite]), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
 def limit_bytes() -> int | None:
     """Return the bytes that this process may allocate in total; None where it has no limit."""
     try:
@@ -127,26 +151,61 @@ def available_bytes() -> int | None:
         groups = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError, KeyError):
         return None
-    # The line of control groups version 2 is "0::/path"; limits of the groups above count, too.
-    path = next((line[3:] for line in groups if line.startswith("0::")), "")
-    lowest = Path("/sys/fs/cgroup") / path.lstrip("/")
-    for group in (lowest, *lowest.parents):
-        with contextlib.suppress(OSError, ValueError):  # no such group, or "max": it has no limit
-            available.append(_available_in_group(group))
+    for line in groups:
+        for group, files in _memory_groups(line):
+            with contextlib.suppress(OSError, ValueError):  # no such group, or "max": it has no limit
+                available.append(_available_in_group(group, files))
     return max(0, min(available))
 
 
-def _available_in_group(group: Path) -> int:
+class _GroupFiles(NamedTuple):
+    """The names of what a control group says of its memory, all in bytes."""
+
+    limit: str
+    used: str
+    caches: tuple[str, ...]
+    """The fields of ``memory.stat`` that count caches of files, those of groups below included."""
+
+
+_VERSION_2 = _GroupFiles("memory.max", "memory.current", ("active_file", "inactive_file"))
+_VERSION_1 = _GroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file"))
+"""Version 1, which older systems have, says of a group without a limit that this is almost 2^63 bytes."""
+
+
+def _memory_groups(line: str) -> Iterator[tuple[Path, _GroupFiles]]:
+    """Yield the folders of a control group and of those above it, where the group is one of memory.
+
+    Their limits count, too. In a container the path may be one of the host: its own group is then the topmost folder.
+
+    Args:
+        line: A line of ``/proc/self/cgroup``: ``0::/path`` of version 2, or ``4:memory:/path`` of version 1.
+    """
+    number, _, rest = line.partition(":")
+    controllers, _, path = rest.partition(":")
+    if "memory" in controllers.split(","):
+        root = Path("/sys/fs/cgroup/memory")
+        files = _VERSION_1
+    elif number == "0":
+        root = Path("/sys/fs/cgroup")
+        files = _VERSION_2
+    else:
+        return
+    lowest = root / path.lstrip("/")
+    for group in (lowest, *lowest.parents):
+        yield group, files
+
+
+def _available_in_group(group: Path, files: _GroupFiles) -> int:
     """Return the bytes that processes of a control group can still take.
 
     Raises:
         OSError: There is no such group.
         ValueError: The group has no limit.
     """
-    limit = int((group / "memory.max").read_text(encoding="ascii"))
-    used = int((group / "memory.current").read_text(encoding="ascii"))
+    limit = int((group / files.limit).read_text(encoding="ascii"))
+    used = int((group / files.used).read_text(encoding="ascii"))
     stat = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
-    file_caches = int(stat.get("active_file", 0)) + int(stat.get("inactive_file", 0))
+    file_caches = sum(int(stat.get(name, 0)) for name in files.caches)
     return limit - used + file_caches
 
 

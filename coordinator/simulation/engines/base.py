@@ -158,6 +158,11 @@ class Engine(ABC):
         return ()
 
     @property
+    def pids_here(self) -> tuple[int, ...]:
+        """Process ids of those of its workers that are on this machine."""
+        return self.pids
+
+    @property
     def figures(self) -> EngineFigures:
         """What it adds to the result of the simulation."""
         return {}

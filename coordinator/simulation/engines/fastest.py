@@ -95,7 +95,9 @@ def settle_engine(
         except Exception as error:  # noqa: BLE001
             log.info("engines_not_timed because=%s", type(error).__name__)
             trial = EngineTrial(engine="serial", workers=1, not_stacked=f"the trial failed ({type(error).__name__})")
-    return replace(prepared, choice=EngineChoice(trial.engine, trial.workers)), trial
+    # A run is resumed with as many workers as are asked for now: they change no bits.
+    workers = prepared.choice.workers if trial.engine == "pool" else 1
+    return replace(prepared, choice=EngineChoice(trial.engine, workers)), trial
 
 
 def _saved_trial(saved: object, path: Path) -> EngineTrial:
@@ -220,6 +222,8 @@ def _obstacle(prepared: Prepared, clients: int) -> str:
         return f"method '{method.name}' trains in its own way"
     if prepared.plan.precision != "float32":
         return f"precision is {prepared.plan.precision}"
+    if prepared.plan.augment is not None:
+        return f"augment is {prepared.plan.augment}, and a stack trains on inputs as they are"
     if clients < 2:
         return "there is one client"
     return obstacle(prepared.model.model)

@@ -65,6 +65,9 @@ class Worker(Generic[Handle]):
 class Workers(Protocol[Handle, Placed]):
     """Where the workers of a pool run."""
 
+    are_here: bool
+    """Whether that is this machine, so that it knows their process ids."""
+
     def start(self, count: int) -> int:
         """Get ready for ``count`` workers; returns how many there will be."""
 
@@ -113,6 +116,13 @@ class WorkerPool(Engine, Generic[Handle, Placed]):
     def pids(self) -> tuple[int, ...]:
         """The workers' process ids, as far as they are known; they may be on other machines."""
         return tuple(worker.pid for worker in self._all if worker.pid)
+
+    @property
+    def pids_here(self) -> tuple[int, ...]:
+        """The workers' process ids where they are on this machine; elsewhere the same number is another process."""
+        if not self._hosts.are_here:
+            return ()
+        return self.pids
 
     @property
     def figures(self) -> EngineFigures:
@@ -258,6 +268,8 @@ def shared_from(init: Mapping[str, Any], memory: memoryview, division: Division,
 
 class LocalWorkers:
     """The workers of a pool as child processes on this machine."""
+
+    are_here = True
 
     def __init__(
         self,

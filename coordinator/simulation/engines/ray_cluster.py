@@ -93,6 +93,8 @@ class Actor:
 class RayWorkers:
     """The workers of a pool as actors of a Ray cluster."""
 
+    are_here = False
+
     def __init__(self, prepared: Prepared, clients: Path, setup: Sequence[str]) -> None:
         """``clients``: the folder of the clients' states."""
         self._prepared = prepared

@@ -120,11 +120,20 @@ def test_a_resumed_run_keeps_the_engine_that_it_began_with(images, tmp_path):
     assert run(plan, tmp_path / "sim")["engine"] == "stacked"
 
 
+def test_a_resumed_run_has_the_workers_that_are_asked_for_now(images, tmp_path):
+    """As the message of a run advises that was stopped for memory."""
+    trial = EngineTrial(engine="pool", workers=4)
+    (tmp_path / ENGINE).write_text(trial.model_dump_json())
+    prepared, _ = settle_engine(Prepared.of(small_plan(images, engine="fastest", workers=2)), tmp_path)
+    assert prepared.choice == EngineChoice("pool", 2)
+
+
 @pytest.mark.parametrize(
     "changes, reason",
     [
         ({"method": "fedprox", "params": {}}, "method 'fedprox' trains in its own way"),
         ({"clients": 1}, "there is one client"),
+        ({"augment": "crop_flip"}, "augment is crop_flip, and a stack trains on inputs as they are"),
     ],
 )
 def test_why_nothing_is_stacked(changes, reason, images, tmp_path):

@@ -81,9 +81,11 @@ def test_as_many_workers_as_fit(limit_mb, engine, choice, images, monkeypatch):
 
 
 @needs_proc
-def test_by_default_the_limit_is_what_is_available(images, monkeypatch):
+@pytest.mark.parametrize("max_memory", [None, "64GB"])
+def test_no_limit_is_above_what_is_available(max_memory, images, monkeypatch):
     """As in a control group that leaves little: one process instead of four workers."""
-    prepared = replace(Prepared.of(small_plan(images, engine=None)), choice=EngineChoice("pool", 4))
+    prepared = Prepared.of(small_plan(images, engine=None, max_memory=max_memory))
+    prepared = replace(prepared, choice=EngineChoice("pool", 4))
     taken = occupied([]).total
     monkeypatch.setattr(memory_plan, "available_bytes", lambda: 10**12)
     assert fit_memory(prepared).choice == EngineChoice("pool", 4)
@@ -102,7 +104,7 @@ def test_a_trial_changes_no_bit_of_the_run(images, tmp_path):
     assert "memory_bytes" not in free
     figures = limited.pop("memory_bytes")
     assert learned(limited) == learned(free)
-    assert figures["limit"] == 64 * 10**9
+    assert figures["limit"] <= 64 * 10**9
     assert 0 < figures["expected"] < figures["limit"]
 
 
@@ -115,6 +117,24 @@ def test_a_method_that_fails_is_told_by_its_first_round(limit, images, tmp_path,
     monkeypatch.setattr(type(prepared.model.model.encoder), "forward", lambda *_: 1 / 0)
     with pytest.raises(RunFailed, match="ZeroDivisionError"):
         run(plan, tmp_path / "sim")
+
+
+@needs_proc
+def test_a_client_that_takes_more_than_there_is_ends_the_trial_and_not_the_process(images, monkeypatch):
+    """Allocations fail in the trial where the system would otherwise kill this process at some point; not after it."""
+    taken_mb = occupied([]).total // MB
+    prepared = Prepared.of(small_plan(images, max_memory=f"{2 * taken_mb}MB"))
+    asked = []
+
+    def hungry(*_):
+        asked.append(8 * taken_mb)
+        return np.empty(8 * taken_mb * MB, np.uint8)  # nothing is written: the test itself takes no memory
+
+    monkeypatch.setattr(type(prepared.method), "local_update", hungry)
+    with pytest.raises(UsageError, match=rf"max_memory = {2 * taken_mb}MB allows"):
+        fit_memory(prepared)
+    assert asked
+    assert hungry().nbytes == 8 * taken_mb * MB, "the limit is gone"
 
 
 @needs_proc
@@ -140,6 +160,18 @@ def test_a_watch_names_what_is_too_much():
     assert MemoryWatch(2 * taken, lambda: ()).look() == ""
     assert "GB that are allowed" in MemoryWatch(taken // 2, lambda: ()).look()
     assert "has 5 MB of memory left" in MemoryWatch(None, lambda: (), available=lambda: 5 * MB).look()
+
+
+@needs_proc
+def test_processes_of_other_machines_are_not_looked_at(images, tmp_path):
+    """Their ids are those of other processes here."""
+    prepared = replace(Prepared.of(small_plan(images)), choice=EngineChoice("pool", 1))
+    with open_simulation(prepared, tmp_path / "sim") as simulation:
+        (pid,) = simulation.engine.pids
+        assert simulation.engine.pids_here == (pid,)
+        simulation.engine._hosts.are_here = False
+        assert simulation.engine.pids == (pid,)
+        assert simulation.engine.pids_here == ()
 
 
 def test_a_simulation_that_was_stopped_for_memory_goes_on_with_the_same_bits(images, tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 from simulation_harness import learned, learned_anywhere, run, run_and_updates, small_plan, write_images
 
@@ -13,8 +14,11 @@ from coordinator.simulation.plan import Plan
 from coordinator.simulation.run import open_simulation
 from coordinator.simulation.setup import Prepared
 from coordinator.simulation.timed_clients import TIMES
+from coordinator.views.runs import replay
+from edge_agent.client import ClientState, Session
 from edge_agent.core.config import parse
 from edge_agent.core.errors import ConfigError, DataError, StateError, UnknownName
+from edge_agent.wire.tensors import decode
 
 PARAMS = {"local_epochs": 2, "batch_size": 8}
 
@@ -131,6 +135,80 @@ def test_buffered_rounds_close_with_the_first_update_by_hand(images, tmp_path, m
     assert closed == pytest.approx([1.0, 2.0, 2.5, 3.0], rel=1e-3)
     asked_in = [row["clients"] for row in result["rounds"]]
     assert asked_in == [2, 1, 1, 0], "updates count where they were asked for: b's in round 1"
+
+
+def plain_event_loop(plan, seconds):
+    """Federated averaging with a buffer as a loop over arrivals: the last state, and when each round was closed.
+
+    ``seconds``: of each client's job, whatever travels.
+    """
+    prepared = Prepared.of(plan)
+    shares = prepared.division.clients
+    sessions = {}
+    for client, share in shares.items():
+        samples = prepared.pools.arrays(share)
+        sessions[client] = Session(
+            prepared.method, prepared.task, client, *samples, seed=plan.seed, device="cpu", model=prepared.model
+        )
+    state = {name: prepared.model.fresh[name].astype(np.float64) for name in next(iter(sessions.values())).shared}
+    at_work = {}  # client -> when its update arrives, the round that it began in, the state then, and the update
+    closed = []
+    given_up = 0
+    now_s = 0.0
+    for number in range(1, plan.rounds + 1):
+        for client in shares:
+            if client not in at_work:
+                received = {name: array.astype(np.float32) for name, array in state.items()}
+                outcome = sessions[client].train(
+                    received, ClientState(), round_number=number, rounds=plan.rounds, evaluate=False
+                )
+                at_work[client] = (now_s + seconds[client], number, received, outcome.update)
+        first = sorted(at_work, key=lambda client: at_work[client][0])[: plan.buffer]
+        total = sum(len(shares[client].train) for client in first)
+        following = dict.fromkeys(state, 0.0)
+        for client in first:
+            now_s, asked_in, began_with, update = at_work.pop(client)
+            staleness = number - asked_in
+            for name, array in update.items():
+                change = (array.astype(np.float64) - began_with[name]) / (1 + staleness) ** 0.5
+                following[name] = following[name] + len(shares[client].train) / total * (state[name] + change)
+        state = following
+        closed.append(now_s)
+        for client in list(at_work):
+            if number + 1 - at_work[client][1] > plan.max_staleness:
+                del at_work[client]
+                given_up += 1
+    return state, closed, given_up
+
+
+@pytest.mark.parametrize(
+    "buffer, max_staleness, each_s, given_up",
+    [
+        (1, 10, (1.0, 2.6, 4.7), 0),
+        (2, 10, (1.0, 1.7, 4.1), 0),
+        (1, 2, (1.0, 1.9, 7.3), 2),
+    ],
+)
+def test_buffered_rounds_give_the_model_of_a_plain_loop_over_arrivals(
+    buffer, max_staleness, each_s, given_up, images, tmp_path, monkeypatch
+):
+    """Who counts in which round, with which weight, and who is given up: worked out by other code."""
+    plan = small_plan(
+        images, params=PARAMS, rounds=9, speeds="pi4", mode="buffered", buffer=buffer, max_staleness=max_staleness
+    )
+    shares = Prepared.of(plan).division.clients
+    seconds_of_a_sample = [each / (2 * len(share.train)) for each, share in zip(each_s, shares.values(), strict=True)]
+    state, closed, left = plain_event_loop(plan, dict(zip(shares, each_s, strict=True)))
+    assert left >= given_up
+    speeds = drawn(plan, seconds_of_a_sample)
+    monkeypatch.setattr(Speeds, "draw", classmethod(lambda cls, *_: cls(speeds)))
+    with open_simulation(Prepared.of(plan), tmp_path / "sim") as simulation:
+        result = simulation.finish()
+        record = replay(simulation.state.journal, simulation.run)
+        learned_state = decode(simulation.state.blobs.read(record.checkpoint))
+    assert [row["simulated_s"] for row in result["rounds"]] == pytest.approx(closed, rel=1e-3)
+    for name, array in state.items():
+        np.testing.assert_allclose(learned_state[name], array, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
 @pytest.mark.parametrize("mode", ["synchronous", "buffered"])

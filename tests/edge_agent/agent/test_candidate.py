@@ -401,15 +401,8 @@ def test_answers_go_on_during_an_install_and_are_of_one_pair(config, old, new):
     assert [one for one, _ in itertools.groupby(ids)] == [old.manifest.bundle_id, new.manifest.bundle_id]
 
 
-def test_available_memory_is_the_least_of_system_and_groups(tmp_path, monkeypatch):
-    files = {
-        "/proc/meminfo": "MemTotal: 512000 kB\nMemAvailable: 300000 kB\n",
-        "/proc/self/cgroup": "1:cpu:/x\n0::/system.slice/agent.service\n",
-        "/sys/fs/cgroup/system.slice/agent.service/memory.max": "200000000\n",
-        "/sys/fs/cgroup/system.slice/agent.service/memory.current": "90000000\n",
-        "/sys/fs/cgroup/system.slice/agent.service/memory.stat": "active_file 10000000\ninactive_file 5000000\n",
-        "/sys/fs/cgroup/system.slice/memory.max": "max\n",
-    }
+def pretend_files(monkeypatch, files):
+    """Let these files, path -> text, be all that can be read."""
 
     def read(path, *_, **__):
         try:
@@ -418,6 +411,18 @@ def test_available_memory_is_the_least_of_system_and_groups(tmp_path, monkeypatc
             raise FileNotFoundError from None
 
     monkeypatch.setattr(limits.Path, "read_text", read)
+
+
+def test_available_memory_is_the_least_of_system_and_groups(monkeypatch):
+    files = {
+        "/proc/meminfo": "MemTotal: 512000 kB\nMemAvailable: 300000 kB\n",
+        "/proc/self/cgroup": "1:cpu:/x\n0::/system.slice/agent.service\n",
+        "/sys/fs/cgroup/system.slice/agent.service/memory.max": "200000000\n",
+        "/sys/fs/cgroup/system.slice/agent.service/memory.current": "90000000\n",
+        "/sys/fs/cgroup/system.slice/agent.service/memory.stat": "active_file 10000000\ninactive_file 5000000\n",
+        "/sys/fs/cgroup/system.slice/memory.max": "max\n",
+    }
+    pretend_files(monkeypatch, files)
     assert limits.available_bytes() == 200_000_000 - 90_000_000 + 15_000_000
     files["/sys/fs/cgroup/system.slice/memory.max"] = "80000000"
     files["/sys/fs/cgroup/system.slice/memory.current"] = "79000000"
@@ -425,6 +430,23 @@ def test_available_memory_is_the_least_of_system_and_groups(tmp_path, monkeypatc
     assert limits.available_bytes() == 1_000_000
     del files["/proc/self/cgroup"], files["/proc/meminfo"]
     assert limits.available_bytes() is None
+
+
+@pytest.mark.parametrize("folder", ["/docker/4f2a", ""], ids=["on the host", "in a container"])
+def test_groups_of_version_1_bound_available_memory(folder, monkeypatch):
+    """A container sees its own group at the top, whatever the path on the host."""
+    group = f"/sys/fs/cgroup/memory{folder}"
+    files = {
+        "/proc/meminfo": "MemTotal: 512000 kB\nMemAvailable: 300000 kB\n",
+        "/proc/self/cgroup": "5:cpu,cpuacct:/x\n4:memory:/docker/4f2a\n0::/\n",
+        f"{group}/memory.limit_in_bytes": "200000000\n",
+        f"{group}/memory.usage_in_bytes": "90000000\n",
+        f"{group}/memory.stat": "active_file 1\ntotal_active_file 10000000\ntotal_inactive_file 5000000\n",
+    }
+    pretend_files(monkeypatch, files)
+    assert limits.available_bytes() == 200_000_000 - 90_000_000 + 15_000_000
+    files[f"{group}/memory.limit_in_bytes"] = "9223372036854771712"
+    assert limits.available_bytes() == 300_000 * 1024
 
 
 @pytest.mark.parametrize(
