@@ -160,7 +160,7 @@ class _Sides:
 
     def _trains_without(self, rows: np.ndarray, held: np.ndarray) -> np.ndarray:
         """Return which samples (n,) train where the windows at positions ``held`` of a recording test."""
-        trains = self.is_train.copy()
+        trains: np.ndarray = self.is_train.copy()
         for position in held:
             trains[rows[max(0, position - self.gap) : position + self.gap + 1]] = False
         return trains
