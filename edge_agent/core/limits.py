@@ -168,6 +168,8 @@ class _GroupFiles(NamedTuple):
 
 
 _VERSION_2 = _GroupFiles("memory.max", "memory.current", ("active_file", "inactive_file"))
+"""Version 2, which says of a group without a limit ``max``."""
+
 _VERSION_1 = _GroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file"))
 """Version 1, which older systems have, says of a group without a limit that this is almost 2^63 bytes."""
 
