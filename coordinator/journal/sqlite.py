@@ -13,6 +13,7 @@ import json
 import os
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -44,6 +45,11 @@ from .store import (
 SCHEMA = 1
 BUSY_TIMEOUT_S = 30
 """How long an append waits for another process; it takes milliseconds, so this is for slow disks."""
+
+CREATION_S = 5.0
+"""How long it is waited for another program that creates the same journal."""
+
+_SQLITE_BUSY = 5
 
 CACHE_KIB = 512
 """SQLite's own cache of pages. Its default of 2 MB takes a thousand rounds to fill, which looks like a leak."""
@@ -111,8 +117,9 @@ class SqliteJournal(DeferredEntries, Journal):
             # No isolation level: sqlite3 would open transactions when it chooses.
             with private_files():
                 self._connection = self._connected(str(self.path))
+                _turn_to_log(self._connection)
                 synced = "FULL" if is_synced() else "OFF"
-                for pragma in ("journal_mode = WAL", f"synchronous = {synced}", f"cache_size = -{CACHE_KIB}"):
+                for pragma in (f"synchronous = {synced}", f"cache_size = -{CACHE_KIB}"):
                     self._connection.execute(f"PRAGMA {pragma}").close()
                 self._check_or_make_schema(is_begun=is_begun)
             self._opened = self.path.stat()
@@ -579,6 +586,25 @@ def can_write(path: Path) -> bool:
     except sqlite3.Error:
         return False
     return True
+
+
+def _turn_to_log(connection: sqlite3.Connection) -> None:
+    """Let the journal have a write-ahead log, which a file keeps once it has one.
+
+    SQLite waits for nobody here: where two programs create one journal, one of them is told at once that it is locked.
+    """
+    end = time.monotonic() + CREATION_S
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL").close()
+        except sqlite3.OperationalError as error:
+            # The lowest byte is the kind of error. Python 3.10 tells none, so that every error is taken for this one.
+            kind = getattr(error, "sqlite_errorcode", _SQLITE_BUSY) & 0xFF
+            if kind != _SQLITE_BUSY or time.monotonic() > end:
+                raise
+            time.sleep(0.01)
+        else:
+            return
 
 
 def _value(connection: sqlite3.Connection, query: str) -> Any:

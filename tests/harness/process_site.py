@@ -126,7 +126,7 @@ class Site:
             return state.journal.entries(run, kinds or None)
 
     def until(self, condition, what, limit_s=120.0, every_s=0.02):
-        """Return when the condition holds; fail where no log grows for so long."""
+        """Return when the condition holds; fail where no log grows for so long, or the coordinator ended by itself."""
         logs = sorted(self.folder.glob("*.log"))
         pause = threading.Event()
         end = time.monotonic() + limit_s
@@ -135,7 +135,8 @@ class Site:
             if (now := tuple(path.stat().st_size for path in logs)) != sizes:
                 end = time.monotonic() + limit_s
                 sizes = now
-            if time.monotonic() > end:
+            has_given_up = "serve" in self.processes and (self.processes["serve"].poll() or 0) > 0
+            if has_given_up or time.monotonic() > end:
                 words = {path.name: path.read_text()[-1500:] for path in logs}
                 raise AssertionError(
                     f"nothing new within {limit_s} s: {what}\n" + "\n".join(f"{k}:\n{v}" for k, v in words.items())

@@ -10,6 +10,7 @@ import sqlite3
 import subprocess
 import sys
 from datetime import datetime, timezone
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -401,6 +402,27 @@ def test_two_processes_write_one_unbroken_chain(tmp_path):
     with SqliteJournal(path) as journal:
         assert journal.verify() == 80
         assert sorted({entry.agent for entry in journal.entries()}) == ["command", "service"]
+
+
+class BusyAtFirst(sqlite3.Connection):
+    """A connection to a file that another program is turning to a write-ahead log: SQLite does not wait there."""
+
+    refusals = 3
+
+    def execute(self, statement, *values):
+        if "journal_mode" in statement and self.refusals:
+            self.refusals -= 1
+            error = sqlite3.OperationalError("database is locked")
+            error.sqlite_errorcode = 5
+            raise error
+        return super().execute(statement, *values)
+
+
+def test_a_journal_that_another_program_is_creating_is_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(sqlite3, "connect", partial(sqlite3.connect, factory=BusyAtFirst))
+    with SqliteJournal(tmp_path / "journal.db") as journal:
+        assert journal._connection.refusals == 0
+        assert journal._connection.execute("PRAGMA journal_mode").fetchone()[0] == "wal"
 
 
 def test_what_append_returned_survives_a_kill(tmp_path):
