@@ -153,22 +153,12 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     return (yield)
 
 
-def pytest_sessionstart(session: pytest.Session) -> None:
-    """Let the first child not wait for imports: among many tests, which pytest-xdist divides, some start children."""
-    if hasattr(session.config, "workerinput"):
-        warm_children.nursery.start()
-
-
-def pytest_sessionfinish() -> None:
-    """End the process that children were forked from."""
-    warm_children.nursery.close()
-
-
 @pytest.fixture(scope="session", autouse=True)
 def _children_are_warm() -> Iterator[None]:
     """Children have imported our packages before they are needed, which takes 2 s for each of some hundreds."""
     with warm_children.used_by_the_product():
         yield
+    warm_children.nursery.close()
 
 
 @pytest.fixture(autouse=True)

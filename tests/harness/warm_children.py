@@ -37,7 +37,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).parents[2]
 
 IMPORTED = (
     "coordinator.broker.serve",
@@ -51,22 +51,18 @@ IMPORTED = (
     "coordinator.web.server",
     "edge_agent.agent.app",
     "edge_agent.client",
-    "scipy.stats",
     "torch",
 )
-"""What children begin with. Of scikit-learn it is only what is under it: the rest starts a thread as it is imported."""
+"""What children begin with."""
 
 WORKER = "coordinator.processes.worker_main"
 """The module by which workers of the coordinator, of simulations and of comparisons start."""
 
-KERNEL_MACHINES = "edge_agent.heads.svm"
-"""The module whose function runs scikit-learn in a process of its own."""
-
 PROGRAMS = ("coordinator", "edge_agent")
 """The packages that are programs, run by ``python -m``."""
 
-READ_EARLY = ("PYTHON", "LD_", "LC_", "LANG", "TZ", "OMP_", "MKL_", "OPENBLAS_")
-"""How the variables begin that are read while an interpreter starts or imports, and that no import sets by itself."""
+READ_EARLY = ("PYTHON", "LD_", "LC_", "LANG", "TZ", "OMP_", "MKL_", "OPENBLAS_", "KMP_", "TORCH", "CUDA", "MPL")
+"""How the variables begin that are read while an interpreter starts or imports."""
 
 LIMITED = ("HEADWATER_MEMORY_MB", "HEADWATER_CPU_S")
 """The variables of limits, which would count what the nursery has."""
@@ -84,10 +80,7 @@ def can_be_warm(command: object, environment: Mapping[str, str]) -> bool:
     if not IS_OPEN or sys.platform != "linux" or not isinstance(command, (list, tuple)):
         return False
     words = [str(word) for word in command]
-    is_worker = words[:2] == [sys.executable, "-c"] and words[3:5] in (
-        [str(ROOT), WORKER],
-        [str(ROOT), KERNEL_MACHINES],
-    )
+    is_worker = words[:2] == [sys.executable, "-c"] and words[3:5] == [str(ROOT), WORKER]
     is_program = words[:2] == [sys.executable, "-m"] and words[2:3] in ([program] for program in PROGRAMS)
     if not is_worker and not is_program:
         return False
@@ -114,18 +107,11 @@ class Nursery:
 
     @property
     def name(self) -> str:
-        """The name of the socket; the process is started on first use."""
-        self.start()
-        return self._name
-
-    def start(self) -> None:
-        """Start the process where it does not run, and again if something has killed it; it is not waited for."""
-        if not self._is_ours or sys.platform != "linux":
-            return
+        """The name of the socket; the process is started on first use, and again if something has killed it."""
         with self._lock:
-            # One that has ended by itself cannot import what is needed, and has said so.
-            if self._process is None or (self._process.poll() or 0) < 0:
+            if self._is_ours and (self._process is None or self._process.poll() is not None):
                 self._start()
+            return self._name
 
     def join(self, name: str) -> None:
         """Ask the process behind this socket, which another process has started."""
@@ -139,11 +125,7 @@ class Nursery:
             OSError: It has ended.
         """
         line = socket.socket(socket.AF_UNIX)
-        try:
-            line.connect(f"\0{self.name}")
-        except OSError:
-            line.close()
-            raise
+        line.connect(f"\0{self.name}")
         return line
 
     def close(self) -> None:
@@ -155,7 +137,7 @@ class Nursery:
                 self._process = None
 
     def _start(self) -> None:
-        """Start the process, which answers once it has imported everything."""
+        """Start the process, which answers when it has imported everything."""
         self._name = f"headwater-nursery-{os.getpid()}-{secrets.token_hex(8)}"
         later = {name: value for name, value in os.environ.items() if not name.startswith(READ_EARLY)}
         with socket.socket(socket.AF_UNIX) as listening:
@@ -191,38 +173,26 @@ class Popen(subprocess.Popen):
         environment = dict(os.environ if env is None else env)
         has_extras = executable is not None or preexec_fn is not None or bool(pass_fds) or shell or not close_fds
         has_folder = cwd is None or Path(cwd).is_dir()
-        if not has_extras and has_folder and can_be_warm(args, environment):
-            request = {
-                "command": [str(word) for word in args],
-                "environment": environment,
-                "folder": str(Path.cwd() if cwd is None else cwd),
-                "has_own_session": others[5],
-            }
-            # Without a nursery the child is a new interpreter, as everywhere else.
-            with contextlib.suppress(OSError):
-                self._fork_in_nursery(request, (p2cread, c2pwrite, errwrite))
-                self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
-                return
-        super()._execute_child(
-            args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
-            p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *others,
-        )  # fmt: skip
-
-    def _fork_in_nursery(self, request: Mapping[str, Any], redirected: Sequence[int]) -> None:
-        """Let the nursery fork a child with these streams, -1 for one of this process's own.
-
-        Raises:
-            OSError: The nursery has ended.
-        """
-        streams = [own if stream == -1 else stream for own, stream in enumerate(redirected)]
-        line = nursery.connect()
-        try:
-            self.pid = _ask_for_child(line, request, streams)
-        except OSError:
-            line.close()
-            raise
-        self._line = line
+        if has_extras or not has_folder or not can_be_warm(args, environment):
+            super()._execute_child(
+                args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
+                p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *others,
+            )  # fmt: skip
+            return
+        request = {
+            "command": [str(word) for word in args],
+            "environment": environment,
+            "folder": str(Path.cwd() if cwd is None else cwd),
+            "has_own_session": others[5],
+        }
+        # A stream that is not redirected is this process's own.
+        streams = [
+            own if redirected == -1 else redirected for own, redirected in enumerate((p2cread, c2pwrite, errwrite))
+        ]
+        self._line = nursery.connect()
+        self.pid = _ask_for_child(self._line, request, streams)
         self._child_created = True
+        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
 
     def _internal_poll(self, _deadstate=None, **others):
         if self._line is None:

@@ -98,7 +98,6 @@ def test_what_has_limits_or_another_environment_of_python_is_a_new_interpreter()
     command = worker_command("functions:look")
     environment = dict(os.environ)
     assert warm_children.can_be_warm(command, environment)
-    assert warm_children.can_be_warm(command, {**environment, "KMP_INIT_AT_FORK": "FALSE"}), "scikit-learn sets it"
     assert not warm_children.can_be_warm(command, {**environment, **Limits(memory_mb=100).environment()})
     assert not warm_children.can_be_warm(command, {**environment, **Limits(threads=7).environment()})
     assert not warm_children.can_be_warm(command, {**environment, "PYTHONWARNINGS": "error"})
