@@ -38,7 +38,6 @@ if "TMPDIR" not in os.environ and _MEMORY.is_dir() and hasattr(os, "statvfs"):
 
 # So that a failing assert of what several files share shows its values, too.
 pytest.register_assert_rewrite(*(path.stem for path in (Path(__file__).parent / "harness").glob("*.py")))
-import warm_children  # noqa: E402 - what it asserts is to be shown, too, and it reads the variables that are set above
 
 settings.register_profile("headwater", deadline=None, print_blob=True)
 settings.load_profile("headwater")
@@ -140,25 +139,6 @@ def _registered_parts_are_forgotten() -> Iterator[None]:
         parts = sys.modules[name].registry._extra
         parts.clear()
         parts.update(before.get(name, {}))
-
-
-FRESH = ("fresh", "slow", "bench", "gpu")
-"""Markers of tests whose children are new interpreters."""
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Let the children of a test, and of the fixtures that are set up for it, be new interpreters where it says so."""
-    warm_children.IS_OPEN = not any(item.get_closest_marker(name) for name in FRESH)
-    return (yield)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _children_are_warm() -> Iterator[None]:
-    """Children have imported our packages before they are needed, which takes 2 s for each of some hundreds."""
-    with warm_children.used_by_the_product():
-        yield
-    warm_children.nursery.close()
 
 
 @pytest.fixture(autouse=True)

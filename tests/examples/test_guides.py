@@ -26,7 +26,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import warm_children
 from foreign_networks import hugging_face_export
 from PIL import Image
 
@@ -186,13 +185,13 @@ def environment(tmp_path_factory):
     """PATH with both programs of this copy; nothing of the reader's own settings."""
     programs = tmp_path_factory.mktemp("bin")
     for name, command in {
-        "headwater": ("-m", "coordinator"),
-        "edge-agent": ("-m", "edge_agent"),
-        "python": (),
-        "python3": (),
+        "headwater": "-m coordinator",
+        "edge-agent": "-m edge_agent",
+        "python": "",
+        "python3": "",
     }.items():
         path = programs / name
-        path.write_text(warm_children.script_of(*command), encoding="utf-8")
+        path.write_text(f'#!/bin/sh\nexec {sys.executable} {command} "$@"\n', encoding="utf-8")
         path.chmod(0o755)
     return {
         **{key: value for key, value in os.environ.items() if not key.startswith("HEADWATER")},

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import subprocess
 import sys
 import threading
 import time
 
-import warm_children
 from federation_duties import SMALL
 
 from coordinator.config import NO_BOUNDS
@@ -51,8 +51,7 @@ def processes(folder, **commands):
     try:
         for name, command in commands.items():
             with (folder / f"{name}.log").open("wb") as log:
-                words = [sys.executable, "-m", *map(str, command)]
-                running.append(warm_children.Popen(words, cwd=folder, stdout=log, stderr=log))
+                running.append(subprocess.Popen([sys.executable, "-m", *command], cwd=folder, stdout=log, stderr=log))
         yield
     finally:
         for process in running:

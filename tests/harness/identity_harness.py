@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import subprocess
 import sys
 import threading
 import time
 
 import pytest
-import warm_children
 
 from coordinator.broker import held_port
 from coordinator.cli import main as headwater
@@ -82,7 +82,7 @@ class Fleet:
 
     def start(self, name, *command):
         with self.log(name).open("ab") as log:
-            self.processes[name] = warm_children.Popen(
+            self.processes[name] = subprocess.Popen(
                 [sys.executable, "-m", *map(str, command)], cwd=self.folder, stdout=log, stderr=log
             )
 

@@ -11,8 +11,6 @@ import sys
 import threading
 import time
 
-import warm_children
-
 from coordinator.broker import EmbeddedBroker, MosquittoBroker, find_mosquitto
 from coordinator.journal.entries import fact_of
 from coordinator.rounds.request import Request
@@ -98,7 +96,7 @@ class Site:
 
     def start(self, name, *command):
         with (self.folder / f"{name}.log").open("ab") as log:
-            self.processes[name] = warm_children.Popen(
+            self.processes[name] = subprocess.Popen(
                 [sys.executable, *(() if command[0].endswith(".py") else ("-m",)), *command],
                 cwd=self.folder,
                 stdout=log,

@@ -13,7 +13,6 @@ import threading
 from pathlib import Path
 
 import pytest
-import warm_children
 
 from coordinator.cli.export import near_one
 from coordinator.cli.follow import Invocation, _TimeLeft, _waiting, follow, result_of
@@ -327,7 +326,7 @@ def test_serve_refuses_wrong_defaults_of_runs_before_it_starts(call, away, tmp_p
 def started(folder: Path, *words: object) -> subprocess.Popen[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "coordinator", *map(str, words)]
-    return warm_children.Popen(
+    return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder, env=environment
     )
 

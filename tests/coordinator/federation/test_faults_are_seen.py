@@ -6,6 +6,7 @@ import contextlib
 import html
 import json
 import re
+import subprocess
 import sys
 import threading
 import time
@@ -13,7 +14,6 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-import warm_children
 
 from coordinator.broker import held_port
 from coordinator.broker.access import set_password
@@ -91,7 +91,7 @@ class Home:
 
     def start(self, name, *command):
         with (self.folder / f"{name}.log").open("wb") as log:
-            self.processes[name] = warm_children.Popen(
+            self.processes[name] = subprocess.Popen(
                 [sys.executable, *map(str, command)], cwd=self.folder, stdout=log, stderr=log
             )
 

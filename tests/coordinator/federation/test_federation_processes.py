@@ -23,7 +23,7 @@ from coordinator.service.standby import QUIET_S
 from coordinator.state.status_file import read_status
 from coordinator.state.store import StateFolder
 
-pytestmark = [pytest.mark.broker, pytest.mark.fresh]
+pytestmark = pytest.mark.broker
 
 
 class ExportingSite(Site):

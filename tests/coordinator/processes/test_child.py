@@ -16,12 +16,9 @@ from coordinator.hosted import placement
 from coordinator.processes import compute
 from coordinator.processes.compute import ComputeProcess
 from coordinator.processes.supervisor import ChildProcess
-from coordinator.research.compare import runners
 from coordinator.simulation.engines import pool
 from edge_agent.core.child_process import module_command
 from edge_agent.core.errors import RunFailed
-
-pytestmark = pytest.mark.fresh
 
 HOSTILE = "raise RuntimeError('a file of the working folder was imported')\n"
 PACKAGES = [Path(package.__file__).parent for package in (coordinator, edge_agent, export)]
@@ -48,7 +45,7 @@ def test_python_itself_would_take_the_working_folders(hostile):
     assert "a file of the working folder was imported" in words
 
 
-@pytest.mark.parametrize("line", [placement.COMMAND, compute.COMMAND, pool.COMMAND, (*runners.COMMAND, ".")])
+@pytest.mark.parametrize("line", [placement.COMMAND, compute.COMMAND, pool.COMMAND])
 def test_children_begin_whatever_lies_in_the_working_folder(hostile, line):
     """They exit without output when their owner has closed the pipe."""
     child = ChildProcess(line, hostile / "child.log")

@@ -53,7 +53,6 @@ def plan_for(images, **changes):
 # --- the pool --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.fresh
 def test_a_pool_ends_in_the_bits_of_one_process_though_a_worker_is_killed_and_the_run_was_stopped(tmp_path, images):
     """Two jobs in one process; then SIGINT and SIGTERM for all workers, ignored, and kill -9 for one of them."""
     plan = plan_for(images)
