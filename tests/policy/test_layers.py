@@ -37,7 +37,7 @@ ALSO = {
     r"edge_agent\.training\.bundle_weights": {"onnx"},
     r"edge_agent\.data(\..+)?": {"PIL"},
     r"edge_agent\.data\._sound_files": {"soundfile", "soxr"},
-    r"edge_agent\.data\.(arrow|columns\..+|parquet|table_source)": {"pyarrow"},
+    r"edge_agent\.data\.(arrow|columns\..+|parquet)": {"pyarrow"},
     r"edge_agent\.data\.torchvision_sets": {"torchvision"},
     r"edge_agent\.data\.video": {"cv2"},
     r"edge_agent\.data\.sets\.digits5": {"scipy"},
