@@ -968,27 +968,47 @@ def _lstm(node: _Node, state: _State) -> list[Shape]:
 
     It reads its input (steps, n, channels) forwards with the usual activations, and has no peepholes.
     """
-    # 1. The form.
-    direction = node.attributes.get("direction", b"forward")
-    is_plain = direction == b"forward" and not node.int("layout", 0) and not node.int("input_forget", 0)
-    if not is_plain or node.attributes.keys() - _LSTM_ATTRIBUTES:
-        raise BundleDamaged("LSTM with a direction, layout, clip or activations that are not allowed")
-    if node.input_at(4) or node.input_at(7):
-        raise BundleDamaged("LSTM with lengths of its own or peepholes, which are not allowed")
-    # 2. The weights of the input and of the state, the biases of both, and the states to begin with.
+    _check_lstm_form(node)
     shape = state.shape(node, 0)
     hidden = node.int("hidden_size", 0)
     if len(shape) != 3 or hidden < 1:
         raise BundleDamaged(f"LSTM of {shape} with {hidden} cells")
-    steps, batch, channels = shape
-    gates = _GATES * hidden
-    expected = {1: (1, gates, channels), 2: (1, gates, hidden), 3: (1, 2 * gates)}
-    expected |= dict.fromkeys((5, 6), (1, batch, hidden))
-    for position, needed in expected.items():
-        is_left_out = position > 2 and not node.input_at(position)
-        if not is_left_out and state.shape(node, position) != needed:
-            raise BundleDamaged(f"LSTM of {shape} with {state.shape(node, position)} as input {position}, not {needed}")
+    steps, batch, _ = shape
+    _check_lstm_inputs(node, state, shape, hidden)
     return [(steps, 1, batch, hidden), (1, batch, hidden), (1, batch, hidden)]
+
+
+def _check_lstm_form(node: _Node) -> None:
+    """Require that an LSTM is the plain one: forwards, all sequences of one length, usual activations, no peepholes.
+
+    Raises:
+        BundleDamaged: It is another one.
+    """
+    has_others = bool(node.attributes.keys() - _LSTM_ATTRIBUTES)
+    is_forward = node.attributes.get("direction", b"forward") == b"forward"
+    is_usual = is_forward and not node.int("layout", 0) and not node.int("input_forget", 0)
+    if has_others or not is_usual:
+        raise BundleDamaged("LSTM with a direction, layout, clip or activations that are not allowed")
+    if node.input_at(4) or node.input_at(7):
+        raise BundleDamaged("LSTM with lengths of its own or peepholes, which are not allowed")
+
+
+def _check_lstm_inputs(node: _Node, state: _State, shape: Shape, hidden: int) -> None:
+    """Require that weights, biases and first states of an LSTM fit its input, whose shape is (steps, n, channels).
+
+    Raises:
+        BundleDamaged: One has another shape.
+    """
+    _, batch, channels = shape
+    gates = _GATES * hidden
+    first_state = (1, batch, hidden)
+    required = {1: (1, gates, channels), 2: (1, gates, hidden)}
+    optional = {3: (1, 2 * gates), 5: first_state, 6: first_state}
+    present = {position: needed for position, needed in optional.items() if node.input_at(position)}
+    for position, needed in {**required, **present}.items():
+        found_shape = state.shape(node, position)
+        if found_shape != needed:
+            raise BundleDamaged(f"LSTM of {shape} with {found_shape} as input {position}, not {needed}")
 
 
 def _flatten(node: _Node, state: _State) -> list[Shape]:

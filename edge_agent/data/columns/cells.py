@@ -1,4 +1,4 @@
-"""Cells of a column of inputs, each made an image or an array when it is asked for."""
+"""Cells of a column of inputs, each decoded to an image or an array when it is read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .kinds import is_list
 
 
 class Cells(Sequence[Any]):
-    """The cells of some rows as images or arrays, each made when it is asked for."""
+    """The cells of some rows as images or arrays, each decoded when it is read."""
 
     def __init__(self, cells: Sequence[Any], rows: np.ndarray, read: Callable[[Any], Any]) -> None:
         self._cells = cells

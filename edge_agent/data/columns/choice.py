@@ -167,12 +167,8 @@ def _form_of(kind: Any, options: ColumnOptions, name: str, mistakes: list[str]) 
         mistakes.append(f"column '{name}' holds images, and kind={options.kind} was given; leave kind out")
         return None
     # 2. Numbers in lists.
-    axes = 0
-    while is_list(storage):
-        storage = storage.value_type
-        axes += 1
-    is_number = pa.types.is_integer(storage) or pa.types.is_floating(storage) or pa.types.is_boolean(storage)
-    if not axes or not is_number:
+    axes, element = _nesting(storage)
+    if not axes or not _is_number(element):
         mistakes.append(f"column '{name}' holds {kind}, expected images as bytes or paths, or lists of numbers")
         return None
     if options.shape and axes > 1:
@@ -190,7 +186,23 @@ def _form_of(kind: Any, options: ColumnOptions, name: str, mistakes: list[str]) 
             "kind=window&shape=CHANNELS,LENGTH"
         )
         return None
-    return _form_of_numbers(options, name, shape or axes, mistakes, is_float=pa.types.is_floating(storage))
+    return _form_of_numbers(options, name, shape or axes, mistakes, is_float=pa.types.is_floating(element))
+
+
+def _nesting(kind: Any) -> tuple[int, Any]:
+    """Return how deep the lists of a type are nested, and the type of what the innermost ones hold."""
+    axes = 0
+    while is_list(kind):
+        kind = kind.value_type
+        axes += 1
+    return axes, kind
+
+
+def _is_number(kind: Any) -> bool:
+    """Return whether cells of this type are whole or decimal numbers, or true and false."""
+    import pyarrow as pa
+
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind))
 
 
 def _form_of_numbers(
@@ -225,10 +237,7 @@ def _form_of_numbers(
 
 def _check_label_type(kind: Any, name: str, mistakes: list[str]) -> None:
     """Add a line to ``mistakes`` where a column's type holds no labels."""
-    import pyarrow as pa
-
-    is_number = pa.types.is_integer(kind) or pa.types.is_boolean(kind) or pa.types.is_floating(kind)
-    if not is_number and not is_text(kind):
+    if not _is_number(kind) and not is_text(kind):
         mistakes.append(f"column '{name}' holds {kind}, expected labels as integers or text")
 
 

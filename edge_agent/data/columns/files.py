@@ -59,12 +59,21 @@ def mistakes_in_types(schemas: Iterator[tuple[str, Any]], first: Any) -> list[st
     """
     mistakes = []
     for name, schema in schemas:
-        differing = [column for column in first.names if column not in schema.names]
-        differing += [
-            f"{column} ({schema.field(column).type}, expected {first.field(column).type})"
-            for column in first.names
-            if column in schema.names and schema.field(column).type != first.field(column).type
-        ]
+        differing = list(_differing_columns(schema, first))
         if differing:
             mistakes.append(f"{name} lacks, or has in another type: {listed(differing)}")
     return mistakes
+
+
+def _differing_columns(schema: Any, first: Any) -> Iterator[str]:
+    """Yield the columns of ``first`` that a schema lacks, then those that it has in another type, with both types."""
+    for column in first.names:
+        if column not in schema.names:
+            yield column
+    for column in first.names:
+        if column not in schema.names:
+            continue
+        column_type = schema.field(column).type
+        expected_type = first.field(column).type
+        if column_type != expected_type:
+            yield f"{column} ({column_type}, expected {expected_type})"

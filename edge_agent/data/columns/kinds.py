@@ -9,16 +9,24 @@ def holds_images(kind: Any) -> bool:
     """Return whether cells of this type are encoded images, paths of images, or structs of both."""
     import pyarrow as pa
 
-    if not pa.types.is_struct(kind):
-        return _is_bytes(kind) or is_text(kind)
+    if pa.types.is_struct(kind):
+        return _is_image_struct(kind)
+    return _is_bytes(kind) or is_text(kind)
+
+
+def _is_image_struct(kind: Any) -> bool:
+    """Return whether a struct has the fields of Hugging Face's images: ``bytes``, and perhaps ``path``."""
+    import pyarrow as pa
+
     types = {kind.field(number).name: kind.field(number).type for number in range(kind.num_fields)}
-    # Where no cell has one of both, its type is null.
-    bytes_type = types.get("bytes")
-    path_type = types.get("path", pa.null())
-    if bytes_type is None:
+    if "bytes" not in types:
         return False
-    has_bytes = _is_bytes(bytes_type) or pa.types.is_null(bytes_type)
-    return bool(has_bytes and (is_text(path_type) or pa.types.is_null(path_type)))
+    bytes_type = types["bytes"]
+    path_type = types.get("path", pa.null())
+    # A field that no cell fills has the type null.
+    may_hold_bytes = _is_bytes(bytes_type) or pa.types.is_null(bytes_type)
+    may_hold_path = is_text(path_type) or pa.types.is_null(path_type)
+    return bool(may_hold_bytes and may_hold_path)
 
 
 def _is_bytes(kind: Any) -> bool:
