@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 
-class Settings(TypedDict, total=False):
-    """The fields of a plan that have a default; `Plan` has their limits, and what goes together."""
+class PlanSettings(TypedDict, total=False):
+    """Settings of simulations that comparisons take as well; `Plan` has their limits, and says which go together."""
 
     paper: bool
     """parameters have the paper's values where our defaults differ; 'headwater methods NAME' shows."""
@@ -43,9 +43,6 @@ class Settings(TypedDict, total=False):
     test_fraction: float
     """share of each client's samples held out where the data have no test part."""
 
-    validation: float | None
-    """evaluate on this share of the training samples; test samples stay unused."""
-
     fraction: float
     """share of the clients in a round."""
 
@@ -70,13 +67,6 @@ class Settings(TypedDict, total=False):
     speeds: str | None
     """kinds of devices, drawn by the seed: profiles such as pi4,jetson, or a CSV file with name, seconds_per_sample,
     down_mbit_s, up_mbit_s; rounds then have simulated seconds."""
-
-    new_clients: int
-    """the last so many clients by name never train; after the run they fit a head: acc.new."""
-
-    head_clients: int
-    """the first so many clients by name are devices without torch, which take part where the method has a half for
-    them; after the run they fit a head."""
 
     head: str | None
     """head that new clients and clients without torch fit: a file name in edge_agent/heads, or auto for the best in
@@ -110,12 +100,6 @@ class Settings(TypedDict, total=False):
     evaluate_after: bool
     """also evaluate after local training, whatever the method says."""
 
-    local: bool
-    """find what each client reaches alone (acc.local), a second or two for each."""
-
-    keep_every: int
-    """keep the states of every so many rounds, for 'headwater analyze'; 0 = last."""
-
     device: str
     """auto, cpu, cuda, cuda:1, mps."""
 
@@ -126,11 +110,6 @@ class Settings(TypedDict, total=False):
     threads: int
     """torch threads of a worker; 0 = torch's own choice; only 1 is repeatable."""
 
-    engine: Literal["serial", "pool", "ray", "stacked", "fastest"] | None
-    """serial: one client after another; pool: worker processes; ray: workers on a cluster; stacked: many clients in one
-    pass, equal up to rounding; fastest: serial, pool or stacked, by a short trial; default: serial or pool, whichever
-    suits the machine."""
-
     workers: int | None
     """workers of pool and ray; default: the cores of machine or cluster."""
 
@@ -138,11 +117,36 @@ class Settings(TypedDict, total=False):
     """the most memory of all processes together, such as 8GB: fewer workers where it is too little, and a stop that can
     be resumed before it is reached; default: what is available."""
 
-    address: str | None
-    """ray: a running cluster, HOST:PORT or auto; default: a new one on this machine."""
-
     stacked_always: bool
     """stacked: train in one pass even where a trial finds one after another faster."""
+
+
+class Settings(PlanSettings, total=False):
+    """All further settings of a simulation; `Plan` has their limits, and says which go together."""
+
+    validation: float | None
+    """evaluate on this share of the training samples; test samples stay unused."""
+
+    new_clients: int
+    """the last so many clients by name never train; after the run they fit a head: acc.new."""
+
+    head_clients: int
+    """the first so many clients by name are devices without torch, which take part where the method has a half for
+    them; after the run they fit a head."""
+
+    local: bool
+    """find what each client reaches alone (acc.local), a second or two for each."""
+
+    keep_every: int
+    """keep the states of every so many rounds, for 'headwater analyze'; 0 = last."""
+
+    engine: Literal["serial", "pool", "ray", "stacked", "fastest"] | None
+    """serial: one client after another; pool: worker processes; ray: workers on a cluster; stacked: many clients in one
+    pass, equal up to rounding; fastest: serial, pool or stacked, by a short trial; default: serial or pool, whichever
+    suits the machine."""
+
+    address: str | None
+    """ray: a running cluster, HOST:PORT or auto; default: a new one on this machine."""
 
     name: str
     """what the run is called in logs and on its page."""

@@ -73,40 +73,81 @@ def pages() -> dict[Path, str]:
     }
 
 
+SETTINGS_IMPORTS = """from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, TypedDict"""
+
+SIMULATE = "coordinator.simulate"
+COMPARE = "coordinator.compare"
+
+
 def settings_module() -> str:
     """The fields of a plan that `coordinator.simulate` takes as further keywords, typed."""
-    explicit = {*inspect.signature(simulate).parameters, "folder"}
-    return typed_settings("`coordinator.simulate`", "Settings", explicit)
+    shared = further_settings(SIMULATE) & further_settings(COMPARE)
+    return "\n\n".join(
+        [
+            settings_head("The further settings of `coordinator.simulate`", SETTINGS_IMPORTS),
+            settings_class(
+                "PlanSettings", "TypedDict", "Settings of simulations that comparisons take as well", shared
+            ),
+            settings_class(
+                "Settings", "PlanSettings", "All further settings of a simulation", further_settings(SIMULATE) - shared
+            ),
+        ]
+    )
 
 
 def shared_settings_module() -> str:
     """The fields of a plan that `coordinator.compare` and `coordinator.sweep` take as further keywords, typed."""
-    explicit = {*inspect.signature(compare).parameters, *OF_THE_COMPARISON, *OF_RUNNING, "folder"}
-    return typed_settings("`coordinator.compare` and `coordinator.sweep`", "SharedSettings", explicit)
+    return "\n\n".join(
+        [
+            settings_head(
+                "The further settings of `coordinator.compare` and `coordinator.sweep`",
+                "from ...simulation.settings import PlanSettings",
+            ),
+            settings_class(
+                "SharedSettings",
+                "PlanSettings",
+                "All further settings of a comparison",
+                further_settings(COMPARE) - further_settings(SIMULATE),
+            ),
+        ]
+    )
 
 
-def typed_settings(calls: str, name: str, explicit: Collection[str]) -> str:
-    """A module with the fields of a plan as a typed dictionary, but for those that are ``explicit`` arguments."""
-    fields = {name: field for name, field in Plan.model_fields.items() if name not in explicit}
+def further_settings(call: str) -> set[str]:
+    """The fields of a plan that are neither arguments of a function nor set by it."""
+    reserved = {"folder", *inspect.signature(simulate).parameters}
+    if call == COMPARE:
+        reserved = {"folder", *inspect.signature(compare).parameters, *OF_THE_COMPARISON, *OF_RUNNING}
+    return Plan.model_fields.keys() - reserved
+
+
+def settings_head(title: str, last_import: str) -> str:
+    """The beginning of a module of typed settings."""
     lines = [
-        f'"""The further settings of {calls}, as type checkers and editors see them.',
+        f'"""{title}, as type checkers and editors see them.',
         "",
         "Made from the fields of `Plan` by tests/harness/reference.py; change them there.",
         '"""',
         "",
         "from __future__ import annotations",
         "",
-        "from collections.abc import Mapping",
-        "from pathlib import Path",
-        "from typing import Any, Literal, TypedDict",
-        "",
-        "",
-        f"class {name}(TypedDict, total=False):",
-        '    """The fields of a plan that have a default; `Plan` has their limits, and what goes together."""',
+        last_import,
     ]
-    for field_name, field in fields.items():
-        meaning = textwrap.fill(f'"""{field.description}."""', WIDTH - 4, break_long_words=False)
-        lines += ["", f"    {field_name}: {type_as_code(field.annotation)}", textwrap.indent(meaning, "    ")]
+    return "\n".join(lines) + "\n"
+
+
+def settings_class(name: str, base: str, meaning: str, fields: Collection[str]) -> str:
+    """A typed dictionary of fields of a plan, in the order of the plan."""
+    lines = [
+        f"class {name}({base}, total=False):",
+        f'    """{meaning}; `Plan` has their limits, and says which go together."""',
+    ]
+    for field_name, field in Plan.model_fields.items():
+        if field_name in fields:
+            text = textwrap.fill(f'"""{field.description}."""', WIDTH - 4, break_long_words=False)
+            lines += ["", f"    {field_name}: {type_as_code(field.annotation)}", textwrap.indent(text, "    ")]
     return "\n".join(lines) + "\n"
 
 
