@@ -47,7 +47,7 @@ BUSY_TIMEOUT_S = 30
 """How long an append waits for another process; it takes milliseconds, so this is for slow disks."""
 
 CREATION_S = 5.0
-"""How long it is waited for another program that creates the same journal."""
+"""How long to wait while another program creates the same journal."""
 
 _SQLITE_BUSY = 5
 
@@ -117,7 +117,7 @@ class SqliteJournal(DeferredEntries, Journal):
             # No isolation level: sqlite3 would open transactions when it chooses.
             with private_files():
                 self._connection = self._connected(str(self.path))
-                _turn_to_log(self._connection)
+                _switch_to_write_ahead_log(self._connection)
                 synced = "FULL" if is_synced() else "OFF"
                 for pragma in (f"synchronous = {synced}", f"cache_size = -{CACHE_KIB}"):
                     self._connection.execute(f"PRAGMA {pragma}").close()
@@ -588,17 +588,21 @@ def can_write(path: Path) -> bool:
     return True
 
 
-def _turn_to_log(connection: sqlite3.Connection) -> None:
-    """Let the journal have a write-ahead log, which a file keeps once it has one.
+def _switch_to_write_ahead_log(connection: sqlite3.Connection) -> None:
+    """Switch a journal to a write-ahead log, which its file keeps from then on.
 
-    SQLite waits for nobody here: where two programs create one journal, one of them is told at once that it is locked.
+    SQLite's busy timeout has no effect on this statement: where two programs create one journal, one of them gets the
+    error "database is locked" at once. So the statement is repeated here.
+
+    Raises:
+        sqlite3.OperationalError: The file is still locked after `CREATION_S`, or cannot be written.
     """
     end = time.monotonic() + CREATION_S
     while True:
         try:
             connection.execute("PRAGMA journal_mode = WAL").close()
         except sqlite3.OperationalError as error:
-            # The lowest byte is the kind of error. Python 3.10 tells none, so that every error is taken for this one.
+            # The lowest byte is the kind of error. Python 3.10 has no such number: there each error counts as a lock.
             kind = getattr(error, "sqlite_errorcode", _SQLITE_BUSY) & 0xFF
             if kind != _SQLITE_BUSY or time.monotonic() > end:
                 raise
