@@ -488,12 +488,17 @@ def _check_federation(arguments: Mapping[str, object]) -> None:
     agents = arguments["agents"]
     if not isinstance(agents, Mapping) or not agents:
         mistakes.append("agents: expected at least one, as a mapping of id -> data source")
-    for name, least in (("rounds", 1), ("seed", 0)):
-        value = arguments[name]
-        if not isinstance(value, SupportsIndex) or index(value) < least:
-            mistakes.append(f"{name} = {value!r}: expected a whole number, {least} or more")
+    mistakes += _mistake_in_number("rounds", arguments["rounds"], least=1)
+    mistakes += _mistake_in_number("seed", arguments["seed"], least=0)
     if mistakes:
         raise ConfigError("federate()", mistakes)
+
+
+def _mistake_in_number(name: str, value: object, *, least: int) -> list[str]:
+    """Return a line where an argument is no whole number, or too small; an empty list where it is right."""
+    if isinstance(value, SupportsIndex) and index(value) >= least:
+        return []
+    return [f"{name} = {value!r}: expected a whole number, {least} or more"]
 
 
 def federate(
@@ -543,10 +548,10 @@ def federate(
     from .state.journal_location import journal_of, use_database
 
     _check_federation({"agents": agents, "rounds": rounds, "seed": seed})
-    own_configs = []
+    agent_configs = []
     for name, source in agents.items():
-        own = {"id": name, "state": config.state.parent / name, "data": {"source": source}}
-        own_configs.append(parse(AgentConfig, own, where=f"agent '{name}'"))
+        fields = {"id": name, "state": config.state.parent / name, "data": {"source": source}}
+        agent_configs.append(parse(AgentConfig, fields, where=f"agent '{name}'"))
     cohort = config.cohort.model_copy(update={"min_agents": len(agents)})
     quiet = config.export.model_copy(update={"after_run": False})
     config = config.model_copy(update={"cohort": cohort, "export": quiet})
@@ -557,7 +562,7 @@ def federate(
     with StateFolder(config.state, journal_of(config.state, config.journal)).open("federate") as state:
         run = state.journal.request_run(Request(method, chosen, index(rounds), index(seed), config.run_task).to_fact())
         members.append(Coordinator(config, state, broker.transport(), start=StartOptions(probe_s=0)))
-        members.extend(agent_in_memory(own, broker) for own in own_configs)
+        members.extend(agent_in_memory(agent_config, broker) for agent_config in agent_configs)
         for member in members:
             member.start()
         try:

@@ -132,7 +132,7 @@ def _run_all(reproduction: Reproduction, cells: Sequence[Cell], *, again: bool) 
     from ..research.reproduce.outcome import write
     from ..simulation.client_pool import RESUMABLE
 
-    # 1. All mistakes of all cells are told before the first one is run.
+    # 1. All mistakes in all cells are reported before the first one runs.
     missing = [cell for cell in cells if not cell.is_over and (again or not cell.failure)]
     reproduction.check(missing)
     is_begun = {cell.folder: not (again and cell.must_restart) and cell.is_begun() for cell in cells}

@@ -427,11 +427,11 @@ def test_an_error_in_an_own_method_has_its_place_its_traceback_and_its_log(engin
     line = BROKEN.splitlines().index('            raise ValueError(f"my bug on {client.id}")') + 1
     assert "ValueError: my bug on c" in str(caught.value)
     assert f"({file}, line {line}, in helper" in str(caught.value)
-    told = "".join(traceback.format_exception(caught.value))
-    assert f'File "{file}", line {line}, in helper' in told
-    assert told.count("ValueError: my bug on c") >= 2, "in the message, and in the traceback of the client's process"
+    message = "".join(traceback.format_exception(caught.value))
+    assert f'File "{file}", line {line}, in helper' in message
+    assert message.count("ValueError: my bug on c") >= 2, "in the message, and in the traceback of the client's process"
     (kept,) = tmp_path.glob("headwater-*")
-    assert f"The folder of this run is kept: {kept}" in told
+    assert f"The folder of this run is kept: {kept}" in message
     if engine["engine"] == "pool":
         log = Path(re.search(r"whole traceback is in (\S+\.log)\)", str(caught.value))[1])
         assert log.is_relative_to(kept)
@@ -515,9 +515,10 @@ def test_a_run_that_is_stopped_after_its_first_round_is_kept_and_can_go_on(tmp_p
     with pytest.raises(KeyboardInterrupt) as caught:
         coordinator.simulate(data=samples(), **given, watch=stop_in_round(2))
     (kept,) = tmp_path.glob("headwater-*")
-    told = "".join(traceback.format_exception(caught.value))
+    message = "".join(traceback.format_exception(caught.value))
     assert (
-        f"Stopped after 1 closed round, and nothing is lost: simulate(..., out='{kept / 'run'}', resume=True)" in told
+        f"Stopped after 1 closed round, and nothing is lost: simulate(..., out='{kept / 'run'}', resume=True)"
+        in message
     )
     resumed = coordinator.simulate(data=samples(), **given, out=kept / "run", resume=True)
     whole = coordinator.simulate(data=samples(), **given)

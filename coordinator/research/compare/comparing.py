@@ -20,7 +20,7 @@ from ...text import counted
 from ..footing import footing_of
 from .records import Comparison, MethodRecord, SeedRun, Trial
 from .settings import Arguments, Contender, run_plan, trial_plan, tuner_named, untuned_plan
-from .simulated_runs import RunOutcome, RunSpec, begin_anew, forget
+from .simulated_runs import RunOutcome, RunSpec, forget, reset
 from .tuners import Budget, Proposal, Tuner
 
 RECORD = "comparison.json"
@@ -268,29 +268,31 @@ class Comparing:
             yield spec
 
     def _over(self, spec: RunSpec) -> RunOutcome | None:
-        """Return the outcome of a simulation that is over, and not to be made anew.
+        """Return the outcome of a simulation that is over; None where the simulation has to run, or to run again.
 
         Raises:
             StateError: Its file is of a simulation with other settings, and nothing explains why.
         """
-        before = spec.read_any(self._base)
-        if before is not None and self._is_outdated(spec, before):
-            begin_anew(spec, self._base, before)
-        outcome = spec.read(self._base)
-        if outcome is None or not outcome.is_over:
+        outcome = spec.read_any(self._base)
+        if outcome is None:
+            return None
+        if self._is_outdated(spec, outcome):
+            reset(spec, self._base, outcome)
+            return None
+        spec.check(outcome, self._base)
+        if not outcome.is_over:
             return None
         if outcome.failure and self._again and spec.location not in self._retried:
             self._retried.add(spec.location)
-            begin_anew(spec, self._base, outcome)
+            reset(spec, self._base, outcome)
             return None
         return outcome
 
     def _is_outdated(self, spec: RunSpec, before: RunOutcome) -> bool:
-        """Return whether an outcome is of parameters that its method's search has left since.
+        """Return whether an outcome is of parameters that the search of its method no longer proposes.
 
-        A trial that had failed and was scored when it was tried again changes what the search proposes and chooses
-        from there on. Trials and runs of that method alone are made anew, and only where nothing but their parameters
-        is another.
+        A trial that had failed, and has a score since it was tried again, changes what the search proposes and chooses
+        from there on. Then trials and runs of that method run again, if only their parameters differ.
         """
         search = next(search for search in self._searches if self._has_slug(spec, search.contender))
         if not search.has_recovered_trials:
@@ -372,16 +374,21 @@ class Comparing:
 
     @property
     def finished_parts(self) -> int:
-        """How many parts are over: all trials, and the runs of each seed, those with defaults apart."""
-        if not all(search.is_over for search in self._searches):
+        """How many parts of the comparison are over.
+
+        All trials together are one part. A seed has two: runs with chosen parameters, and runs with defaults.
+        """
+        has_all_trials = all(search.is_over for search in self._searches)
+        if not has_all_trials:
             return 0
-        parts = 1
-        for seed in self._arguments.seeds:
-            if not any(self._tuned_runs(seed)):
-                parts += 1
-            if self._untuned and all(seed in runs.outcomes for runs in self._untuned):
-                parts += 1
-        return parts
+        seeds = self._arguments.seeds
+        tuned_seeds = sum(not any(self._tuned_runs(seed)) for seed in seeds)
+        untuned_seeds = sum(self._has_untuned_runs(seed) for seed in seeds)
+        return 1 + tuned_seeds + untuned_seeds
+
+    def _has_untuned_runs(self, seed: int) -> bool:
+        """Return whether runs with defaults are wanted, and those of a seed are over."""
+        return bool(self._untuned) and all(seed in runs.outcomes for runs in self._untuned)
 
     @property
     def total_rounds(self) -> int:

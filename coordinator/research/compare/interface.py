@@ -425,7 +425,7 @@ def _setting(arguments: Arguments, contenders: Sequence[Contender], command: str
     if (
         has_runs
         and arguments.trials
-        and _draws_test_anew(first, has_test=pools.test is not None, seeds=arguments.seeds)
+        and _draws_test_samples_by_seed(first, has_test=pools.test is not None, seeds=arguments.seeds)
     ):
         notes = (_SHARED_TEST.format(seed=arguments.tune_seed, share=first.test_fraction),)
     # 2. What single methods cannot do is said before hours are spent on the others.
@@ -444,16 +444,16 @@ def _setting(arguments: Arguments, contenders: Sequence[Contender], command: str
     if mistakes:
         raise ConfigError(f"methods for {', '.join(first.data)}", mistakes)
     names = [contender.choice.name for contender in contenders]
-    what = ", ".join(names)
+    compared = ", ".join(names)
     if len(names) > MOST_NAMED:
-        what = counted(len(names), "method")
+        compared = counted(len(names), "method")
     # Each seed has a partition of its own, and where the data have a test part nothing is held out.
     without_effect = {"seed"}
     if pools.test is not None:
         without_effect.add("test_fraction")
     settings = {name: value for name, value in division.settings.items() if name not in without_effect}
     return Setting(
-        title=f"{what} on {', '.join(first.data)}",
+        title=f"{compared} on {', '.join(first.data)}",
         data=first.data,
         partition=division.rule,
         partition_settings=settings,
@@ -466,7 +466,7 @@ def _setting(arguments: Arguments, contenders: Sequence[Contender], command: str
     )
 
 
-def _draws_test_anew(plan: Plan, *, has_test: bool, seeds: Sequence[int]) -> bool:
+def _draws_test_samples_by_seed(plan: Plan, *, has_test: bool, seeds: Sequence[int]) -> bool:
     """Return whether each of several seeds has other test samples, because the data have no test part of their own."""
     return not has_test and plan.saved_partition is None and len(seeds) > 1
 

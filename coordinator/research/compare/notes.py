@@ -137,16 +137,20 @@ def notes_of_tuning(comparison: Comparison, statistics: ComparisonStatistics) ->
 
 
 def _notes_on_trials(comparison: Comparison) -> Iterator[Note]:
-    """Yield whose trials are still under way, who has another number of them than the others, and why."""
-    wanted = comparison.trials
-    searching = [record for record in comparison.methods if _is_searching(record, wanted)]
-    if searching:
-        counts = [f"{record.name} {len(record.trials)} of {wanted}" for record in searching]
-        yield Note(f"Trials under way: {listed(counts)}.")
-    others = [record for record in comparison.methods if record not in searching and len(record.trials) != wanted]
-    if others:
-        counts = [f"{record.name} {len(record.trials)}" for record in others]
-        yield Note(f"Other numbers of trials: {listed(counts)}. Rows with fewer are at a disadvantage.")
+    """Yield which methods still have trials under way, which have more or fewer than the others, and why."""
+    trials = comparison.trials
+    unfinished = []
+    unequal = []
+    for record in comparison.methods:
+        count = len(record.trials)
+        if _is_searching(record, trials):
+            unfinished.append(f"{record.name} {count} of {trials}")
+        elif count != trials:
+            unequal.append(f"{record.name} {count}")
+    if unfinished:
+        yield Note(f"Trials under way: {listed(unfinished)}.")
+    if unequal:
+        yield Note(f"Other numbers of trials: {listed(unequal)}. Rows with fewer are at a disadvantage.")
     for record in comparison.methods:
         if record.note:
             yield Note(sentence(f"{record.name}: {record.note}"))

@@ -88,15 +88,22 @@ class RunSpec:
             StateError: The file is damaged, or of a simulation with other settings.
         """
         outcome = self.read_any(base)
-        if outcome is None:
-            return None
+        if outcome is not None:
+            self.check(outcome, base)
+        return outcome
+
+    def check(self, outcome: RunOutcome, base: Path) -> None:
+        """Require that an outcome is of this simulation.
+
+        Raises:
+            StateError: It is of one with other settings.
+        """
         differences = self.differences(outcome)
         if differences:
             raise StateError(
                 f"{self.outcome_path(base)}: has other settings ({'; '.join(differences[:5])}): the method's search "
                 f"space or an earlier trial was another one; {_OR_ELSE}"
             )
-        return outcome
 
     def read_any(self, base: Path) -> RunOutcome | None:
         """Return what its file holds, though that may be of other settings; None: there is no file.
@@ -303,8 +310,8 @@ def _curve(result: Mapping[str, Any], scope: str) -> tuple[tuple[float, float], 
     return tuple(curve(result, scope, "clients_mean"))
 
 
-def begin_anew(spec: RunSpec, base: Path, before: RunOutcome) -> None:
-    """Remove what a simulation has found but for what it has cost, so that it is made from its start.
+def reset(spec: RunSpec, base: Path, before: RunOutcome) -> None:
+    """Remove the results of a simulation, so that it runs again from its start; its cost so far stays counted.
 
     Args:
         spec: The simulation, as it is now.

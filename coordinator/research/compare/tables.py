@@ -309,13 +309,20 @@ def _params_text(record: MethodRecord, trials: int) -> str:
         record: The row.
         trials: The trials that each method of the comparison gets.
     """
-    params: Mapping[str, Any] = {}
-    if record.runs:
-        params = record.runs[0].params
-    elif record.chosen is not None:
-        params = next(trial.params for trial in record.trials if trial.number == record.chosen)
-    elif trials:  # nothing is chosen yet
+    has_chosen = bool(record.runs) or record.chosen is not None
+    if trials and not has_chosen:
         return DASH
+    params = _run_params(record)
     if not params:
         return "the defaults"
     return ", ".join(f"{name}={value}" for name, value in params.items())
+
+
+def _run_params(record: MethodRecord) -> Mapping[str, Any]:
+    """Return the parameters of the runs of a row; before its first run those of the trial that was chosen."""
+    if record.runs:
+        return record.runs[0].params
+    for trial in record.trials:
+        if trial.number == record.chosen:
+            return trial.params
+    return {}

@@ -155,7 +155,7 @@ def test_a_server_of_another_kind_is_refused_before_anything_starts(tmp_path):
             serving.join(30)
 
 
-def test_a_folder_that_mlflow_refuses_is_told_in_whole_words_with_a_server_to_name(tmp_path, monkeypatch):
+def test_a_folder_that_mlflow_refuses_is_named_in_whole_words_with_a_server_to_use(tmp_path, monkeypatch):
     """MLflow's own sentences about folders are longer than what is shown of them."""
 
     def refuse(_):
@@ -163,9 +163,11 @@ def test_a_folder_that_mlflow_refuses_is_told_in_whole_words_with_a_server_to_na
 
     monkeypatch.setattr(MlflowLogger, "package", "json")  # a package that is always there
     monkeypatch.setattr(MlflowLogger, "_client", refuse)
-    with pytest.raises(UsageError) as told:
+    with pytest.raises(UsageError) as caught:
         MlflowLogger("mlruns", tmp_path).check()
-    assert re.search(r"mlruns cannot be used: The filesystem.* migrate …; name a server, such as http", str(told.value))
+    assert re.search(
+        r"mlruns cannot be used: The filesystem.* migrate …; name a server, such as http", str(caught.value)
+    )
 
 
 def test_wandb_sends_nothing_unless_it_is_asked_to_and_then_needs_a_key(tmp_path, monkeypatch):

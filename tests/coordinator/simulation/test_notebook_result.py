@@ -359,7 +359,7 @@ def test_two_results_are_compared_client_by_client(fedper, fedavg):
     assert (itself.mean, itself.verdict, itself.test.p) == (0.0, "not distinguishable", 1.0)
 
 
-def test_two_results_of_one_method_are_told_apart(fedper):
+def test_two_results_of_one_method_have_different_names(fedper):
     def named(**changes):
         return replace(fedper, summary={**fedper.summary, **changes})
 

@@ -91,7 +91,7 @@ def test_one_seed_has_no_interval_and_says_so():
 
 
 @pytest.mark.parametrize("hours, text", [(15 / 3600, "15 s"), (0.1, "6 min"), (5.5, "5 h 30 min")])
-def test_costs_are_told_in_the_unit_that_people_would_use(hours, text):
+def test_costs_are_shown_in_the_unit_that_people_would_use(hours, text):
     row = row_of("local", [run_of(0, [0.5])])
     statistics = compute_statistics(comparison_of(row))
     costs = replace(statistics.rows[0].costs, trial_hours=hours / 2, run_hours=hours / 2)
