@@ -187,7 +187,7 @@ def _optimizer_state(method: Method) -> str:
         return "none"
     if getattr(method.params, "optimizer_state", "reset") == "persist":
         return "kept between rounds"
-    return "begun anew in each stage of each round"
+    return "reset in each stage of each round"
 
 
 def _listed(stages: Sequence[Stage]) -> str:

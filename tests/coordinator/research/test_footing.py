@@ -27,7 +27,7 @@ FEDPAC = Plan(
 def test_the_footing_of_a_plan_in_words():
     assert footing_of(FEDPAC) == {
         "optimizer": "SGD, step size 0.02, momentum 0.5, weight decay 0.0005",
-        "optimizer's state": "begun anew in each stage of each round",
+        "optimizer's state": "reset in each stage of each round",
         "passes in a round": "1 of head (step size 0.1), then 5 of encoder",
         "at the end": "nothing",
         "batches": "50; a smaller last batch is used, a single sample joins the batch before",
@@ -103,7 +103,7 @@ def test_one_field_of_a_plan_changes_its_aspect(fields, expected):
     [
         ("fedrir", {}, {"optimizer's state": "kept between rounds"}),
         ("fedrir", {}, {"batches": "32; a last batch that is not whole sits out"}),
-        ("fedrir", {"optimizer_state": "reset"}, {"optimizer's state": "begun anew in each stage of each round"}),
+        ("fedrir", {"optimizer_state": "reset"}, {"optimizer's state": "reset in each stage of each round"}),
         ("dualfed", {"augment": True}, {"augmentation": "flips and rotations"}),
         ("afl", {}, {"optimizer": "none", "batches": "none"}),
         ("afl", {}, {"passes in a round": "sums over features, without training"}),
