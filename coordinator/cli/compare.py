@@ -92,7 +92,8 @@ def compare(
 
     Each method gets the same number of trials on validation samples, and runs with the best parameters; with one seed
     all methods have the same partition. local, fedavg, fedavg_ft and linear_probe are always in it. Ctrl-C stops it
-    (exit code 130), and the same command continues. Exit code 1 where a run failed; --again tries those once more.
+    (exit code 130), and the same command continues, also with more methods or seeds. Exit code 1 where a run failed;
+    --again tries those once more.
 
     Example: headwater compare fedprox ditto -d digits --partition domains --rounds 20 --seeds 0:6 --tune 12
     """

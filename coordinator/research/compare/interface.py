@@ -21,7 +21,7 @@ from ...loggers.choice import absolute_choice
 from ...loggers.delivery import LogOutcome
 from ...shadowed import check_export
 from ...simulation.plan import Plan, is_saved_partition
-from ...text import counted
+from ...text import counted, listed
 from .comparing import RECORD, Comparing, Setting
 from .logged import check_logs, log_comparison
 from .outputs import write_outputs
@@ -56,7 +56,9 @@ ARGUMENTS = "arguments.json"
 MOST_NAMED = 6
 """The most methods whose names stand in the title of a comparison."""
 
-_OTHERS = "give the same arguments to continue it, or choose another folder with --out"
+_OTHERS = (
+    "continue it with the same arguments, to which seeds and methods may be added, or choose another folder with --out"
+)
 
 
 @dataclass(frozen=True)
@@ -174,7 +176,8 @@ def compare(
 ) -> ComparisonResult:
     """Compare methods: the same number of trials for each on validation samples, then runs with paired seeds.
 
-    The same as 'headwater compare'. Called again with the same arguments, it continues where it was stopped.
+    The same as 'headwater compare'. Called again with the same arguments, it continues where it was stopped; with more
+    seeds or methods, or with ``untuned``, it runs what is missing.
 
     Args:
         methods: Names, ``"path.py:Class"``, or subclasses of `edge_agent.methods.Method`. ``local``, ``fedavg``,
@@ -366,9 +369,12 @@ def _run(arguments: Arguments, out: Path, running: Running, *, command: str, has
     contenders = contenders_of(arguments)
     check_writable(out)
     with shared_folder_lock(out, f"headwater {'compare' if has_runs else 'sweep'}"):
-        _check_arguments(arguments, out)
+        begun = _begun(arguments, out)
         setting = _setting(arguments, contenders, command, has_runs=has_runs)
-        if read_json(out / ARGUMENTS) is None:
+        additions = begun.additions(arguments) if begun is not None else []
+        if additions:
+            running.say(f"{out}: the comparison now also has {listed(additions)}")
+        if begun is None or additions:
             write_json(out / ARGUMENTS, arguments.model_dump(mode="json"))
         comparing = Comparing(arguments, contenders, setting, out, has_runs=has_runs, again=running.again)
         try:
@@ -387,22 +393,26 @@ def _write_tables(comparing: Comparing, out: Path, *, has_runs: bool) -> Compari
     return record
 
 
-def _check_arguments(arguments: Arguments, out: Path) -> None:
-    """Require that the folder is empty, or holds a comparison with the same arguments.
+def _begun(arguments: Arguments, out: Path) -> Arguments | None:
+    """Return the arguments of the comparison in a folder, which ``arguments`` continue; None: the folder is empty.
 
     Raises:
-        UsageError: It holds something else, or one with others; the message says what differs.
+        UsageError: It holds something else, or a comparison that they do not continue; the message says what differs.
     """
     content = read_json(out / ARGUMENTS)
     if content is None:
         strangers = sorted(path.name for path in out.iterdir() if path.name != "lock" and path.suffix != ".tmp")
         if strangers:
             raise UsageError(f"{out} is not empty ({', '.join(strangers[:3])}) and holds no comparison; choose another")
-        return
+        return None
     begun = parse(Arguments, content, where=str(out / ARGUMENTS))
-    differences = begun.differences(arguments)
+    expected = begun
+    if begun.additions(arguments):
+        expected = begun.extended_by(arguments)
+    differences = expected.differences(arguments)
     if differences:
         raise UsageError(f"{out} holds a comparison with other arguments: {'; '.join(differences)}; {_OTHERS}")
+    return begun
 
 
 def _setting(arguments: Arguments, contenders: Sequence[Contender], command: str, *, has_runs: bool) -> Setting:

@@ -62,7 +62,7 @@ class MethodChoice(Frozen):
 
 
 class Arguments(Frozen):
-    """All that decides what a comparison finds. The same folder can be continued with the same arguments alone."""
+    """All that decides what a comparison finds. A folder is continued with the same arguments, or with additions."""
 
     methods: tuple[MethodChoice, ...]
     plan: dict[str, Any] = Field(description="fields of all simulations that were given")
@@ -76,6 +76,37 @@ class Arguments(Frozen):
     validation: float = Field(VALIDATION, gt=0, lt=1)
     tune_seed: int = Field(0, ge=0)
     untuned: bool = False
+
+    def additions(self, now: Arguments) -> list[str]:
+        """Return what ``now`` has more: seeds, methods, and runs with defaults; no simulation made so far is outdated.
+
+        Empty where there is nothing more, and where ``now`` lacks a seed or a method or has another first seed.
+        """
+        keeps_seeds = self.seeds[0] == now.seeds[0] and set(self.seeds) <= set(now.seeds)
+        keeps_methods = all(choice in now.methods for choice in self.methods)
+        keeps_untuned = now.untuned or not self.untuned
+        if not (keeps_seeds and keeps_methods and keeps_untuned):
+            return []
+        additions = [f"seed {seed}" for seed in now.seeds if seed not in self.seeds]
+        additions += [f"method {name}" for name in self._added_methods(now)]
+        if now.untuned and not self.untuned:
+            additions.append("runs with defaults")
+        return additions
+
+    def extended_by(self, now: Arguments) -> Arguments:
+        """Return these arguments with the seeds, methods and runs with defaults of ``now``."""
+        added = self._added_methods(now)
+        space = dict(self.space)
+        for key, values in now.space.items():
+            method, dot, _ = key.partition(".")
+            if dot and method in added:
+                space[key] = values
+        fields = {"seeds": now.seeds, "methods": now.methods, "untuned": now.untuned, "space": space}
+        return self.model_copy(update=fields)
+
+    def _added_methods(self, now: Arguments) -> list[str]:
+        """Return the names of the methods that ``now`` alone has."""
+        return [choice.name for choice in now.methods if choice not in self.methods]
 
     def differences(self, now: Arguments) -> list[str]:
         """Return ``name value, now value`` for each argument that differs in ``now``."""

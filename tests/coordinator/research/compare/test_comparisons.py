@@ -280,12 +280,36 @@ def test_other_arguments_are_refused_with_what_differs(run):
     for change, text in (
         ({"rounds": 2}, "rounds 1, now 2"),
         ({"tune": 3}, "trials 0, now 3"),
-        ({"seeds": (0, 1)}, r"seeds \[0\], now \[0, 1\]"),
+        ({"seeds": (1, 0)}, r"seeds \[0\], now \[1, 0\]"),
+        ({"seeds": (0, 1), "rounds": 2}, r"arguments: rounds 1, now 2; continue"),
         ({"space": {"mu": "0,1"}}, "space {}, now"),
         ({"alpha": 0.5, "partition": "dirichlet"}, "partition none, now dirichlet"),
     ):
         with pytest.raises(UsageError, match=text):
             run("fedprox", **{**begun, **change})
+
+
+def test_seeds_methods_and_defaults_that_are_added_give_what_one_comparison_of_them_all_gives(whole, monkeypatch):
+    def call(*methods, out="grown", **changes):
+        how = {"out": whole.folder.parent / out, "running": Running(in_process=True, say=said.append), **changes}
+        return coordinator.compare(list(methods), tune=2, **whole.settings, **how).comparison
+
+    said = []
+    space = {"space": {"ditto.lr": "0.01,0.1"}}
+    at_once = call("fedprox", "ditto", seeds=(0, 1), untuned=True, out="at-once", **space)
+    assert said == []
+    call("fedprox", seeds=(0,))
+    call("fedprox", seeds=(0, 1))
+    grown = call("fedprox", "ditto", seeds=(0, 1), untuned=True, **space)
+    assert [line.partition("now also has ")[2] for line in said] == ["seed 1", "method ditto, runs with defaults"]
+    assert without_times(grown)["methods"] == without_times(at_once)["methods"]
+    # What was there before is not run again, and nothing can be taken away.
+    monkeypatch.setattr(simulated_runs, "_simulate", None)
+    assert call("fedprox", "ditto", seeds=(0, 1), untuned=True, **space).methods == grown.methods
+    with pytest.raises(UsageError, match=r"seeds \[0, 1\], now \[0\]"):
+        call("fedprox", "ditto", seeds=(0,), untuned=True, **space)
+    with pytest.raises(UsageError, match="methods local, fedavg, fedavg_ft, linear_probe, fedprox, ditto, now"):
+        call("fedprox", seeds=(0, 1), untuned=True)
 
 
 def test_another_engine_is_no_other_comparison(whole):
