@@ -80,18 +80,26 @@ class Arguments(Frozen):
     def additions(self, now: Arguments) -> list[str]:
         """Return what ``now`` has more: seeds, methods, and runs with defaults; no simulation made so far is outdated.
 
-        Empty where there is nothing more, and where ``now`` lacks a seed or a method or has another first seed.
+        Empty where there is nothing more, and where ``now`` lacks something or has another first seed.
         """
-        keeps_seeds = self.seeds[0] == now.seeds[0] and set(self.seeds) <= set(now.seeds)
-        keeps_methods = all(choice in now.methods for choice in self.methods)
-        keeps_untuned = now.untuned or not self.untuned
-        if not (keeps_seeds and keeps_methods and keeps_untuned):
+        if not self._is_part_of(now):
             return []
         additions = [f"seed {seed}" for seed in now.seeds if seed not in self.seeds]
         additions += [f"method {name}" for name in self._added_methods(now)]
         if now.untuned and not self.untuned:
             additions.append("runs with defaults")
         return additions
+
+    def _is_part_of(self, now: Arguments) -> bool:
+        """Return whether ``now`` has all seeds, all methods with their parameters, and runs with defaults if these do.
+
+        The first seed has to be the same: by default the trials have it.
+        """
+        if now.seeds[0] != self.seeds[0] or not set(self.seeds) <= set(now.seeds):
+            return False
+        if self.untuned and not now.untuned:
+            return False
+        return all(choice in now.methods for choice in self.methods)
 
     def extended_by(self, now: Arguments) -> Arguments:
         """Return these arguments with the seeds, methods and runs with defaults of ``now``."""
