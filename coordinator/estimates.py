@@ -13,6 +13,9 @@ CONFIDENCE = 0.95
 ENOUGH_ERRORS = 2.0
 """How many standard errors a difference has at least where it is distinguishable from none."""
 
+ENOUGH_SEEDS = 5
+"""From so many seeds on chance alone exceeds two standard errors in about one of nine comparisons, or fewer."""
+
 EXACT = 1e-12
 """Differences of accuracies whose deviation is smaller are equal: only their rounding differs."""
 
@@ -63,3 +66,16 @@ def is_distinguishable(estimate: Estimate) -> bool | None:
     if estimate.standard_error is None:
         return None
     return abs(estimate.mean) >= max(ENOUGH_ERRORS * estimate.standard_error, EXACT)
+
+
+def chance_of_distinguishing(count: int) -> float:
+    """Return how often a difference of ``count`` pairs has two standard errors where there is none, to either side."""
+    from scipy.stats import t
+
+    return float(2 * t.sf(ENOUGH_ERRORS, count - 1))
+
+
+def describe_chance(count: int) -> str:
+    """Say in a sentence how often a difference of ``count`` seeds has two standard errors where there is none."""
+    chance = 100 * chance_of_distinguishing(count)
+    return f"With {count} seeds chance alone exceeds two standard errors in {chance:.0f} % of comparisons."

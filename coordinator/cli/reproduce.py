@@ -167,16 +167,18 @@ HEADINGS = ("method", "verdict", "paper", "ours", "±", "diff.", "best", "after\
 
 def _shown(reproduction: Reproduction, results: Sequence[Outcome]) -> Iterator[Any]:
     """Yield what the terminal shows: for each column its table, orders and footing; then sources and files."""
-    from ..research.reproduce.outcome import CAVEAT, FOOTING, footing_lines, footings, promises, sentence, source_lines
+    from ..research.reproduce.outcome import CAVEAT, FOOTING, checked_orders, footing_lines, footings, source_lines
 
     published = reproduction.table
-    claims = promises(published, results)
+    orders = checked_orders(published, results)
     for column in {result.column.name: result.column for result in results}.values():
         rows = [_row(result) for result in results if result.column == column]
         yield table(f"{published.title}: {column.name}", HEADINGS, rows, left=2)
         if column.doubt:
             yield f"doubtful: {column.doubt}"
-        yield from (sentence(claim).replace("**", "") for claim in claims if claim["column"] == column.name)
+        for order in orders:
+            if order.column == column.name:
+                yield " ".join(order.sentences()).replace("**", "")
         yield FOOTING
         yield from footing_lines(published, footings(results)[column.name])
     yield from source_lines(published)

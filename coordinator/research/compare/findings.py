@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from ...estimates import ENOUGH_SEEDS, describe_chance
 from ...report.charts import clean, percent
 from ...text import listed
 from .facts import baseline_name, progress_text
 from .records import Comparison
-from .row_statistics import ComparisonStatistics, RowStatistics, chance_of_distinguishing
-
-ENOUGH_SEEDS = 5
-"""From so many seeds on chance alone exceeds two standard errors in about one of nine comparisons, or fewer."""
+from .row_statistics import ComparisonStatistics, RowStatistics
 
 
 def findings(comparison: Comparison, statistics: ComparisonStatistics) -> list[str]:
@@ -52,8 +50,7 @@ def _distances(statistics: ComparisonStatistics) -> Iterator[str]:
         yield f"One pair of seeds says nothing of chance: compare with more seeds ({_list(single_pairs)})."
     fewest = min((len(difference.seeds) for difference in differences.values() if len(difference.seeds) > 1), default=0)
     if 0 < fewest < ENOUGH_SEEDS:
-        chance = 100 * chance_of_distinguishing(fewest)
-        yield f"With {fewest} seeds chance alone exceeds two standard errors in {chance:.0f} % of comparisons."
+        yield describe_chance(fewest)
 
 
 def _clients_and_tuning(comparison: Comparison, statistics: ComparisonStatistics) -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...estimates import CONFIDENCE
+from ...estimates import CONFIDENCE, chance_of_distinguishing
 from ...text import counted, listed, sentence
 from .facts import baseline_name, progress_text, tuning_text
 from .records import Comparison, MethodRecord
@@ -13,7 +13,6 @@ from .row_statistics import (
     HurtRule,
     PairedDifference,
     RowStatistics,
-    chance_of_distinguishing,
 )
 from .table_model import ONE_PAIR, OTHER_FOOTING, SAME_AS_BEST, SEEDS_MISSING, Note
 

@@ -309,13 +309,6 @@ def _over_seeds(values: Iterable[float]) -> Estimate | None:
     return Estimate.from_values(all_values)
 
 
-def chance_of_distinguishing(count: int) -> float:
-    """Return how often a difference of ``count`` pairs has two standard errors where there is none, to either side."""
-    from scipy.stats import t
-
-    return float(2 * t.sf(ENOUGH_ERRORS, count - 1))
-
-
 # --- ranks and differences -------------------------------------------------------------------------------------------
 
 

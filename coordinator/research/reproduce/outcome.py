@@ -15,14 +15,13 @@ from ...report.charts import CLASSES, Axis, Lines, Series, ends
 from ...report.pictures import COLUMN, picture
 from ...simulation.plan import Plan
 from ...simulation.results import best_of, curve, scored_clients
-from ...text import counted, listed
+from ...text import counted
 from ..footing import Footing, SharedFooting, in_words
-from .cells import Cell, Column, Promise, Reproduction, Row, Table
+from .cells import Cell, Column, Reproduction, Row, Table
+from .orders import CheckedOrder, Values, check_order, markdown_of_pairs
 
 HUNDRED = 100.0
 REASON_CHARS = 160
-NOISE = 1.0
-"""Points of accuracy below which a difference of two rows ranks nothing; `CAVEAT` says so, too."""
 FOOTING = "What the rows rest on; ≠ marks what a row has in place of the usual:"
 CAVEAT = "One machine, few seeds: differences below a point are noise; `last` is after the last round, never the best."
 
@@ -71,6 +70,9 @@ class Outcome:
 
     under_way: str = ""
     """In which round an unfinished run is; empty: there is none."""
+
+    by_seed: Mapping[int, float] = field(default_factory=dict)
+    """Seed -> our value, of the seeds with a result."""
 
     footing: Mapping[str, str] = field(default_factory=dict)
     """What the cell rests on, as `Footing.named` has it: aspect -> what it is."""
@@ -161,11 +163,8 @@ def _outcome(table: Table, cells: Sequence[Cell]) -> Outcome:
     row = cells[0].row
     column = cells[0].column
     results = _results_of(cells)
-    ours = []
-    for result in results:
-        value = _percent(result, row.scope, table.when, table.average)
-        if value is not None:
-            ours.append(value)
+    by_seed = _values_by_seed(table, cells)
+    ours = list(by_seed.values())
     plan = {**table.plan, **column.plan, **row.plan}
     return Outcome(
         row,
@@ -183,6 +182,7 @@ def _outcome(table: Table, cells: Sequence[Cell]) -> Outcome:
         missing=max((len(result.get("failed", ())) for result in results), default=0),
         under_way=_first_under_way(cells),
         trouble=_first_failure(cells),
+        by_seed=by_seed,
         footing=_footing(table, cells[0]),
     )
 
@@ -259,6 +259,19 @@ def _results_of(cells: Sequence[Cell]) -> list[dict[str, Any]]:
     return results
 
 
+def _values_by_seed(table: Table, cells: Sequence[Cell]) -> dict[int, float]:
+    """Return seed -> our value in percent, of the finished runs of one row and column."""
+    by_seed = {}
+    for cell in cells:
+        result = cell.result
+        if result is None:
+            continue
+        value = _percent(result, cell.row.scope, table.when, table.average)
+        if value is not None:
+            by_seed[cell.seed] = value
+    return by_seed
+
+
 def _percent(result: Mapping[str, Any], scope: str, when: str, average: str) -> float | None:
     """Return the accuracy of a run that is compared, in percent; None where the run has none of that scope."""
     if scope == "after" and when == "last":
@@ -289,60 +302,15 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return round(fmean(present), 3)
 
 
-def promises(table: Table, compared: Sequence[Outcome]) -> list[dict[str, Any]]:
-    """Return each order that the table claims, checked in each column, as JSON; ``holds`` None: a row is missing."""
+def checked_orders(table: Table, compared: Sequence[Outcome]) -> list[CheckedOrder]:
+    """Return each order that the table claims, checked in each column in which the order's row was looked at."""
     checked = []
     for column, promise in itertools.product(table.columns, table.promises):
-        accuracies = {cell.row.name: cell.ours for cell in compared if cell.column.name == column.name}
-        if promise.row in accuracies:
-            checked.append({"column": column.name, **_check_promise(table, promise, accuracies)})
+        cells = [cell for cell in compared if cell.column.name == column.name]
+        values = {cell.row.name: Values(cell.ours, cell.by_seed) for cell in cells}
+        if promise.row in values:
+            checked.append(check_order(table, promise, column.name, values))
     return checked
-
-
-def _check_promise(table: Table, promise: Promise, accuracies: Mapping[str, float | None]) -> dict[str, Any]:
-    """Return an order that the table claims, and whether it holds in one column, as JSON.
-
-    Args:
-        table: The table.
-        promise: The order.
-        accuracies: Row -> our value in that column; None: the row has no result.
-    """
-    others = _rows_below(table, promise)
-    # 1. Rows without a result cannot be compared yet.
-    compared_with = []
-    beaten_by = []
-    margins = []
-    highest = accuracies[promise.row]
-    for name in others:
-        accuracy = accuracies.get(name)
-        if highest is None or accuracy is None:
-            continue
-        compared_with.append(name)
-        margins.append(highest - accuracy)
-        if not highest > accuracy:
-            beaten_by.append(name)
-    # 2. One row that is as high settles that the order does not hold; that it holds takes all rows.
-    holds = None
-    if beaten_by:
-        holds = False
-    elif len(compared_with) == len(others):
-        holds = True
-    return {
-        "row": promise.row,
-        "above": others,
-        "compared": compared_with,
-        "beaten_by": beaten_by,
-        "holds": holds,
-        "margin": round(min(margins), 3) if margins else None,
-    }
-
-
-def _rows_below(table: Table, promise: Promise) -> list[str]:
-    """Return the names of the rows that the paper has below the promise's row."""
-    others = [row.name for row in table.rows if row.name != promise.row]
-    if "all" in promise.above:
-        return others
-    return [name for name in others if name in promise.above]
 
 
 def as_json(reproduction: Reproduction, compared: Sequence[Outcome]) -> dict[str, Any]:
@@ -357,7 +325,7 @@ def as_json(reproduction: Reproduction, compared: Sequence[Outcome]) -> dict[str
         "average": table.average,
         "when": table.when,
         "cells": [cell.as_json() for cell in compared],
-        "promises": promises(table, compared),
+        "promises": [order.to_json() for order in checked_orders(table, compared)],
         "footing": {column: footing.to_json() for column, footing in footings(compared).items()},
         "notes": list(table.notes),
         "folder": str(reproduction.folder),
@@ -415,9 +383,10 @@ def _markdown_of_column(table: Table, column: Column, compared: Sequence[Outcome
     yield f"{FOOTING}\n"
     yield from (f"- {line}" for line in footing_lines(table, footing))
     yield ""
-    for claim in promises(table, compared):
-        if claim["column"] == column.name:
-            yield f"{sentence(claim)}\n"
+    orders = [order for order in checked_orders(table, compared) if order.column == column.name]
+    for order in orders:
+        yield f"{' '.join(order.sentences())}\n"
+    yield from markdown_of_pairs(orders)
 
 
 def _markdown_row(cell: Outcome) -> list[str]:
@@ -447,30 +416,6 @@ def _number(value: float | None) -> str:
     if value is None:
         return "–"
     return f"{value:.2f}"
-
-
-def sentence(claim: Mapping[str, Any]) -> str:
-    """Say in a sentence whether an order that the paper claims holds, and how narrowly; ``claim`` is of `promises`."""
-    order = f"{claim['row']} above {listed(claim['above'])}"
-    if claim["holds"]:
-        return f"The paper's order holds: {order}, {_in_words(claim['margin'])}."
-    if claim["beaten_by"]:
-        return f"The paper's order does **not** hold ({order}): {listed(claim['beaten_by'])} came out at least as high."
-    if not claim["compared"]:
-        return f"The paper's order ({order}) cannot be checked yet: there is nothing to compare."
-    missing = [name for name in claim["above"] if name not in claim["compared"]]
-    return (
-        f"The paper's order holds so far: {claim['row']} above {listed(claim['compared'])}, "
-        f"{_in_words(claim['margin'])}; these are {len(claim['compared'])} of {len(claim['above'])}; "
-        f"not there yet: {listed(missing)}."
-    )
-
-
-def _in_words(margin: float) -> str:
-    """Say by how much a row is above the next one, and that a margin below the noise ranks nothing."""
-    if margin < NOISE:
-        return f"by {margin:.2f} points, which is within the noise"
-    return f"by {margin:.2f} points or more"
 
 
 _AVERAGES = {"clients_mean": "mean over clients", "samples_mean": "over all test samples"}

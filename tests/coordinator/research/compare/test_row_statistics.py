@@ -10,10 +10,9 @@ import pytest
 from comparison_harness import comparison_of, made_up, row_of, run_of, trials_of
 from scipy import stats
 
-from coordinator.estimates import Estimate
+from coordinator.estimates import Estimate, chance_of_distinguishing
 from coordinator.research.compare.row_statistics import (
     HurtRule,
-    chance_of_distinguishing,
     compute_statistics,
     correct_by_holm,
     mean_ranks_within_seeds,

@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 
 from coordinator.research.reproduce import outcome
 from coordinator.research.reproduce.cells import Column, Reproduction, Row, Table, names, read_table
-from coordinator.research.reproduce.outcome import panel, sentence
+from coordinator.research.reproduce.outcome import panel
 from coordinator.simulation.client_pool import SimulatedClients
 from edge_agent.core.errors import ConfigError, UsageError
 
@@ -413,8 +413,9 @@ def test_a_value_of_other_rounds_or_fewer_seeds_than_the_tables_says_so(place, c
 @pytest.mark.parametrize("local, other, holds", [(50, 49, True), (49, 50, False), (50, 50, False), (50, None, None)])
 def test_the_order_that_a_paper_claims_is_looked_at(place, local, other, holds):
     table = read_table("t.toml")
-    kept = outcome.promises(table, found({"Local": (None, local), "Fed Avg": (None, other)}, table))
-    assert kept[0]["holds"] is holds
+    (order,) = outcome.checked_orders(table, found({"Local": (None, local), "Fed Avg": (None, other)}, table))[:1]
+    assert order.holds is holds
+    assert order.to_json()["holds"] is holds
     assert isinstance(table, Table)
 
 
@@ -435,7 +436,8 @@ def test_the_order_in_words(place, mine, others, words):
     path.write_text(f'{text[: text.index("[[rows]]")]}{rows}[[promises]]\nrow = "Best"\n')
     table = read_table("order.toml")
     ours = {name: (None, value) for name, value in {"Best": mine, **others}.items()}
-    assert sentence(outcome.promises(table, found(ours, table))[0]).startswith(words)
+    (said,) = outcome.checked_orders(table, found(ours, table))[0].sentences()
+    assert said.startswith(words)
 
 
 def curve_of(*means):

@@ -1,0 +1,90 @@
+"""Orders of rows that a table claims, checked by means and by differences within seeds."""
+
+from __future__ import annotations
+
+from statistics import fmean
+
+import pytest
+from scipy import stats
+
+from coordinator.research.reproduce.cells import Promise, Row, Table
+from coordinator.research.reproduce.orders import Standing, Values, check_order, markdown_of_pairs
+
+
+def checked(**accuracies):
+    """The order of row Best above the others; row -> seed -> accuracy."""
+    values = {name: Values(fmean(by_seed.values()), by_seed) for name, by_seed in accuracies.items() if by_seed}
+    rows = tuple(Row(name=name, method="local") for name in accuracies)
+    promise = Promise(row="Best")
+    table = Table(title="t", source="s", measure="m", columns=({"name": "all"},), rows=rows, promises=(promise,))
+    return check_order(table, promise, "all", values)
+
+
+def test_differences_are_paired_over_the_seeds_that_both_rows_have():
+    """Within a seed the rows differ by 1.0, 1.2 and 1.4, although the seeds themselves differ by ten points."""
+    order = checked(Best={0: 80.0, 1: 90.0, 2: 85.0, 3: 20.0}, Other={2: 83.6, 0: 79.0, 1: 88.8})
+    (other,) = order.lower_rows
+    assert other.paired.mean == pytest.approx(1.2)
+    assert (other.paired.count, other.standing) == (3, Standing.LOWER)
+    low, high = stats.t.interval(0.95, 2, loc=1.2, scale=stats.sem([1.0, 1.2, 1.4]))
+    assert (other.paired.low, other.paired.high) == (pytest.approx(low), pytest.approx(high))
+    # By the means, to which seed 3 belongs as well, the order does not hold.
+    assert order.holds is False
+
+
+def test_an_order_in_words_with_what_chance_may_have_done():
+    order = checked(Best={0: 80.0, 1: 90.0}, Lower={0: 78.0, 1: 87.9}, Similar={0: 79.9, 1: 80.0}, Missing={})
+    first, standings, chance = order.sentences()
+    assert first == (
+        "The paper's order holds so far: Best above Lower, Similar, by 2.05 points or more; these are 2 of 3; not "
+        "there yet: Missing."
+    )
+    assert standings == (
+        "Paired over 2 seeds Best is above Lower by two standard errors or more; not distinguishable from Similar."
+    )
+    assert chance == "With 2 seeds chance alone exceeds two standard errors in 30 % of comparisons."
+
+
+def test_a_row_that_is_higher_is_named():
+    order = checked(Best={0: 80.0, 1: 90.0}, Higher={0: 81.0, 1: 91.1})
+    first, standings, _ = order.sentences()
+    assert "does **not** hold (Best above Higher): Higher came out at least as high" in first
+    assert standings == "Paired over 2 seeds Best is below Higher by two standard errors or more."
+
+
+def test_enough_seeds_need_no_word_on_chance_and_a_small_margin_of_many_seeds_is_no_noise():
+    order = checked(Best=dict.fromkeys(range(5), 80.0), Other={seed: 79.5 + 0.01 * seed for seed in range(5)})
+    first, standings = order.sentences()
+    assert first == "The paper's order holds: Best above Other, by 0.48 points or more."
+    assert standings == "Paired over 5 seeds Best is above Other by two standard errors or more."
+
+
+def test_one_seed_says_nothing_of_chance():
+    order = checked(Best={0: 80.0}, Other={0: 79.5})
+    assert list(order.sentences()) == [
+        "The paper's order holds: Best above Other, by 0.50 points, which is within the noise."
+    ]
+    assert list(markdown_of_pairs([order])) == []
+    assert order.to_json()["paired"] == [
+        {
+            "row": "Other", "seeds": 1, "difference": 0.5,
+            "standard_error": None, "low": None, "high": None, "standing": None,
+        },
+    ]  # fmt: skip
+
+
+def test_rows_without_a_common_seed_have_no_paired_difference():
+    order = checked(Best={0: 80.0, 1: 81.0}, Other={2: 79.0, 3: 70.0})
+    assert order.lower_rows[0].paired is None
+    assert len(list(order.sentences())) == 1
+    assert order.to_json()["paired"] == [{"row": "Other", "seeds": 0}]
+
+
+def test_the_table_of_pairs():
+    order = checked(Best={0: 80.0, 1: 90.0}, Lower={0: 78.0, 1: 87.9}, Once={0: 90.0})
+    assert list(markdown_of_pairs([order])) == [
+        "| Best minus | points, paired over seeds | standard error | Student's 95 % interval | seeds |",
+        "|---|---|---|---|---|",
+        "| Lower | +2.05 | 0.05 | +1.41 to +2.69 | 2 |",
+        "",
+    ]
