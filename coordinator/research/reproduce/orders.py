@@ -147,7 +147,7 @@ class CheckedOrder:
         )
 
     def _on_chance(self) -> Iterator[str]:
-        """Yield from which rows the row can be told apart; nothing where no row has two seeds in common with it."""
+        """Yield from which rows the row is distinguishable; nothing where no row has two seeds in common with it."""
         counts = [other.paired.count for other in self.lower_rows if other.paired is not None and other.standing]
         if not counts:
             return
@@ -157,7 +157,7 @@ class CheckedOrder:
             yield describe_chance(fewest)
 
     def _standings(self) -> str:
-        """Return what the row is above, what it is below, and what it cannot be told apart from."""
+        """Return what the row is above, what it is below, and what it is not distinguishable from."""
         parts = []
         lower_names = self._names_of(Standing.LOWER)
         higher_names = self._names_of(Standing.HIGHER)
