@@ -152,7 +152,8 @@ class CheckedOrder:
         if not counts:
             return
         fewest = min(counts)
-        yield f"Paired over {fewest} seeds {self.row} is {self._standings()}."
+        more = " or more" if max(counts) > fewest else ""
+        yield f"Paired over {fewest} seeds{more} {self.row} is {self._standings()}."
         if fewest < ENOUGH_SEEDS:
             yield describe_chance(fewest)
 

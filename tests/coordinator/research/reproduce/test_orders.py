@@ -45,6 +45,13 @@ def test_an_order_in_words_with_what_chance_may_have_done():
     assert chance == "With 2 seeds chance alone exceeds two standard errors in 30 % of comparisons."
 
 
+def test_rows_with_other_numbers_of_seeds_are_judged_by_those_that_they_share():
+    order = checked(Best={0: 80.0, 1: 90.0, 2: 85.0}, All={0: 78.0, 1: 87.9, 2: 83.1}, Two={0: 78.0, 1: 87.9})
+    _, standings, chance = order.sentences()
+    assert standings == "Paired over 2 seeds or more Best is above All, Two by two standard errors or more."
+    assert chance.startswith("With 2 seeds")
+
+
 def test_a_row_that_is_higher_is_named():
     order = checked(Best={0: 80.0, 1: 90.0}, Higher={0: 81.0, 1: 91.1})
     first, standings, _ = order.sentences()
