@@ -43,17 +43,17 @@ Validation = Annotated[
 TuneSeed = Annotated[
     int | None, typer.Option("--tune-seed", min=0, help="Seed of the trials; default: the first of --seeds.")
 ]
-Untuned = Annotated[bool, typer.Option("--untuned", help="Also run the defaults: what tuning was worth.")]
+Untuned = Annotated[bool, typer.Option("--untuned", help="Also run the defaults, to show what tuning was worth.")]
 Parallel = Annotated[int, typer.Option("--parallel", "-j", min=1, max=1024, help="Simulations at a time.")]
 Out = Annotated[
     Path | None,
-    typer.Option("--out", "-o", help="Folder, where the same command continues; default: named after the command."),
+    typer.Option("--out", "-o", help="Folder; the same command continues there. Default: comparison."),
 ]
 Logs = Annotated[
     list[str] | None,
-    typer.Option("--log", help="Also log it and its runs, as 'headwater simulate --log' does; repeatable."),
+    typer.Option("--log", help="Also log the comparison and its runs, as 'headwater simulate --log' does; repeatable."),
 ]
-Again = Annotated[bool, typer.Option("--again", help="Try simulations that have failed once more.")]
+Again = Annotated[bool, typer.Option("--again", help="Run failed simulations again.")]
 
 WITHOUT = (
     *("method", "folder", "starts", "seed", "validation", "fraction_max", "local", "keep_every"),
@@ -90,10 +90,10 @@ def compare(
 ) -> None:
     """Compare methods: equal tuning for each, then paired seeds.
 
-    Each method gets the same number of trials on validation samples, and runs with the best parameters; with one seed
-    all methods have the same partition. local, fedavg, fedavg_ft and linear_probe are always in it. Ctrl-C stops it
-    (exit code 130), and the same command continues, also with more methods or seeds. Exit code 1 where a run failed;
-    --again tries those once more.
+    Each method gets the same number of trials on validation samples, then runs on test samples with its best
+    parameters. With the same seed all methods have the same partition. local, fedavg, fedavg_ft and linear_probe are
+    always compared, too. After Ctrl-C (exit code 130) the same command continues, also with more methods or seeds. Exit
+    code 1 means that a run failed; --again repeats failed runs.
 
     Example: headwater compare fedprox ditto -d digits --partition domains --rounds 20 --seeds 0:6 --tune 12
     """
@@ -151,7 +151,7 @@ def spaces_from(pairs: Sequence[str]) -> dict[str, str]:
 
 @contextlib.contextmanager
 def running_from(given: Given, parallel: int, *, again: bool) -> Iterator[Running]:
-    """Yield where simulations run; meanwhile it is shown how far they are."""
+    """Yield where simulations run, and show their progress meanwhile."""
     from ..research.compare.interface import Running
 
     engine = given.pop("engine", None) or "serial"
@@ -179,7 +179,7 @@ def stoppable() -> Iterator[None]:
 
 @contextlib.contextmanager
 def shown_progress() -> Iterator[Callable[[Progress], object]]:
-    """Yield what to call with the progress of a comparison: it moves a bar, or prints a line for each simulation."""
+    """Yield a function that shows the progress of a comparison: as a bar, or as a line for each simulation."""
     began_s = time.monotonic()
     first: list[int] = []
 

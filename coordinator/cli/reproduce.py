@@ -29,7 +29,7 @@ Name = Annotated[
 ]
 Rows = Annotated[list[str] | None, typer.Option("--row", "-m", help="Only this row; repeatable.")]
 Columns = Annotated[list[str] | None, typer.Option("--column", help="Only this column; repeatable.")]
-Seeds = Annotated[str | None, typer.Option("--seeds", help="Seeds with commas; default: those of the table.")]
+Seeds = Annotated[str | None, typer.Option("--seeds", help="Seeds, separated by commas; default: those of the table.")]
 Out = Annotated[
     Path | None, typer.Option("--out", "-o", help="Folder; default: reproduce-TABLE. Runs in it are reused.")
 ]
@@ -42,7 +42,7 @@ OnlyShow = Annotated[bool, typer.Option("--show", help="Run nothing; show the re
     ("rounds", "data", "weights", "device", "engine", "workers"),
     help={
         "rounds": "Fewer rounds than the table's; the output says so.",
-        "data": "Source of the data, where they are elsewhere; repeatable.",
+        "data": "Source of the data, if not the table's; repeatable.",
     },
 )
 def reproduce(
@@ -59,9 +59,10 @@ def reproduce(
 ) -> None:
     """Run the cells of a published table, and compare with the published values.
 
-    A whole table takes hours to days; --row and --rounds make it minutes, and each line says how long all cells take.
-    The same command again continues where it was stopped. Writes table.md, table.json, curves.svg and, for print,
-    curves.pdf into --out after each cell. Exit code 1 where a cell failed.
+    A cell is one simulation: a row, a column and a seed. A whole table takes hours to days, a few rows with fewer
+    rounds minutes (--row, --rounds); each line of progress says how long all cells still take. The same command
+    continues where it was stopped. Writes table.md, table.json, curves.svg and, for print, curves.pdf into --out after
+    each cell. Exit code 1 means that a cell failed.
 
     Example: headwater reproduce fedpac-t1-fmnist-20 --row fedpac --row local --rounds 20
     """
@@ -110,7 +111,7 @@ def _numbers(text: str | None) -> tuple[int, ...]:
     except ValueError as error:
         raise UsageError(f"--seeds '{text}': expected numbers with commas, for example 0,1,2") from error
     if len(set(result)) < len(result):
-        raise UsageError(f"--seeds '{text}': a seed is given twice; that is not another run")
+        raise UsageError(f"--seeds '{text}': a seed is given twice, which repeats the same run; leave one out")
     return result
 
 
@@ -136,7 +137,7 @@ def _run_all(reproduction: Reproduction, cells: Sequence[Cell], *, again: bool) 
     missing = [cell for cell in cells if not cell.is_over and (again or not cell.failure)]
     reproduction.check(missing)
     is_begun = {cell.folder: not (again and cell.must_restart) and cell.is_begun() for cell in cells}
-    # 2. The runs; what is left counts in the time that each line of progress tells.
+    # 2. The runs. The time left that each line of progress shows includes the later cells.
     for number, cell in enumerate(missing, 1):
         console.print(f"{number} of {len(missing)}: {cell}, {counted(cell.plan.rounds, 'round')}", soft_wrap=True)
         later_rounds = sum(later.plan.rounds for later in missing[number:])
@@ -157,7 +158,7 @@ def _run_all(reproduction: Reproduction, cells: Sequence[Cell], *, again: bool) 
             console.print(f"stopped in {cell}; nothing is lost, the same command resumes: {command}", soft_wrap=True)
             raise typer.Exit(INTERRUPTED) from None
         write(reproduction, cells)
-    # 3. Where nothing was run the table is written all the same: another selection may be asked for.
+    # 3. Where nothing was run the table is written all the same: the selection may differ from the last one.
     if not missing:
         write(reproduction, cells)
 
@@ -183,7 +184,7 @@ def _shown(reproduction: Reproduction, results: Sequence[Outcome]) -> Iterator[A
         yield from footing_lines(published, footings(results)[column.name])
     yield from source_lines(published)
     yield f"percent; {CAVEAT.replace('`', '')}"
-    # With --show nothing is written: there are files where a run has written them.
+    # With --show nothing is written; there are files only if an earlier run has written them.
     folder = reproduction.folder
     if (folder / "table.md").exists():
         yield f"table: {folder}/table.md; curves: {folder}/curves.svg; figures: {folder}/table.json"

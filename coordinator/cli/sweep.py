@@ -13,7 +13,6 @@ from .compare import (
     HELP,
     WITHOUT,
     Again,
-    Out,
     Parallel,
     Spaces,
     Validation,
@@ -39,6 +38,9 @@ Points = Annotated[
     int | None, typer.Option("--points", min=2, max=1000, help="grid: values of each range; default: 3.")
 ]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of the trials and of the search.")]
+Out = Annotated[
+    Path | None, typer.Option("--out", "-o", help="Folder; the same command continues there. Default: sweep.")
+]
 
 
 @from_model(Plan, without=WITHOUT, help=HELP)
@@ -59,8 +61,8 @@ def sweep(
 ) -> None:
     """Search the parameters of one method on validation samples.
 
-    Test samples stay unused. Without --space it searches what the method's file says; 'headwater methods NAME' shows
-    that. Ctrl-C stops it, and the same command continues (exit code 130). Exit code 1 where all trials failed.
+    Test samples stay unused. Without --space it searches the values in the method's file, which 'headwater methods
+    NAME' shows. After Ctrl-C (exit code 130) the same command continues. Exit code 1 means that all trials failed.
 
     Example: headwater sweep fedprox -d digits --partition domains --rounds 20 --space mu=0,0.01,0.1 --search grid
     """
@@ -70,7 +72,7 @@ def sweep(
 
     set_up_logging(verbose=verbose, quiet=True)
     if search == "grid" and trials is not None:
-        raise UsageError(f"--trials {trials} has no effect on --search grid, which has as many as it has points")
+        raise UsageError(f"--trials {trials} has no effect on --search grid, which tries all combinations")
     if search != "grid" and points is not None:
         raise UsageError(f"--points {points} has no effect on --search {search} (only on grid)")
     params = given.pop("params", {})
@@ -102,7 +104,7 @@ def sweep(
 
 
 def _shown(result: SweepResult) -> Iterator[Table | str]:
-    """Yield the table of all trials, the best first, and how its parameters are given."""
+    """Yield the table of all trials, the best first, and the options that set the best parameters."""
     columns = ("trial", "parameters", "failed", "score", "rounds", "CPU s")
     ranked = sorted(result.trials, key=lambda trial: (trial.score is None, -trial.rounds, -(trial.score or 0.0)))
     rows: list[tuple[Any, ...]] = []
@@ -110,7 +112,7 @@ def _shown(result: SweepResult) -> Iterator[Table | str]:
         params = ", ".join(f"{name}={value}" for name, value in trial.params.items()) or "defaults"
         rows.append((str(trial.number), params, trial.failure, trial.score, trial.rounds, f"{trial.cpu_s:.1f}"))
     yield table(f"{result.method}: trials on validation samples", columns, rows, left=3)
-    yield "score: mean over clients on their validation samples; test samples stay unused"
+    yield "score: mean accuracy over clients on their validation samples; test samples stay unused"
     if result.best is None:
         yield "all trials failed"
         return

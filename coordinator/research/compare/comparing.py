@@ -226,7 +226,7 @@ class Comparing:
             setting: What the record says of all simulations.
             base: The folder of the comparison.
             has_runs: Whether runs on test samples follow the search.
-            again: Whether simulations that have failed are tried once more, from their start.
+            again: Whether failed simulations are run again, from their start.
         """
         self._arguments = arguments
         self._setting = setting
@@ -339,7 +339,7 @@ class Comparing:
             forget(spec, self._base)
 
     def _owners(self) -> Iterator[Search | _Runs]:
-        """Yield whose simulations there are."""
+        """Yield the searches and the runs to which simulations belong."""
         yield from self._searches
         yield from self._tuned
         yield from self._untuned

@@ -10,6 +10,7 @@ from ...text import listed
 from .facts import baseline_name, progress_text
 from .records import Comparison
 from .row_statistics import ComparisonStatistics, RowStatistics
+from .table_model import FOOTING_TITLE
 
 
 def findings(comparison: Comparison, statistics: ComparisonStatistics) -> list[str]:
@@ -54,13 +55,13 @@ def _distances(statistics: ComparisonStatistics) -> Iterator[str]:
 
 
 def _clients_and_tuning(comparison: Comparison, statistics: ComparisonStatistics) -> Iterator[str]:
-    """Yield whom a mean hides, and which row would be best without tuning."""
+    """Yield how many clients the means hide as hurt, and which row would be best without tuning."""
     judged_rows = [(row.hurt.hurt, row.name) for row in statistics.rows if row.hurt is not None]
     if judged_rows:
         baseline = baseline_name(comparison, statistics)
         share, name = max(judged_rows)
         if share > 0:
-            yield f"Most clients are hurt against {baseline} by {clean(name)}: {percent(share)}."
+            yield f"Compared with {baseline}, {clean(name)} hurts the largest share of clients: {percent(share)}."
         else:
             yield f"No row has hurt clients against {baseline}."
     default_best = [row.name for row in statistics.rows if row.tuning.rank == 1]
@@ -72,7 +73,7 @@ def _doubts(statistics: ComparisonStatistics) -> Iterator[str]:
     """Yield which rows are not comparable with the others in everything."""
     differing_rows = _names(row for row in statistics.rows if row.differing)
     if differing_rows:
-        yield f"Rows that rest on something else than the others: {_list(differing_rows)}."
+        yield f"Rows with other settings than the rest (see '{FOOTING_TITLE}'): {_list(differing_rows)}."
     incomplete_rows = _names(row for row in statistics.rows if row.missing_seeds)
     # While runs are still to be made nearly every row lacks some.
     if incomplete_rows and not statistics.pending_runs:

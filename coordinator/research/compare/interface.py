@@ -85,7 +85,7 @@ class Running:
         engine: ``ray``: on a Ray cluster; any other: in worker processes here, with this engine of a simulation.
         address: Address of a running Ray cluster; None: a new one here.
         in_process: Whether everything runs in this process, as methods need that exist nowhere else.
-        again: Whether simulations that have failed are tried once more.
+        again: Whether failed simulations are run again.
         watch: Called when a simulation has done rounds or is over.
         say: Called with what a user should know.
     """
@@ -181,7 +181,7 @@ def compare(
 
     Args:
         methods: Names, ``"path.py:Class"``, or subclasses of `edge_agent.methods.Method`. ``local``, ``fedavg``,
-            ``fedavg_ft`` and ``linear_probe`` are always in it.
+            ``fedavg_ft`` and ``linear_probe`` are always compared, too.
         data: A data source, or several for ``partition="domains"``.
         seeds: Seeds of the runs; with one seed all methods have the same partition.
         tune: Trials of each method, the defaults among them; 0: nothing is tuned.
@@ -221,7 +221,7 @@ def compare(
     }
     arguments = parse(Arguments, fields, where="the arguments of the comparison")
     if tune and not tuner_named(search).fits_comparisons:
-        raise UsageError(f"search {search}: it has another number of trials for each method; it is for sweep alone")
+        raise UsageError(f"search {search}: each method would get another number of trials; it is for sweep alone")
     if not tune and untuned:
         raise UsageError("untuned: nothing is tuned with tune = 0, so that all runs have the defaults; leave it out")
     result = run_comparison(arguments, Path(out), how)
@@ -403,7 +403,9 @@ def _begun(arguments: Arguments, out: Path) -> Arguments | None:
     if content is None:
         strangers = sorted(path.name for path in out.iterdir() if path.name != "lock" and path.suffix != ".tmp")
         if strangers:
-            raise UsageError(f"{out} is not empty ({', '.join(strangers[:3])}) and holds no comparison; choose another")
+            raise UsageError(
+                f"{out} is not empty ({', '.join(strangers[:3])}) and holds no comparison; choose another folder"
+            )
         return None
     begun = parse(Arguments, content, where=str(out / ARGUMENTS))
     expected = begun

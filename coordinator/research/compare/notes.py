@@ -14,7 +14,7 @@ from .row_statistics import (
     PairedDifference,
     RowStatistics,
 )
-from .table_model import ONE_PAIR, OTHER_FOOTING, SAME_AS_BEST, SEEDS_MISSING, Note
+from .table_model import FOOTING_TITLE, ONE_PAIR, OTHER_FOOTING, SAME_AS_BEST, SEEDS_MISSING, Note
 
 
 def notes_of_methods(comparison: Comparison, statistics: ComparisonStatistics) -> Iterator[Note]:
@@ -39,7 +39,7 @@ def notes_of_methods(comparison: Comparison, statistics: ComparisonStatistics) -
         yield Note(_said_of_hurt(baseline, statistics, most))
     # 4. What makes rows incomparable.
     if any(row.differing for row in statistics.rows):
-        yield Note("rests on something else than other rows, see the table of footings.", OTHER_FOOTING)
+        yield Note(f"has other settings than the other rows, see the table '{FOOTING_TITLE}'.", OTHER_FOOTING)
     if any(row.missing_seeds for row in statistics.rows):
         yield Note("lacks seeds: means and rank over those that it has, differences over common ones.", SEEDS_MISSING)
     if any(_has_one_pair(row) for row in statistics.rows):
@@ -92,7 +92,7 @@ def _notes_on_many(statistics: ComparisonStatistics) -> Iterator[Note]:
 
 def _said_of_hurt(baseline: str, statistics: ComparisonStatistics, seeds: int) -> str:
     """Return by which rule clients are hurt, and how often chance alone would make one so."""
-    lower = f"Lower: accuracy below that with {baseline}, if only by chance."
+    lower = f"Lower: accuracy below that with {baseline}, even if only by chance."
     if statistics.hurt_rule is HurtRule.SEEDS:
         chance = 100 * chance_of_distinguishing(seeds) / 2
         return (
@@ -132,7 +132,7 @@ def notes_of_tuning(comparison: Comparison, statistics: ComparisonStatistics) ->
     yield Note("Worth: tuned minus defaults, paired over seeds; none where the defaults were kept or runs are missing.")
     unknown_rows = [row.name for row in statistics.rows if row.tuning.mean is None]
     if unknown_rows:
-        yield Note(f"Ranks with defaults are without {listed(unknown_rows)}.")
+        yield Note(f"Ranks with defaults leave out {listed(unknown_rows)}.")
 
 
 def _notes_on_trials(comparison: Comparison) -> Iterator[Note]:

@@ -46,7 +46,7 @@ class PairedDifference:
 
     estimate: Estimate
     is_distinguishable: bool | None
-    """Whether it has two standard errors or more; None for one pair."""
+    """Whether it is two standard errors or more; None for one pair."""
 
     p: float | None
     """Two-sided p of Student's paired test; None for one pair, and where all pairs have the same difference."""
@@ -76,7 +76,7 @@ class HurtClients:
     """Share of them that is hurt by the rule."""
 
     lower: float
-    """Share of them whose accuracy is lower, if only by chance."""
+    """Share of them whose accuracy is lower, even if only by chance."""
 
     rule: HurtRule
     pairs: int

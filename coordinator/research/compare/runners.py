@@ -38,7 +38,7 @@ LOGS = "workers"
 """Folder of the workers' output in the folder of a comparison."""
 
 FIRST_NEED_BYTES = 1 << 30
-"""Memory that a worker is taken to need before one was measured: torch alone takes a third of it."""
+"""Memory that a worker is assumed to need before one was measured: torch alone takes a third of it."""
 
 MARGIN = 1.25
 """Memory that has to be free for a further worker, in units of the largest worker so far."""
@@ -248,8 +248,8 @@ class LocalWorkers(Runner):
         if self._crashes[spec.location] < MAX_CRASHES:
             self.start(spec)
             return
-        failure = f"its worker ended {MAX_CRASHES} times, the last time with {reason}; where that does not say why, "
-        failure += "memory ran out: try a smaller --parallel"
+        failure = f"its worker ended {MAX_CRASHES} times, the last time with {reason}; if that does not say why, "
+        failure += "memory probably ran out: try a smaller --parallel"
         yield Event(spec, outcome=_record_failure(spec, self._base, failure))
 
     def close(self) -> None:
@@ -320,7 +320,7 @@ class RayActor:
             RunFailed: This machine does not see the folder.
         """
         if not self._base.is_dir():
-            return json.dumps(described_error(RunFailed(f"{self._base} is not there on a machine of the cluster")))
+            return json.dumps(described_error(RunFailed(f"{self._base} does not exist on a machine of the cluster")))
         self._meter.read()
         try:
             simulate_run(RunSpec.from_json(json.loads(spec)), self._base, self._meter)
@@ -400,7 +400,7 @@ class RayRuns(Runner):
         return outcome
 
     def _on_loss(self, spec: RunSpec, reason: str) -> Iterator[Event]:
-        """Run a simulation again whose worker is gone, unless workers have crashed at it repeatedly."""
+        """Run a simulation again whose worker was lost, unless workers were lost at it repeatedly."""
         log.warning("worker_lost run=%s reason=%s", spec.location, reason)
         self._crashes[spec.location] += 1
         if self._crashes[spec.location] < MAX_CRASHES:

@@ -50,7 +50,7 @@ SPACE = "--space"
 _RUNNING = "a class of coordinator.research.compare.interface"
 
 _SETTINGS = "the settings of a comparison"
-"""Where mistakes in fields of a simulation are."""
+"""How errors name the settings in which a mistake was made."""
 
 
 class MethodChoice(Frozen):
@@ -78,7 +78,7 @@ class Arguments(Frozen):
     untuned: bool = False
 
     def additions(self, now: Arguments) -> list[str]:
-        """Return what ``now`` has more: seeds, methods, and runs with defaults; no simulation made so far is outdated.
+        """Return what ``now`` adds: seeds, methods, and runs with defaults; no simulation made so far is outdated.
 
         Empty where there is nothing more, and where ``now`` lacks something or has another first seed.
         """
@@ -185,7 +185,7 @@ def checked_seeds(seeds: Iterable[int], where: str) -> tuple[int, ...]:
     if min(seeds) < 0:
         raise UsageError(f"{where}: {min(seeds)} is negative; expected seeds from 0 on")
     if len(set(seeds)) < len(seeds):
-        raise UsageError(f"{where}: a seed is given twice; that is not another run")
+        raise UsageError(f"{where}: a seed is given twice, which repeats the same run; leave one out")
     return seeds
 
 
@@ -204,7 +204,7 @@ def choices_of(references: Sequence[str], params: Mapping[str, Any], *, always: 
     unique = dict.fromkeys((*always, *references))
     names = {_row_name(reference): reference for reference in unique}
     if len(names) < len(unique):
-        raise UsageError(f"methods {', '.join(unique)}: two of them have one name; give yours another class name")
+        raise UsageError(f"methods {', '.join(unique)}: two of them have the same name; give yours another class name")
     kinds = {name: params_of(reference) for name, reference in names.items()}
     mistakes = list[str]()
     fixed = _by_method(params, kinds, mistakes, "--set")
@@ -256,7 +256,7 @@ def _by_method(
             every = {field for name in candidates for field in kinds[name].model_fields}
             mistakes.append(str(UnknownName(f"parameter of {option} {key}", parameter, every)))
         for name in having:
-            # A value for one method counts more than one for all of them.
+            # A value for one method takes precedence over one for all of them.
             if method or parameter not in result[name]:
                 result[name][parameter] = value
     return result
@@ -300,10 +300,10 @@ def contenders_of(arguments: Arguments) -> list[Contender]:
 
 
 def check_fields(fields: Mapping[str, Any]) -> None:
-    """Require that fields of a simulation leave to the comparison what is its own.
+    """Require that no field of a simulation is one that the comparison sets itself.
 
     Raises:
-        ConfigError: Some do not; all of them are listed.
+        ConfigError: Some are; all of them are listed.
     """
     reasons = [f"{name}: a comparison sets it itself; leave it out" for name in OF_THE_COMPARISON if name in fields]
     reasons += [f"{name}: give it as running=Running({name}=...), {_RUNNING}" for name in OF_RUNNING if name in fields]

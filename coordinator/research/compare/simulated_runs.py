@@ -44,7 +44,7 @@ class RunOutcome(Frozen):
     plan: dict[str, Any] = Field(description="the settings of the simulation")
     is_over: bool = Field(False, description="false: it was begun, and the processor time is that so far")
     failure: str = Field("", description="why it failed; empty: it did not")
-    is_repeated: bool = Field(False, description="whether it had failed before, and was tried once more")
+    is_repeated: bool = Field(False, description="whether it had failed before, and was run again")
     clients: tuple[ClientScore, ...] = ()
     curve: tuple[tuple[float, float], ...] = ()
     bytes_up: int = Field(0, ge=0)
@@ -102,7 +102,7 @@ class RunSpec:
         if differences:
             raise StateError(
                 f"{self.outcome_path(base)}: has other settings ({'; '.join(differences[:5])}): the method's search "
-                f"space or an earlier trial was another one; {_OR_ELSE}"
+                f"space or an earlier trial has changed; {_OR_ELSE}"
             )
 
     def read_any(self, base: Path) -> RunOutcome | None:

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from ...report.charts import clean
 
 DASH = "–"
+FOOTING_TITLE = "What the rows rest on"
+"""Title of the table to which notes refer for what makes rows incomparable."""
+
 HUNDRED = 100.0
 
 Value = float | int | str | None

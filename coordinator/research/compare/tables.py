@@ -13,6 +13,7 @@ from .records import Comparison, MethodRecord
 from .row_statistics import ComparisonStatistics, PairedDifference, RowStatistics
 from .table_model import (
     DASH,
+    FOOTING_TITLE,
     HUNDRED,
     ONE_PAIR,
     OTHER_FOOTING,
@@ -210,7 +211,7 @@ def footing_table(statistics: ComparisonStatistics) -> Table:
     note = Note("No row differs from the others.")
     if differing_rows:
         note = Note("differs here from the others, and a difference in accuracy may be due to that.", OTHER_FOOTING)
-    return Table("footing", "What the rows rest on", columns, tuple(rows), (note,), has_row_per_method=False)
+    return Table("footing", FOOTING_TITLE, columns, tuple(rows), (note,), has_row_per_method=False)
 
 
 def failures_table(statistics: ComparisonStatistics) -> Table:

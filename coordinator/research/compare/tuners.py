@@ -27,10 +27,10 @@ MOST_LISTED = 10_000
 """Combinations up to which all of them are listed and drawn from without repetition."""
 
 MOST_DRAWS = 1000
-"""Draws until a new combination has to come up."""
+"""Draws, beyond the wanted number, after which no further combination is looked for."""
 
 REDUCTION = 3
-"""Successive halving: one of so many trials stays, for so many times the rounds."""
+"""Successive halving: one trial in three stays, and gets three times the rounds."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Tuner(ABC):
 
     @abstractmethod
     def ask(self) -> Sequence[Proposal]:
-        """Return the next trials; none: the search is over. All trials of the wave before have been told."""
+        """Return the next trials, after `tell` was called for all of the wave before; none: the search is over."""
 
     @abstractmethod
     def tell(self, proposal: Proposal, score: float | None) -> None:
@@ -152,7 +152,7 @@ class Grid(_FixedTrials):
 class Halving(Tuner):
     """Successive halving on rounds: all trials get few rounds, the best third of them three times as many, and so on.
 
-    A trial that stays is trained from the start again, so that it is what a run of so many rounds is.
+    A trial that stays is trained from the start again, so that it equals a run of that many rounds.
     """
 
     name = "halving"

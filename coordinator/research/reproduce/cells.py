@@ -61,7 +61,7 @@ Part = TypeVar("Part", Row, Column)
 
 
 ValuesAre = Literal["printed", "worked out", "quoted", "read from a figure"]
-"""How the published values of a table were come by.
+"""How the published values of a table were obtained.
 
 printed: they stand in the source as they are. worked out: of values that stand there, such as the mean of some columns.
 quoted: the source was not at hand; another paper prints them as its values. read from a figure: good to about a point.
@@ -76,16 +76,16 @@ class Promise(Frozen):
 
 
 class Table(Frozen):
-    """A published table. A cell is a simulation: ``plan``, then the column's, then the row's fields."""
+    """A published table. The simulation of a cell has the fields of ``plan``, then the column's, then the row's."""
 
     title: str
     source: str = Field(description="paper, year, and the table or figure in it")
-    values: ValuesAre = Field("printed", description="how the published values were come by")
+    values: ValuesAre = Field("printed", description="how the published values were obtained")
     quoted_in: str = Field("", description="the paper and table that quote them, where they are quoted")
-    measure: str = Field(description="what the published numbers are, as far as one knows")
+    measure: str = Field(description="what the published numbers are, as far as is known")
     average: Literal["clients_mean", "samples_mean"] = Field("clients_mean", description="over clients or over samples")
     when: Literal["last", "best"] = Field(
-        "last", description="after the last round, or the best one, which is flattering"
+        "last", description="after the last round, or in the best one, which is chosen on test samples"
     )
     tolerance: float = Field(1.5, gt=0, description="points of accuracy within which a value counts as met")
     seeds: tuple[int, ...] = Field((0,), min_length=1)
@@ -106,9 +106,9 @@ class Table(Frozen):
 
     def mistakes(self) -> Iterator[str]:
         """Yield inconsistent names and seeds, and fields that no simulation has."""
-        # 1. Cells that could not be told apart.
+        # 1. Cells that would share a folder.
         if len(set(self.seeds)) < len(self.seeds):
-            yield "a seed is given twice: that is not another run"
+            yield "a seed is given twice, which repeats the same run"
         rows = [row.name for row in self.rows]
         columns = [column.name for column in self.columns]
         yield from _shared_folders("row", rows)
@@ -181,7 +181,7 @@ def slug(name: str) -> str:
 
 
 def names() -> list[str]:
-    """Return the names of all tables that Headwater brings."""
+    """Return the names of all tables that ship with Headwater."""
     return sorted(path.stem for path in _home().glob("*.toml"))
 
 
