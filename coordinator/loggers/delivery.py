@@ -1,8 +1,9 @@
 """The delivery of a run's rows to one log, by a thread of its own: a log that is slow or away delays no round.
 
 Calls wait in the order in which they were given. One that fails stays the first and is tried again after a pause, which
-doubles each time. At the end everything is tried once more, for a bounded time; what is left then is reported, and can
-be logged later, for the journal of the run has all of it.
+doubles each time. Only so many lines wait as memory bears (`WAITING_LIMIT`); rounds after these are not logged, and
+neither is the end. At the end everything that waits is tried once more, for a bounded time. What is left then is
+reported, and can be logged later, for the journal of the run has all of it.
 """
 
 from __future__ import annotations
@@ -42,6 +43,9 @@ AWAY_LIMIT_S = 5.0
 ABORT_LIMIT_S = 5.0
 """How long the end of a run that has failed or was stopped tries such a log: the run is resumed, and logged again."""
 
+
+WAITING_LIMIT = 100_000
+"""Lines that wait for a log at most, a round and each of its clients being one: some 50 MB."""
 
 LONGEST_REASON = 300
 """Characters of a reason: some packages quote the whole page that a server has answered with."""
@@ -88,10 +92,14 @@ class LogOutcome:
 
 @dataclass(frozen=True)
 class _Call:
-    """A call that a log is to get. ``rounds``: the closed rounds in it, 0 or 1."""
+    """A call that a log is to get."""
 
     make: Callable[[], None]
     rounds: int = 0
+    """Closed rounds in it: 0 or 1."""
+
+    lines: int = 0
+    """What it counts of `WAITING_LIMIT`."""
 
 
 class Delivery:
@@ -111,6 +119,9 @@ class Delivery:
         """How much earlier to give up where calls fail."""
 
         self._logged = 0
+        self._left_out = 0
+        """Rounds that came when too many waited."""
+
         self._reason = ""
         """Why the first call in the queue has failed; empty: it has not been tried, or nothing waits."""
 
@@ -123,9 +134,16 @@ class Delivery:
         self._thread.start()
 
     def log_round(self, row: RoundResult) -> None:
-        """Log a row soon; returns at once."""
+        """Log a row soon, unless too many lines wait; returns at once."""
         taken = row if self.logger.takes_clients else row.without_clients()
-        self._give(_Call(lambda: self.logger.log_round(taken), rounds=1))
+        call = _Call(lambda: self.logger.log_round(taken), rounds=1, lines=1 + len(taken.per_client))
+        with self._changed:
+            waiting = sum(earlier.lines for earlier in self._calls)
+            # A log that lacks a round gets none after it: it would show a run that nobody has made.
+            if self._left_out or (waiting and waiting + call.lines > WAITING_LIMIT):
+                self._left_out += 1
+                return
+        self._give(call)
 
     def flush(self, limit_s: float) -> None:
         """Wait until all calls so far were made or the first of them has failed, at most ``limit_s`` seconds."""
@@ -141,7 +159,8 @@ class Delivery:
         """
         with self._changed:
             self._ends_at = self._clock() + limit_s + ROW_LIMIT_S * len(self._calls)
-            self._calls.append(_Call(lambda: self.logger.end(end)))
+            if not self._left_out:
+                self._calls.append(_Call(lambda: self.logger.end(end)))
             self._spared_s = max(0.0, limit_s - AWAY_LIMIT_S)
             self._changed.notify_all()
 
@@ -153,11 +172,13 @@ class Delivery:
         if self._thread.ident is not None:
             self._thread.join(limit_s)
         with self._changed:
-            unsent = sum(call.rounds for call in self._calls)
-            is_complete = not self._calls
+            unsent = self._left_out + sum(call.rounds for call in self._calls)
+            is_complete = unsent == 0 and not self._calls
             reason = self._reason
-            if not is_complete and not reason:
+            if self._calls and not reason:
                 reason = "it did not answer in time"
+            elif self._left_out and not reason:
+                reason = "it was away for so long that memory had no room for more rounds"
             self._calls.clear()  # a thread that hangs in a call finds nothing more to do
         return LogOutcome(self.name, self.logger.where, self._logged, unsent, is_complete, reason)
 

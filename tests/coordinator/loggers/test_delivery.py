@@ -134,6 +134,28 @@ def test_a_log_that_hangs_delays_neither_a_round_nor_the_end_for_longer_than_the
     assert log.calls == ["begin"], "what was given up is not logged behind the caller's back"
 
 
+def test_rounds_beyond_what_may_wait_are_left_out_and_counted(run, monkeypatch):
+    monkeypatch.setattr(delivery, "WAITING_LIMIT", 10)
+    log = Memory()
+    log.gate.clear()
+    sent = Delivery("memory", log)
+    sent.begin(run)
+    for number in range(1, 6):
+        sent.log_round(RoundResult(number, 5, 3, per_client={name: {"loss": 1.0} for name in "abc"}))
+    assert len(sent._calls) == 3, "the beginning and two rounds of four lines each"
+    log.gate.set()
+    until(lambda: not sent._calls)
+    sent.log_round(RoundResult(6, 6, 0))
+    sent.end(END)
+    outcome = sent.wait()
+    assert log.calls == ["begin", 1, 2], "no round after one that is missing, and no end"
+    assert outcome == LogOutcome("memory", "memory", 2, 4, is_complete=False, reason=outcome.reason)
+    assert outcome.describe() == (
+        "not all is logged to memory (memory): 4 of 6 rounds and the end of the run are missing: "
+        "it was away for so long that memory had no room for more rounds"
+    )
+
+
 def test_a_log_that_shows_no_clients_is_not_given_any(run):
     log = Memory()
     log.takes_clients = False
