@@ -57,7 +57,8 @@ MOST_NAMED = 6
 """The most methods whose names stand in the title of a comparison."""
 
 _OTHERS = (
-    "continue it with the same arguments, to which seeds and methods may be added, or choose another folder with --out"
+    "continue it with the same arguments, to which methods and, behind its first seed, seeds may be added, or choose "
+    "another folder with --out"
 )
 
 

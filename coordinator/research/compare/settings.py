@@ -60,6 +60,18 @@ class MethodChoice(Frozen):
     method: str = Field(min_length=1, max_length=1000)
     params: dict[str, Any] = Field(default_factory=dict)
 
+    def differences(self, now: MethodChoice) -> list[str]:
+        """Return ``name value, now value`` for each parameter that differs in ``now``, and for the method's file."""
+        differences = []
+        if self.method != now.method:  # classes of one name in two files
+            differences.append(f"{self.name} from {self.method}, now from {now.method}")
+        for parameter in {**self.params, **now.params}:
+            value = self.params.get(parameter)
+            value_now = now.params.get(parameter)
+            if value != value_now:
+                differences.append(f"{self.name}.{parameter} {_shown(value)}, now {_shown(value_now)}")
+        return differences
+
 
 class Arguments(Frozen):
     """All that decides what a comparison finds. A folder is continued with the same arguments, or with additions."""
@@ -78,54 +90,66 @@ class Arguments(Frozen):
     untuned: bool = False
 
     def additions(self, now: Arguments) -> list[str]:
-        """Return what ``now`` adds: seeds, methods, and runs with defaults; no simulation made so far is outdated.
-
-        Empty where there is nothing more, and where ``now`` lacks something or has another first seed.
-        """
-        if not self._is_part_of(now):
-            return []
-        additions = [f"seed {seed}" for seed in now.seeds if seed not in self.seeds]
-        additions += [f"method {name}" for name in self._added_methods(now)]
-        if now.untuned and not self.untuned:
+        """Return in words what `extended_by` takes from ``now``; no simulation made so far is outdated by it."""
+        extended = self.extended_by(now)
+        additions = [f"seed {seed}" for seed in extended.seeds if seed not in self.seeds]
+        additions += [f"method {choice.name}" for choice in self._added_methods(extended)]
+        if extended.untuned and not self.untuned:
             additions.append("runs with defaults")
         return additions
 
-    def _is_part_of(self, now: Arguments) -> bool:
-        """Return whether ``now`` has all seeds, all methods with their parameters, and runs with defaults if these do.
-
-        The first seed has to be the same: by default the trials have it.
-        """
-        if now.seeds[0] != self.seeds[0] or not set(self.seeds) <= set(now.seeds):
-            return False
-        if self.untuned and not now.untuned:
-            return False
-        return all(choice in now.methods for choice in self.methods)
-
     def extended_by(self, now: Arguments) -> Arguments:
-        """Return these arguments with the seeds, methods and runs with defaults of ``now``."""
-        added = self._added_methods(now)
-        space = dict(self.space)
-        for key, values in now.space.items():
-            method, dot, _ = key.partition(".")
-            if dot and method in added:
-                space[key] = values
-        fields = {"seeds": now.seeds, "methods": now.methods, "untuned": now.untuned, "space": space}
-        return self.model_copy(update=fields)
+        """Return these arguments with what ``now`` adds: seeds, methods with their search spaces, runs with defaults.
 
-    def _added_methods(self, now: Arguments) -> list[str]:
-        """Return the names of the methods that ``now`` alone has."""
-        return [choice.name for choice in now.methods if choice not in self.methods]
+        Where ``now`` lacks something, or has it otherwise, these stay as they are, so that `differences` names it.
+        """
+        additions: dict[str, Any] = {"untuned": self.untuned or now.untuned}
+        if self._has_more_seeds(now):
+            additions["seeds"] = now.seeds
+        if self._has_more_methods(now):
+            additions["methods"] = now.methods
+            additions["space"] = {**self.space, **self._spaces_of_added_methods(now)}
+        return self.model_copy(update=additions)
+
+    def _has_more_seeds(self, now: Arguments) -> bool:
+        """Return whether ``now`` has further seeds behind the same first one, which by default the trials have."""
+        return now.seeds[0] == self.seeds[0] and set(self.seeds) < set(now.seeds)
+
+    def _has_more_methods(self, now: Arguments) -> bool:
+        """Return whether ``now`` has further methods, and all of these with the same parameters."""
+        keeps_all = all(choice in now.methods for choice in self.methods)
+        return keeps_all and len(now.methods) > len(self.methods)
+
+    def _added_methods(self, now: Arguments) -> list[MethodChoice]:
+        """Return the methods that ``now`` alone has."""
+        return [choice for choice in now.methods if choice not in self.methods]
+
+    def _spaces_of_added_methods(self, now: Arguments) -> dict[str, str]:
+        """Return ``method.parameter`` -> its values, of those methods that ``now`` alone has."""
+        added_names = {choice.name for choice in self._added_methods(now)}
+        spaces = {}
+        for key, values in now.space.items():
+            method, _, _ = key.rpartition(".")
+            if method in added_names:
+                spaces[key] = values
+        return spaces
 
     def differences(self, now: Arguments) -> list[str]:
         """Return ``name value, now value`` for each argument that differs in ``now``."""
         before = self._compared()
         after = now._compared()
         names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
-        return [f"{name} {_shown(before.get(name))}, now {_shown(after.get(name))}" for name in names]
+        differences = [f"{name} {_shown(before.get(name))}, now {_shown(after.get(name))}" for name in names]
+        choices_now = {choice.name: choice for choice in now.methods}
+        for choice in self.methods:
+            if choice.name in choices_now:
+                differences += choice.differences(choices_now[choice.name])
+        return differences
 
     def _compared(self) -> dict[str, Any]:
-        """Return name -> value of all arguments, those of simulations included; data by where they are."""
-        fields = self.model_dump(mode="json", exclude={"plan"})
+        """Return name -> value of all arguments, those of simulations included; methods by name, data by location."""
+        fields = self.model_dump(mode="json", exclude={"methods", "plan"})
+        fields["methods"] = ", ".join(choice.name for choice in self.methods)
         folder = Path(self.plan["folder"])
         plan = {name: value for name, value in self.plan.items() if name not in {*HOW_NOT_WHAT, "folder"}}
         plan["data"] = [str(data.location(source, folder)) for source in plan["data"]]
@@ -134,8 +158,6 @@ class Arguments(Frozen):
 
 def _shown(value: Any) -> str:
     """Return a value of an argument as a message has it."""
-    if isinstance(value, list) and value and isinstance(value[0], dict):
-        return ", ".join(entry.get("name", "") for entry in value)
     return "none" if value is None else str(value)
 
 

@@ -284,6 +284,11 @@ def test_other_arguments_are_refused_with_what_differs(run):
         ({"seeds": (0, 1), "rounds": 2}, r"arguments: rounds 1, now 2; continue"),
         ({"space": {"mu": "0,1"}}, "space {}, now"),
         ({"alpha": 0.5, "partition": "dirichlet"}, "partition none, now dirichlet"),
+        ({"params": {"fedprox.mu": 1}}, r"arguments: fedprox\.mu none, now 1; continue"),
+        # Seeds that are added are no mistake beside it.
+        ({"params": {"mu": 1}, "seeds": (0, 1)}, r"arguments: fedprox\.mu none, now 1; continue"),
+        # The trials have the first seed: others are added behind it.
+        ({"seeds": (1, 0)}, "behind its first seed, seeds may be added"),
     ):
         with pytest.raises(UsageError, match=text):
             run("fedprox", **{**begun, **change})
