@@ -370,14 +370,12 @@ def _run(arguments: Arguments, out: Path, running: Running, *, command: str, has
     contenders = contenders_of(arguments)
     check_writable(out)
     with shared_folder_lock(out, f"headwater {'compare' if has_runs else 'sweep'}"):
-        begun = _begun(arguments, out)
+        # 1. All mistakes are found before the first file is written: then other arguments can still be given.
+        begun = _read_begun(arguments, out)
         setting = _setting(arguments, contenders, command, has_runs=has_runs)
-        additions = begun.additions(arguments) if begun is not None else []
-        if additions:
-            running.say(f"{out}: the comparison now also has {listed(additions)}")
-        if begun is None or additions:
-            write_json(out / ARGUMENTS, arguments.model_dump(mode="json"))
         comparing = Comparing(arguments, contenders, setting, out, has_runs=has_runs, again=running.again)
+        # 2. From here on the folder is one of these arguments, whatever stops the simulations.
+        _keep_arguments(arguments, begun, out, running)
         try:
             _run_all(comparing, out, running, has_runs=has_runs)
         except KeyboardInterrupt:
@@ -394,7 +392,18 @@ def _write_tables(comparing: Comparing, out: Path, *, has_runs: bool) -> Compari
     return record
 
 
-def _begun(arguments: Arguments, out: Path) -> Arguments | None:
+def _keep_arguments(arguments: Arguments, begun: Arguments | None, out: Path, running: Running) -> None:
+    """Write the arguments into the folder, unless it has them, and tell the user what they add to those it has."""
+    if begun is None:
+        write_json(out / ARGUMENTS, arguments.model_dump(mode="json"))
+        return
+    additions = begun.additions(arguments)
+    if additions:
+        running.say(f"{out}: the comparison now also has {listed(additions)}")
+        write_json(out / ARGUMENTS, arguments.model_dump(mode="json"))
+
+
+def _read_begun(arguments: Arguments, out: Path) -> Arguments | None:
     """Return the arguments of the comparison in a folder, which ``arguments`` continue; None: the folder is empty.
 
     Raises:
@@ -409,10 +418,7 @@ def _begun(arguments: Arguments, out: Path) -> Arguments | None:
             )
         return None
     begun = parse(Arguments, content, where=str(out / ARGUMENTS))
-    expected = begun
-    if begun.additions(arguments):
-        expected = begun.extended_by(arguments)
-    differences = expected.differences(arguments)
+    differences = begun.extended_by(arguments).differences(arguments)
     if differences:
         raise UsageError(f"{out} holds a comparison with other arguments: {'; '.join(differences)}; {_OTHERS}")
     return begun

@@ -17,7 +17,7 @@ import pytest
 from compared_samples import SETTINGS, write_samples
 
 import coordinator
-from coordinator.research.compare import interface, simulated_runs
+from coordinator.research.compare import interface, optuna_search, simulated_runs
 from coordinator.research.compare.interface import Running, read_comparison
 from coordinator.research.compare.records import ClientScore, Comparison
 from coordinator.research.compare.runners import FIRST_NEED_BYTES, LocalWorkers
@@ -25,7 +25,7 @@ from coordinator.research.compare.settings import ALWAYS
 from coordinator.research.compare.simulated_runs import RunOutcome, RunSpec, simulate_run
 from coordinator.simulation.datasets import prepare
 from coordinator.simulation.plan import Plan
-from edge_agent.core.errors import ConfigError, RunFailed, StateError, UnknownName, UsageError
+from edge_agent.core.errors import ConfigError, MissingCapability, RunFailed, StateError, UnknownName, UsageError
 from edge_agent.data.partition import Division
 from edge_agent.methods.fedavg import FedAvg
 
@@ -315,6 +315,17 @@ def test_seeds_methods_and_defaults_that_are_added_give_what_one_comparison_of_t
         call("fedprox", "ditto", seeds=(0,), untuned=True, **space)
     with pytest.raises(UsageError, match="methods local, fedavg, fedavg_ft, linear_probe, fedprox, ditto, now"):
         call("fedprox", seeds=(0, 1), untuned=True)
+
+
+def test_a_search_that_this_machine_lacks_leaves_no_arguments_behind(run, monkeypatch):
+    def lack():
+        raise MissingCapability("Optuna is not installed")
+
+    monkeypatch.setattr(optuna_search, "import_optuna", lack)
+    monkeypatch.setattr(simulated_runs, "_simulate", score_at_once)
+    with pytest.raises(MissingCapability):
+        run("fedprox", search="optuna", out="folder")
+    assert run("fedprox", search="random", out="folder").failures == ()
 
 
 def test_another_engine_is_no_other_comparison(whole):
