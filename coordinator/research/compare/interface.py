@@ -371,7 +371,7 @@ def _run(arguments: Arguments, out: Path, running: Running, *, command: str, has
     check_writable(out)
     with shared_folder_lock(out, f"headwater {'compare' if has_runs else 'sweep'}"):
         # 1. All mistakes are found before the first file is written: then other arguments can still be given.
-        begun = _read_begun(arguments, out)
+        begun = _read_begun(arguments, out, has_runs=has_runs)
         setting = _setting(arguments, contenders, command, has_runs=has_runs)
         comparing = Comparing(arguments, contenders, setting, out, has_runs=has_runs, again=running.again)
         # 2. From here on the folder is one of these arguments, whatever stops the simulations.
@@ -403,7 +403,7 @@ def _keep_arguments(arguments: Arguments, begun: Arguments | None, out: Path, ru
         write_json(out / ARGUMENTS, arguments.model_dump(mode="json"))
 
 
-def _read_begun(arguments: Arguments, out: Path) -> Arguments | None:
+def _read_begun(arguments: Arguments, out: Path, *, has_runs: bool) -> Arguments | None:
     """Return the arguments of the comparison in a folder, which ``arguments`` continue; None: the folder is empty.
 
     Raises:
@@ -418,6 +418,11 @@ def _read_begun(arguments: Arguments, out: Path) -> Arguments | None:
             )
         return None
     begun = parse(Arguments, content, where=str(out / ARGUMENTS))
+    if has_runs and begun.is_search:
+        raise UsageError(
+            f"{out} holds the search of {begun.methods[0].name}, which 'headwater sweep' continues; choose another "
+            "folder with --out"
+        )
     differences = begun.extended_by(arguments).differences(arguments)
     if differences:
         raise UsageError(f"{out} holds a comparison with other arguments: {'; '.join(differences)}; {_OTHERS}")

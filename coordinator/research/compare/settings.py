@@ -89,6 +89,11 @@ class Arguments(Frozen):
     tune_seed: int = Field(0, ge=0)
     untuned: bool = False
 
+    @property
+    def is_search(self) -> bool:
+        """Whether these are of a search, which has one method; a comparison has several."""
+        return len(self.methods) == 1
+
     def additions(self, now: Arguments) -> list[str]:
         """Return in words what `extended_by` takes from ``now``; no simulation made so far is outdated by it."""
         extended = self.extended_by(now)

@@ -317,6 +317,20 @@ def test_seeds_methods_and_defaults_that_are_added_give_what_one_comparison_of_t
         call("fedprox", seeds=(0, 1), untuned=True)
 
 
+def test_the_folder_of_a_search_stays_that_of_the_search(run, place, monkeypatch):
+    """The trials of both would be the same, but afterwards the command of the search could not continue it."""
+    monkeypatch.setattr(simulated_runs, "_simulate", score_at_once)
+    how = {"out": "folder", "space": {"fedprox.mu": "0,0.1"}}
+
+    def search():
+        return coordinator.sweep("fedprox", trials=2, running=Running(in_process=True), **how, **SETTINGS)
+
+    found = search()
+    with pytest.raises(UsageError, match="folder holds the search of fedprox, which 'headwater sweep' continues"):
+        run("fedprox", **how)
+    assert search() == found
+
+
 def test_a_search_that_this_machine_lacks_leaves_no_arguments_behind(run, monkeypatch):
     def lack():
         raise MissingCapability("Optuna is not installed")
