@@ -20,6 +20,7 @@ from edge_agent.core.storage import check_writable, write_atomic, write_json
 from .config import CoordinatorConfig
 from .loggers.choice import absolute_choice
 from .loggers.run_logs import LogChoice, RunLogs, choices_of
+from .plain_values import make_plain
 from .rounds.request import Request
 from .shadowed import check_export
 from .simulation.failures import add_note
@@ -150,7 +151,8 @@ def simulate(
     fields = {name: value for name, value in given.items() if value is not None}
     fields |= {"params": dict(params or {}), "folder": str(Path.cwd())}
     for name in _TABLES & fields.keys():
-        fields[name] = _without_numpy(fields[name])
+        if isinstance(fields[name], Mapping):  # others are rejected later
+            fields[name] = make_plain(fields[name])
     if pool is not None:
         pool.check_open()
         fields = {"engine": "pool", "workers": pool.count, **fields}
@@ -177,18 +179,6 @@ def simulate(
 
 _TABLES = frozenset({"params", "encoder_params", "peft_params", "input"})
 """Settings that are mappings, whose values only a method or an encoder knows."""
-
-
-def _without_numpy(values: object) -> object:
-    """Return a mapping whose numbers and arrays of NumPy are Python's own, which JSON takes; others as they are."""
-    import numpy as np
-
-    if not isinstance(values, Mapping):  # to be rejected later
-        return values
-    plain = {}
-    for name, value in values.items():
-        plain[name] = value.tolist() if isinstance(value, np.generic | np.ndarray) else value
-    return plain
 
 
 def _check_call(arguments: Mapping[str, object]) -> None:

@@ -33,7 +33,7 @@ ORDER = (
     {"views"},
     {"config"},
     {"journal", "loggers"},
-    {"estimates", "shadowed", "text"},
+    {"estimates", "plain_values", "shadowed", "text"},
 )
 """Folders and root modules of ``coordinator``, the upper ones first; each imports only lower ones.
 

@@ -8,9 +8,9 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError
 
 from edge_agent import data, methods
 from edge_agent.core.config import mistakes_of, parse
@@ -21,6 +21,7 @@ from edge_agent.core.task import Frozen
 from edge_agent.methods import MethodParams
 from edge_agent.methods.values import checked_space, search_space
 
+from ...plain_values import make_plain
 from ...simulation.own_parts import add_method
 from ...simulation.plan import HOW_NOT_WHAT, Plan
 from .optuna_search import OptunaSearch
@@ -53,12 +54,16 @@ _SETTINGS = "the settings of a comparison"
 """How errors name the settings in which a mistake was made."""
 
 
+PlainValues = Annotated[dict[str, Any], BeforeValidator(make_plain)]
+"""Values by name, as a file has them, so that those of a call and those of a file can be compared."""
+
+
 class MethodChoice(Frozen):
     """A method of a comparison, and the parameters that all its simulations have."""
 
     name: str = Field(min_length=1, max_length=80)
     method: str = Field(min_length=1, max_length=1000)
-    params: dict[str, Any] = Field(default_factory=dict)
+    params: PlainValues = Field(default_factory=dict)
 
     def differences(self, now: MethodChoice) -> list[str]:
         """Return ``name value, now value`` for each parameter that differs in ``now``, and for the method's file."""
@@ -77,7 +82,7 @@ class Arguments(Frozen):
     """All that decides what a comparison finds. A folder is continued with the same arguments, or with additions."""
 
     methods: tuple[MethodChoice, ...]
-    plan: dict[str, Any] = Field(description="fields of all simulations that were given")
+    plan: PlainValues = Field(description="fields of all simulations that were given")
     seeds: tuple[int, ...]
     trials: int = Field(ge=0, le=10_000)
     search: str = "random"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -315,6 +316,17 @@ def test_seeds_methods_and_defaults_that_are_added_give_what_one_comparison_of_t
         call("fedprox", "ditto", seeds=(0,), untuned=True, **space)
     with pytest.raises(UsageError, match="methods local, fedavg, fedavg_ft, linear_probe, fedprox, ditto, now"):
         call("fedprox", seeds=(0, 1), untuned=True)
+
+
+def test_values_of_a_python_program_are_those_that_a_file_has(run, monkeypatch):
+    """Numbers of NumPy, as a loop over ``np.linspace`` has them, and tuples, also where seeds are added to them."""
+    monkeypatch.setattr(simulated_runs, "_simulate", score_at_once)
+    params = {"fedprox.mu": np.float32(0.5), "dualfed.personal": ("personal_head",)}
+    call = functools.partial(run, "fedprox", "dualfed", tune=0, params=params, rounds=np.int64(1), out="folder")
+    call(seeds=np.arange(1))
+    record = call(seeds=np.arange(2)).comparison
+    assert record.methods[-1].runs[1].params == {"personal": ["personal_head"]}
+    assert record.methods[-2].runs[1].params == {"mu": 0.5}
 
 
 def test_the_folder_of_a_search_stays_that_of_the_search(run, place, monkeypatch):
