@@ -10,8 +10,12 @@ import secrets
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from pydantic import Field
+
+from edge_agent.core.config import parse
 from edge_agent.core.errors import StateError
 from edge_agent.core.storage import read_json, write_json
+from edge_agent.core.task import Frozen
 
 from ...loggers.delivery import LogOutcome
 from ...loggers.records import RunDescription, RunEnd
@@ -22,11 +26,20 @@ from .records import Comparison, SeedRun
 from .row_statistics import compute_statistics
 
 LOG_ID = "log-id.json"
-"""File in the folder of a comparison with the id by which logs know it."""
-
+"""File in the folder of a comparison with the id and the name by which logs know it."""
 
 SHOWN = (".md", ".tex", ".csv", ".parquet", ".html", ".svg")
 """Suffixes of the files of a comparison that people read."""
+
+
+class LogIdentity(Frozen):
+    """The id and the name of a comparison in logs, which stay when methods are added and its title changes.
+
+    Logs that are folders, and the groups of W&B, are named by both.
+    """
+
+    id: str
+    name: str = Field("", description="its title when it was first logged; empty in files of earlier versions")
 
 
 def check_logs(choices: Sequence[str], folder: Path) -> None:
@@ -51,9 +64,10 @@ def log_comparison(choices: Sequence[str], comparison: Comparison, folder: Path)
     Raises:
         HeadwaterError: A choice names no log, or one that cannot be used.
     """
+    identity = _read_log_identity(folder, comparison.title)
     description = RunDescription(
-        _log_id(folder),
-        comparison.title,
+        identity.id,
+        identity.name,
         folder.absolute(),
         {
             "data": ", ".join(comparison.data),
@@ -117,10 +131,14 @@ def _figures(comparison: Comparison) -> dict[str, float]:
     return figures
 
 
-def _log_id(folder: Path) -> str:
-    """Return the id of a comparison, which it gets when it is first logged."""
-    content = read_json(folder / LOG_ID)
-    if content is None:
-        content = {"id": secrets.token_hex(16)}
-        write_json(folder / LOG_ID, content)
-    return str(content["id"])
+def _read_log_identity(folder: Path, title: str) -> LogIdentity:
+    """Return by which id and name logs know the comparison in a folder; it gets both when it is first logged."""
+    path = folder / LOG_ID
+    content = read_json(path)
+    identity = LogIdentity(id=secrets.token_hex(16))
+    if content is not None:
+        identity = parse(LogIdentity, content, where=str(path))
+    if not identity.name:
+        identity = identity.model_copy(update={"name": title})
+        write_json(path, identity.model_dump())
+    return identity
