@@ -11,6 +11,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from pydantic import Field
+
+from edge_agent.core.task import Frozen
+
 from ...estimates import ENOUGH_SEEDS, Estimate, describe_chance, is_distinguishable
 from ...text import listed
 from .cells import Promise, Table
@@ -40,6 +44,31 @@ class Values:
     by_seed: Mapping[int, float]
 
 
+class PairRecord(Frozen):
+    """The difference of two rows within a seed, as table.json has it; rows without a common seed have no figures."""
+
+    row: str = Field(description="the lower row by the paper's order")
+    seeds: int = Field(ge=0, description="how many seeds both rows have")
+    difference: float | None = Field(None, description="the mean over these seeds of upper minus lower row, in points")
+    standard_error: float | None = Field(None, description="its standard error; null for one seed")
+    low: float | None = Field(None, description="lower end of Student's 95 % interval")
+    high: float | None = None
+    standing: Standing | None = None
+
+
+class OrderRecord(Frozen):
+    """An order that the paper claims, as table.json has it."""
+
+    column: str
+    row: str = Field(description="the row that the paper has above the others")
+    above: tuple[str, ...] = Field(description="the others")
+    compared: tuple[str, ...] = Field(description="those of them that have a result")
+    beaten_by: tuple[str, ...] = Field(description="those that came out at least as high")
+    holds: bool | None = Field(description="null: none is as high, but some have no result yet")
+    margin: float | None = Field(description="points above the next row")
+    paired: tuple[PairRecord, ...]
+
+
 @dataclass(frozen=True)
 class LowerRow:
     """A row that the paper has below another one, compared with it."""
@@ -58,21 +87,24 @@ class LowerRow:
             return None
         if not is_distinguishable(self.paired):
             return Standing.SIMILAR
-        return Standing.LOWER if self.paired.mean > 0 else Standing.HIGHER
+        if self.paired.mean > 0:
+            return Standing.LOWER
+        return Standing.HIGHER
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the paired difference as a JSON object."""
-        if self.paired is None:
-            return {"row": self.name, "seeds": 0}
-        return {
-            "row": self.name,
-            "seeds": self.paired.count,
-            "difference": self.paired.mean,
-            "standard_error": self.paired.standard_error,
-            "low": self.paired.low,
-            "high": self.paired.high,
-            "standing": None if self.standing is None else self.standing.value,
-        }
+    def to_record(self) -> PairRecord:
+        """Return the paired difference for table.json."""
+        paired = self.paired
+        if paired is None:
+            return PairRecord(row=self.name, seeds=0)
+        return PairRecord(
+            row=self.name,
+            seeds=paired.count,
+            difference=paired.mean,
+            standard_error=paired.standard_error,
+            low=paired.low,
+            high=paired.high,
+            standing=self.standing,
+        )
 
 
 @dataclass(frozen=True)
@@ -86,83 +118,112 @@ class CheckedOrder:
     lower_rows: tuple[LowerRow, ...]
 
     @property
-    def compared(self) -> list[LowerRow]:
-        """The rows that have a result, if the row itself has one."""
-        return [lower for lower in self.lower_rows if lower.margin is not None]
+    def names(self) -> list[str]:
+        """The names of the rows that the paper has below."""
+        return [lower_row.name for lower_row in self.lower_rows]
+
+    @property
+    def margins(self) -> dict[str, float]:
+        """Name -> margin, of the rows that have a result, if the row itself has one."""
+        margins = {}
+        for lower_row in self.lower_rows:
+            if lower_row.margin is not None:
+                margins[lower_row.name] = lower_row.margin
+        return margins
+
+    @property
+    def missing(self) -> list[str]:
+        """The names of the rows that cannot be compared yet."""
+        return [name for name in self.names if name not in self.margins]
 
     @property
     def beaten_by(self) -> list[str]:
         """The names of the rows that came out at least as high."""
-        return [lower.name for lower in self.lower_rows if lower.margin is not None and lower.margin <= 0]
+        return [name for name, margin in self.margins.items() if margin <= 0]
 
     @property
     def holds(self) -> bool | None:
         """Whether the row is above all others; None: none is as high, but some have no result yet."""
         if self.beaten_by:
             return False
-        if len(self.compared) < len(self.lower_rows):
+        if self.missing:
             return None
         return True
 
     @property
-    def closest(self) -> LowerRow | None:
-        """The row with the smallest margin; None: nothing can be compared."""
-        return min(self.compared, key=lambda lower: lower.margin or 0.0, default=None)
+    def judged_differences(self) -> dict[str, Estimate]:
+        """Name -> paired difference, of the rows that have two seeds or more in common with the row."""
+        differences = {}
+        for lower_row in self.lower_rows:
+            if lower_row.paired is not None and lower_row.standing is not None:
+                differences[lower_row.name] = lower_row.paired
+        return differences
 
     def to_json(self) -> dict[str, Any]:
         """Return the check as a JSON object of table.json."""
-        closest = self.closest
-        return {
-            "column": self.column,
-            "row": self.row,
-            "above": [lower.name for lower in self.lower_rows],
-            "compared": [lower.name for lower in self.compared],
-            "beaten_by": self.beaten_by,
-            "holds": self.holds,
-            "margin": None if closest is None or closest.margin is None else round(closest.margin, 3),
-            "paired": [lower.to_json() for lower in self.lower_rows],
-        }
+        margin = None
+        if self.margins:
+            margin = round(min(self.margins.values()), 3)
+        record = OrderRecord(
+            column=self.column,
+            row=self.row,
+            above=tuple(self.names),
+            compared=tuple(self.margins),
+            beaten_by=tuple(self.beaten_by),
+            holds=self.holds,
+            margin=margin,
+            paired=tuple(lower_row.to_record() for lower_row in self.lower_rows),
+        )
+        return record.model_dump(mode="json", exclude_unset=True)
 
     def sentences(self) -> Iterator[str]:
         """Yield whether the order holds, and how narrowly, then what differences within a seed say of chance."""
-        yield self._verdict()
-        yield from self._on_chance()
+        yield self._describe_means()
+        yield from self._describe_differences()
 
-    def _verdict(self) -> str:
+    def _describe_means(self) -> str:
         """Return whether the order holds by the means over seeds."""
-        names = [lower.name for lower in self.lower_rows]
-        order = f"{self.row} above {listed(names)}"
-        closest = self.closest
-        if closest is None:
+        order = f"{self.row} above {listed(self.names)}"
+        if not self.margins:
             return f"The paper's order ({order}) cannot be checked yet: there is nothing to compare."
         if self.beaten_by:
             return f"The paper's order does **not** hold ({order}): {listed(self.beaten_by)} came out at least as high."
-        if self.holds:
-            return f"The paper's order holds: {order}, {_in_words(closest)}."
-        compared = [lower.name for lower in self.compared]
-        missing = [name for name in names if name not in compared]
+        margin = self._describe_smallest_margin()
+        if not self.missing:
+            return f"The paper's order holds: {order}, {margin}."
+        compared = list(self.margins)
         return (
-            f"The paper's order holds so far: {self.row} above {listed(compared)}, {_in_words(closest)}; these are "
-            f"{len(compared)} of {len(names)}; not there yet: {listed(missing)}."
+            f"The paper's order holds so far: {self.row} above {listed(compared)}, {margin}; these are "
+            f"{len(compared)} of {len(self.names)}; not there yet: {listed(self.missing)}."
         )
 
-    def _on_chance(self) -> Iterator[str]:
+    def _describe_smallest_margin(self) -> str:
+        """Say by how much the row is above the next one, and that less than the noise ranks nothing without pairs."""
+        next_row = min(self.margins, key=self.margins.__getitem__)
+        margin = self.margins[next_row]
+        if margin < NOISE and next_row not in self.judged_differences:
+            return f"by {margin:.2f} points, which is within the noise"
+        return f"by {margin:.2f} points or more"
+
+    def _describe_differences(self) -> Iterator[str]:
         """Yield from which rows the row is distinguishable; nothing where no row has two seeds in common with it."""
-        counts = [other.paired.count for other in self.lower_rows if other.paired is not None and other.standing]
+        counts = [difference.count for difference in self.judged_differences.values()]
         if not counts:
             return
         fewest = min(counts)
-        more = " or more" if max(counts) > fewest else ""
-        yield f"Paired over {fewest} seeds{more} {self.row} is {self._standings()}."
+        seeds = f"{fewest} seeds"
+        if max(counts) > fewest:
+            seeds = f"{fewest} seeds or more"
+        yield f"Paired over {seeds} {self.row} is {self._describe_standings()}."
         if fewest < ENOUGH_SEEDS:
             yield describe_chance(fewest)
 
-    def _standings(self) -> str:
+    def _describe_standings(self) -> str:
         """Return what the row is above, what it is below, and what it is not distinguishable from."""
-        parts = []
         lower_names = self._names_of(Standing.LOWER)
         higher_names = self._names_of(Standing.HIGHER)
         similar_names = self._names_of(Standing.SIMILAR)
+        parts = []
         if lower_names:
             parts.append(f"above {listed(lower_names)} by two standard errors or more")
         if higher_names:
@@ -173,7 +234,7 @@ class CheckedOrder:
 
     def _names_of(self, standing: Standing) -> list[str]:
         """Return the names of the rows with this standing."""
-        return [other.name for other in self.lower_rows if other.standing is standing]
+        return [lower_row.name for lower_row in self.lower_rows if lower_row.standing is standing]
 
 
 def check_order(table: Table, promise: Promise, column: str, values: Mapping[str, Values]) -> CheckedOrder:
@@ -187,18 +248,21 @@ def check_order(table: Table, promise: Promise, column: str, values: Mapping[str
     """
     highest = values[promise.row]
     nothing = Values(None, {})
-    lower_rows = [_compared(name, values.get(name, nothing), highest) for name in _rows_below(table, promise)]
+    names = _rows_below(table, promise)
+    lower_rows = [_compare_row(name, values.get(name, nothing), highest) for name in names]
     return CheckedOrder(column, promise.row, tuple(lower_rows))
 
 
-def _compared(name: str, lower: Values, highest: Values) -> LowerRow:
+def _compare_row(name: str, lower: Values, highest: Values) -> LowerRow:
     """Return a row that should be the lower one, compared with the other."""
     if lower.mean is None or highest.mean is None:
         return LowerRow(name, None)
+    margin = highest.mean - lower.mean
     common_seeds = [seed for seed in highest.by_seed if seed in lower.by_seed]
+    if not common_seeds:
+        return LowerRow(name, margin)
     differences = [highest.by_seed[seed] - lower.by_seed[seed] for seed in common_seeds]
-    paired = Estimate.from_values(differences) if differences else None
-    return LowerRow(name, highest.mean - lower.mean, paired)
+    return LowerRow(name, margin, Estimate.from_values(differences))
 
 
 def _rows_below(table: Table, promise: Promise) -> list[str]:
@@ -209,35 +273,30 @@ def _rows_below(table: Table, promise: Promise) -> list[str]:
     return [name for name in others if name in promise.above]
 
 
-def _in_words(closest: LowerRow) -> str:
-    """Say by how much a row is above the next one, and that a margin below the noise ranks nothing."""
-    margin = closest.margin or 0.0
-    if margin < NOISE and closest.standing is None:
-        return f"by {margin:.2f} points, which is within the noise"
-    return f"by {margin:.2f} points or more"
-
-
 def markdown_of_pairs(orders: Sequence[CheckedOrder]) -> Iterator[str]:
     """Yield the lines of a table of paired differences for each order that has some of two seeds or more."""
     for order in orders:
-        pairs = [lower for lower in order.lower_rows if lower.standing is not None]
-        if not pairs:
+        differences = order.judged_differences
+        if not differences:
             continue
         yield f"| {order.row} minus | points, paired over seeds | standard error | Student's 95 % interval | seeds |"
         yield "|---|---|---|---|---|"
-        for lower in pairs:
-            yield f"| {lower.name} | {_pair_cells(lower.paired)} |"
+        for name, difference in differences.items():
+            yield _markdown_row(name, difference)
         yield ""
 
 
-def _pair_cells(paired: Estimate | None) -> str:
-    """Return the cells of a paired difference."""
-    if paired is None or paired.standard_error is None:
-        return "– | – | – | –"
-    interval = f"{_signed(paired.low)} to {_signed(paired.high)}"
-    return f"{_signed(paired.mean)} | {paired.standard_error:.2f} | {interval} | {paired.count}"
+def _markdown_row(name: str, difference: Estimate) -> str:
+    """Return the line of a paired difference."""
+    mean = _format_points(difference.mean, "+.2f")
+    error = _format_points(difference.standard_error, ".2f")
+    low = _format_points(difference.low, "+.2f")
+    high = _format_points(difference.high, "+.2f")
+    return f"| {name} | {mean} | {error} | {low} to {high} | {difference.count} |"
 
 
-def _signed(value: float | None) -> str:
-    """Return a number of points with its sign and two decimals."""
-    return "–" if value is None else f"{value:+.2f}".replace("-", "−")
+def _format_points(value: float | None, form: str) -> str:
+    """Return a number of points in this format, with a minus sign for a hyphen; a dash where there is none."""
+    if value is None:
+        return "–"
+    return format(value, form).replace("-", "−")
