@@ -1,7 +1,8 @@
 """The orders of rows that a published table claims, checked with our values: by their means, and paired over seeds.
 
 With one seed all rows of a table have the same clients and samples, so that differences of two rows within a seed are
-less noisy than their means.
+less noisy than their means. Seeds differ among themselves, often by more than rows do: where two rows have results of
+other seeds, as in the middle of a run or after a failure, their means are those over the seeds that both have.
 """
 
 from __future__ import annotations
@@ -32,6 +33,14 @@ class Standing(Enum):
     SIMILAR = "not distinguishable"
     HIGHER = "higher"
     """Higher by two standard errors or more."""
+
+
+class Overlap(Enum):
+    """Which seeds with a result two rows have in common."""
+
+    ALL = "all"
+    SOME = "some"
+    NONE = "none"
 
 
 @dataclass(frozen=True)
@@ -75,8 +84,12 @@ class LowerRow:
 
     name: str
     margin: float | None
-    """Points by which its mean is below the other row's; None: one of them has no result."""
+    """Points by which its mean is below the other row's, over the seeds of both rows; None: one has no result.
 
+    Where they share no seed, each has the mean over its own seeds.
+    """
+
+    overlap: Overlap = Overlap.ALL
     paired: Estimate | None = None
     """The mean of the same difference within a seed, over the seeds of both rows; None: they share no seed."""
 
@@ -177,8 +190,9 @@ class CheckedOrder:
         return record.model_dump(mode="json", exclude_unset=True)
 
     def sentences(self) -> Iterator[str]:
-        """Yield whether the order holds, and how narrowly, then what differences within a seed say of chance."""
+        """Yield whether the order holds, how narrowly and over which seeds, then what differences say of chance."""
         yield self._describe_means()
+        yield from self._describe_seeds()
         yield from self._describe_differences()
 
     def _describe_means(self) -> str:
@@ -204,6 +218,15 @@ class CheckedOrder:
         if margin < NOISE and next_row not in self.judged_differences:
             return f"by {margin:.2f} points, which is within the noise"
         return f"by {margin:.2f} points or more"
+
+    def _describe_seeds(self) -> Iterator[str]:
+        """Yield which rows are compared over some of their seeds, and which over other seeds; nothing where none is."""
+        partly = [lower_row.name for lower_row in self.lower_rows if lower_row.overlap is Overlap.SOME]
+        apart = [lower_row.name for lower_row in self.lower_rows if lower_row.overlap is Overlap.NONE]
+        if partly:
+            yield f"With other seeds than {self.row}: {listed(partly)}; the seeds that both rows have are compared."
+        if apart:
+            yield f"Without a seed of {self.row}: {listed(apart)}; part of the difference may be that of the seeds."
 
     def _describe_differences(self) -> Iterator[str]:
         """Yield from which rows the row is distinguishable; nothing where no row has two seeds in common with it."""
@@ -260,9 +283,12 @@ def _compare_row(name: str, lower: Values, highest: Values) -> LowerRow:
     margin = highest.mean - lower.mean
     common_seeds = [seed for seed in highest.by_seed if seed in lower.by_seed]
     if not common_seeds:
-        return LowerRow(name, margin)
+        return LowerRow(name, margin, Overlap.NONE)
     differences = [highest.by_seed[seed] - lower.by_seed[seed] for seed in common_seeds]
-    return LowerRow(name, margin, Estimate.from_values(differences))
+    paired = Estimate.from_values(differences)
+    if highest.by_seed.keys() == lower.by_seed.keys():
+        return LowerRow(name, margin, Overlap.ALL, paired)
+    return LowerRow(name, paired.mean, Overlap.SOME, paired)
 
 
 def _rows_below(table: Table, promise: Promise) -> list[str]:

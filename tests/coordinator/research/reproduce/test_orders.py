@@ -28,8 +28,16 @@ def test_differences_are_paired_over_the_seeds_that_both_rows_have():
     assert (other.paired.count, other.standing) == (3, Standing.LOWER)
     low, high = stats.t.interval(0.95, 2, loc=1.2, scale=stats.sem([1.0, 1.2, 1.4]))
     assert (other.paired.low, other.paired.high) == (pytest.approx(low), pytest.approx(high))
-    # By the means, to which seed 3 belongs as well, the order does not hold.
-    assert order.holds is False
+
+
+def test_rows_with_other_seeds_are_compared_over_those_that_both_have():
+    """By the means of all seeds Best would be below Other, because it alone has seed 3."""
+    order = checked(Best={0: 80.0, 1: 90.0, 3: 20.0}, Other={0: 79.0, 1: 88.8}, Same={0: 78.0, 1: 88.0, 3: 19.0})
+    assert order.holds is True
+    assert order.to_json()["margin"] == pytest.approx(1.1)
+    means, seeds, *_ = order.sentences()
+    assert means == "The paper's order holds: Best above Other, Same, by 1.10 points or more."
+    assert seeds == "With other seeds than Best: Other; the seeds that both rows have are compared."
 
 
 def test_an_order_in_words_with_what_chance_may_have_done():
@@ -47,7 +55,7 @@ def test_an_order_in_words_with_what_chance_may_have_done():
 
 def test_rows_with_other_numbers_of_seeds_are_judged_by_those_that_they_share():
     order = checked(Best={0: 80.0, 1: 90.0, 2: 85.0}, All={0: 78.0, 1: 87.9, 2: 83.1}, Two={0: 78.0, 1: 87.9})
-    _, standings, chance = order.sentences()
+    _, _, standings, chance = order.sentences()
     assert standings == "Paired over 2 seeds or more Best is above All, Two by two standard errors or more."
     assert chance.startswith("With 2 seeds")
 
@@ -83,7 +91,10 @@ def test_one_seed_says_nothing_of_chance():
 def test_rows_without_a_common_seed_have_no_paired_difference():
     order = checked(Best={0: 80.0, 1: 81.0}, Other={2: 79.0, 3: 70.0})
     assert order.lower_rows[0].paired is None
-    assert len(list(order.sentences())) == 1
+    assert list(order.sentences()) == [
+        "The paper's order holds: Best above Other, by 6.00 points or more.",
+        "Without a seed of Best: Other; part of the difference may be that of the seeds.",
+    ]
     assert order.to_json()["paired"] == [{"row": "Other", "seeds": 0}]
 
 

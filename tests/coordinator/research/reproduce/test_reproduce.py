@@ -375,7 +375,11 @@ def test_tables_are_listed(call):
 def found(values, table, **changes):
     base = outcome.Outcome(table.rows[0], table.columns[0], 1, (2,), None, None, None, None, None, 5.0, **changes)
     by_name = {row.name: row for row in table.rows}
-    return [replace(base, row=by_name[name], paper=paper, ours=ours) for name, (paper, ours) in values.items()]
+    found_cells = []
+    for name, (paper, ours) in values.items():
+        by_seed = {} if ours is None else {0: ours}
+        found_cells.append(replace(base, row=by_name[name], paper=paper, ours=ours, by_seed=by_seed))
+    return found_cells
 
 
 @pytest.mark.parametrize(
