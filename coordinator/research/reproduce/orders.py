@@ -73,7 +73,7 @@ class OrderRecord(Frozen):
     above: tuple[str, ...] = Field(description="the others")
     compared: tuple[str, ...] = Field(description="those of them that have a result")
     beaten_by: tuple[str, ...] = Field(description="those that came out at least as high")
-    holds: bool | None = Field(description="null: none is as high, but some have no result yet")
+    holds: bool | None = Field(description="null: it cannot be said yet")
     margin: float | None = Field(description="points above the next row")
     paired: tuple[PairRecord, ...]
 
@@ -156,10 +156,10 @@ class CheckedOrder:
 
     @property
     def holds(self) -> bool | None:
-        """Whether the row is above all others; None: none is as high, but some have no result yet."""
+        """Whether the row is above all others; None: some have no result yet, or there are none."""
         if self.beaten_by:
             return False
-        if self.missing:
+        if self.missing or not self.lower_rows:
             return None
         return True
 

@@ -98,6 +98,14 @@ def test_rows_without_a_common_seed_have_no_paired_difference():
     assert order.to_json()["paired"] == [{"row": "Other", "seeds": 0}]
 
 
+def test_an_order_without_another_row_does_not_hold():
+    order = checked(Best={0: 80.0})
+    assert list(order.sentences()) == [
+        "The paper's order (Best above none) cannot be checked yet: there is nothing to compare."
+    ]
+    assert order.to_json()["holds"] is None
+
+
 def test_the_table_of_pairs():
     order = checked(Best={0: 80.0, 1: 90.0}, Lower={0: 78.0, 1: 87.9}, Once={0: 90.0})
     assert list(markdown_of_pairs([order])) == [
