@@ -81,9 +81,9 @@ class MethodChoice(Frozen):
 class Arguments(Frozen):
     """All that decides what a comparison finds. A folder is continued with the same arguments, or with additions."""
 
-    methods: tuple[MethodChoice, ...]
+    methods: tuple[MethodChoice, ...] = Field(min_length=1)
     plan: PlainValues = Field(description="fields of all simulations that were given")
-    seeds: tuple[int, ...]
+    seeds: tuple[int, ...] = Field(min_length=1)
     trials: int = Field(ge=0, le=10_000)
     search: str = "random"
     points: int = Field(3, ge=2, le=1000, description="values of each range in a grid")

@@ -354,6 +354,16 @@ def test_a_search_that_this_machine_lacks_leaves_no_arguments_behind(run, monkey
     assert run("fedprox", search="random", out="folder").failures == ()
 
 
+@pytest.mark.parametrize("field", ["methods", "seeds"])
+def test_a_file_of_arguments_that_lacks_something_is_named(run, monkeypatch, field):
+    monkeypatch.setattr(simulated_runs, "_simulate", score_at_once)
+    run("fedprox", tune=0, out="folder")
+    path = Path("folder/arguments.json")
+    path.write_text(json.dumps({**json.loads(path.read_text()), field: []}))
+    with pytest.raises(ConfigError, match=rf"arguments\.json(.|\n)*{field} = "):
+        run("fedprox", tune=0, out="folder")
+
+
 def test_another_engine_is_no_other_comparison(whole):
     again = whole.call(running=Running(in_process=True, engine="stacked"))
     assert again.comparison.methods == whole.comparison.methods
