@@ -181,33 +181,58 @@ _TABLES = frozenset({"params", "encoder_params", "peft_params", "input"})
 """Settings that are mappings, whose values only a method or an encoder knows."""
 
 
+def _is_pool(value: object) -> bool:
+    """Return whether a value is what `workers` returns."""
+    from .simulation.engines.kept_workers import KeptWorkers
+
+    return isinstance(value, KeptWorkers)
+
+
+@dataclass(frozen=True)
+class _Expectation:
+    """What an argument of `simulate` has to be that is used before the settings are parsed."""
+
+    argument: str
+    text: str
+    """What is expected, in words."""
+
+    is_met: Callable[[object], bool]
+    """Return whether a value is of this kind."""
+
+    may_be_none: bool = True
+    """Whether the argument may be None, or be left out."""
+
+    def is_met_by(self, arguments: Mapping[str, object]) -> bool:
+        """Return whether the argument is as expected, among all arguments of the call."""
+        value = arguments.get(self.argument)
+        if value is None:
+            return self.may_be_none
+        return self.is_met(value)
+
+
+_EXPECTATIONS = (
+    _Expectation("params", "a mapping such as {'lr': 0.05}", lambda value: isinstance(value, Mapping)),
+    # Of numbers only text, lists and the like are refused here; the settings have their limits.
+    _Expectation("seed", "a whole number", lambda value: isinstance(value, SupportsInt), may_be_none=False),
+    _Expectation("test_fraction", "a number from 0 to 1", lambda value: isinstance(value, SupportsFloat)),
+    _Expectation("pool", "what coordinator.workers(2) returns", _is_pool),
+    _Expectation("watch", "a function of one job; leave it out for none", callable, may_be_none=False),
+    _Expectation("on_round", "a function of one round", callable),
+    _Expectation("out", "a folder; leave it out for a temporary one", lambda value: value != ""),
+)
+
+
 def _check_call(arguments: Mapping[str, object]) -> None:
     """Check the kinds of those arguments of `simulate` that are used before its settings are parsed.
 
     Raises:
         ConfigError: Some are of another kind; the message lists all of them.
     """
-    from .simulation.engines.kept_workers import KeptWorkers
-
     mistakes = []
-    params = arguments["params"]
-    if params is not None and not isinstance(params, Mapping):
-        mistakes.append(f"params = {params!r}: expected a mapping such as {{'lr': 0.05}}")
-    # Of numbers only text, lists and the like are refused here; the settings have their limits.
-    if not isinstance(arguments["seed"], SupportsInt):
-        mistakes.append(f"seed = {arguments['seed']!r}: expected a whole number")
-    share = arguments.get("test_fraction")
-    if share is not None and not isinstance(share, SupportsFloat):
-        mistakes.append(f"test_fraction = {share!r}: expected a number from 0 to 1")
-    pool = arguments["pool"]
-    if pool is not None and not isinstance(pool, KeptWorkers):
-        mistakes.append(f"pool = {pool!r}: expected what coordinator.workers(2) returns")
-    if not callable(arguments["watch"]):
-        mistakes.append(f"watch = {arguments['watch']!r}: expected a function of one job; leave it out for none")
-    if arguments["on_round"] is not None and not callable(arguments["on_round"]):
-        mistakes.append(f"on_round = {arguments['on_round']!r}: expected a function of one round")
-    if arguments["out"] == "":
-        mistakes.append("out = '': expected a folder; leave it out for a temporary one")
+    for expectation in _EXPECTATIONS:
+        if not expectation.is_met_by(arguments):
+            name = expectation.argument
+            mistakes.append(f"{name} = {arguments.get(name)!r}: expected {expectation.text}")
     if mistakes:
         raise ConfigError("simulate()", mistakes)
 
