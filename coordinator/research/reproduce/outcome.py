@@ -23,7 +23,10 @@ from .orders import CheckedOrder, Values, check_order, markdown_of_pairs
 HUNDRED = 100.0
 REASON_CHARS = 160
 FOOTING = "What the rows rest on; ≠ marks what a row has in place of the usual:"
-CAVEAT = "One machine, few seeds: differences below a point are noise; `last` is after the last round, never the best."
+CAVEAT = (
+    "One machine, few seeds: differences below a point are noise unless pairs of seeds say more; `last` is after the "
+    "last round, never the best."
+)
 
 
 @dataclass(frozen=True)
