@@ -168,10 +168,10 @@ HEADINGS = ("method", "verdict", "paper", "ours", "±", "diff.", "best", "after\
 
 def _shown(reproduction: Reproduction, results: Sequence[Outcome]) -> Iterator[Any]:
     """Yield what the terminal shows: for each column its table, orders and footing; then sources and files."""
-    from ..research.reproduce.outcome import CAVEAT, FOOTING, checked_orders, footing_lines, footings, source_lines
+    from ..research.reproduce.outcome import CAVEAT, FOOTING, check_orders, footing_lines, footings, source_lines
 
     published = reproduction.table
-    orders = checked_orders(published, results)
+    orders = check_orders(published, results)
     for column in {result.column.name: result.column for result in results}.values():
         rows = [_row(result) for result in results if result.column == column]
         yield table(f"{published.title}: {column.name}", HEADINGS, rows, left=2)

@@ -56,7 +56,7 @@ ARGUMENTS = "arguments.json"
 MOST_NAMED = 6
 """The most methods whose names stand in the title of a comparison."""
 
-_OTHERS = (
+_HOW_TO_GO_ON = (
     "continue it with the same arguments, to which methods and, behind its first seed, seeds may be added, or choose "
     "another folder with --out"
 )
@@ -425,7 +425,7 @@ def _read_begun(arguments: Arguments, out: Path, *, has_runs: bool) -> Arguments
         )
     differences = begun.extended_by(arguments).differences(arguments)
     if differences:
-        raise UsageError(f"{out} holds a comparison with other arguments: {'; '.join(differences)}; {_OTHERS}")
+        raise UsageError(f"{out} holds a comparison with other arguments: {'; '.join(differences)}; {_HOW_TO_GO_ON}")
     return begun
 
 

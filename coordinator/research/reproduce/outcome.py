@@ -305,7 +305,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return round(fmean(present), 3)
 
 
-def checked_orders(table: Table, compared: Sequence[Outcome]) -> list[CheckedOrder]:
+def check_orders(table: Table, compared: Sequence[Outcome]) -> list[CheckedOrder]:
     """Return each order that the table claims, checked in each column in which the order's row was looked at."""
     checked = []
     for column, promise in itertools.product(table.columns, table.promises):
@@ -328,7 +328,7 @@ def as_json(reproduction: Reproduction, compared: Sequence[Outcome]) -> dict[str
         "average": table.average,
         "when": table.when,
         "cells": [cell.as_json() for cell in compared],
-        "promises": [order.to_json() for order in checked_orders(table, compared)],
+        "promises": [order.to_json() for order in check_orders(table, compared)],
         "footing": {column: footing.to_json() for column, footing in footings(compared).items()},
         "notes": list(table.notes),
         "folder": str(reproduction.folder),
@@ -386,7 +386,7 @@ def _markdown_of_column(table: Table, column: Column, compared: Sequence[Outcome
     yield f"{FOOTING}\n"
     yield from (f"- {line}" for line in footing_lines(table, footing))
     yield ""
-    orders = [order for order in checked_orders(table, compared) if order.column == column.name]
+    orders = [order for order in check_orders(table, compared) if order.column == column.name]
     for order in orders:
         yield f"{' '.join(order.sentences())}\n"
     yield from markdown_of_pairs(orders)

@@ -417,7 +417,7 @@ def test_a_value_of_other_rounds_or_fewer_seeds_than_the_tables_says_so(place, c
 @pytest.mark.parametrize("local, other, holds", [(50, 49, True), (49, 50, False), (50, 50, False), (50, None, None)])
 def test_the_order_that_a_paper_claims_is_looked_at(place, local, other, holds):
     table = read_table("t.toml")
-    (order,) = outcome.checked_orders(table, found({"Local": (None, local), "Fed Avg": (None, other)}, table))[:1]
+    (order,) = outcome.check_orders(table, found({"Local": (None, local), "Fed Avg": (None, other)}, table))[:1]
     assert order.holds is holds
     assert order.to_json()["holds"] is holds
     assert isinstance(table, Table)
@@ -440,7 +440,7 @@ def test_the_order_in_words(place, mine, others, words):
     path.write_text(f'{text[: text.index("[[rows]]")]}{rows}[[promises]]\nrow = "Best"\n')
     table = read_table("order.toml")
     ours = {name: (None, value) for name, value in {"Best": mine, **others}.items()}
-    (said,) = outcome.checked_orders(table, found(ours, table))[0].sentences()
+    (said,) = outcome.check_orders(table, found(ours, table))[0].sentences()
     assert said.startswith(words)
 
 
