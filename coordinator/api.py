@@ -428,18 +428,21 @@ def read_finished(plan: Plan, folder: Path, watching: Watching) -> Summary | Non
     resumed.
 
     Raises:
-        HeadwaterError: Files are damaged, a log cannot be used, or ``on_round`` has failed.
+        HeadwaterError: Files are damaged, a log cannot be used, ``on_round`` has failed, or the source of the user's
+            own method or encoder has changed since the run began.
     """
     from edge_agent.data.partition import Division
 
     from .simulation.finished import FinishedRun
     from .simulation.logged import log_finished
     from .simulation.observer import RoundObserver
+    from .simulation.own_sources import check_own_sources
     from .simulation.setup import PARTITION
 
     finished = FinishedRun.find(folder, plan)
     if finished is None:
         return None
+    check_own_sources(finished.record.request.simulation, plan, folder)
     summary = finished.summary
     if watching.on_round is not None:
         division = Division.read(folder / PARTITION)

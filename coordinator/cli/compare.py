@@ -53,7 +53,9 @@ Logs = Annotated[
     list[str] | None,
     typer.Option("--log", help="Also log the comparison and its runs, as 'headwater simulate --log' does; repeatable."),
 ]
-Again = Annotated[bool, typer.Option("--again", help="Run failed simulations again.")]
+Again = Annotated[
+    bool, typer.Option("--again", help="Run failed simulations again, and those of your own methods that have changed.")
+]
 
 WITHOUT = (
     *("method", "folder", "starts", "seed", "validation", "fraction_max", "local", "keep_every"),

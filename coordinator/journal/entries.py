@@ -143,6 +143,10 @@ class Simulated(Part):
     plan: Json = Field(default_factory=dict, description="`coordinator.simulation.plan.Plan`, without defaults")
     partition_sha256: str = Field("", description="hash of the samples that each client has")
     precision: str | None = Field(None, description="that it was computed with; None: not noted")
+    own_sources: dict[str, str] = Field(
+        default_factory=dict,
+        description="method and encoder -> SHA-256 of the source, of those that are the user's own",
+    )
 
 
 class RunRequested(Fact):

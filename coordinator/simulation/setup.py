@@ -33,6 +33,7 @@ from .device_speeds import read_speeds
 from .engines.base import EngineChoice
 from .engines.kept_workers import KeptWorkers
 from .own_parts import register
+from .own_sources import check_own_sources, own_sources
 from .plan import Plan
 
 PLAN = "simulation.json"
@@ -291,12 +292,13 @@ def run_in(state: StateFolder, prepared: Prepared) -> str:
     """Return the run in the journal of the folder, or request one there.
 
     Raises:
-        UsageError: Plan or partition differ from those that the run began with.
+        UsageError: Plan, partition, or the user's own method or encoder differ from those that the run began with.
         StateError: The journal was lost, or replaced by an older one.
     """
     runs = state.journal.runs()
     if runs:
         record = replay(state.journal, runs[0])
+        check_own_sources(record.request.simulation, prepared.plan, state.path)
         if prepared.plan.rounds > record.request.rounds:
             record = _extended(state, record, prepared)
         _check_is_requested(state.path, record, prepared)
@@ -309,13 +311,17 @@ def run_in(state: StateFolder, prepared: Prepared) -> str:
             f"power cut perhaps; remove {state.path} to start again, or choose another folder with --out"
         )
     weights = None
-    if prepared.plan.weights is not None:
+    plan = prepared.plan
+    if plan.weights is not None:
         weights = Weights.of(state.path / WEIGHTS)
     simulated = Simulated(
-        plan=_as_json(prepared.plan),
+        plan=_as_json(plan),
         partition_sha256=prepared.division.sha256,
         precision=prepared.settled_precision(),
     )
+    sources = own_sources(method=plan.method, encoder=plan.encoder)
+    if sources:  # without them earlier versions can read the journal, too
+        simulated = simulated.changed(own_sources=sources)
     request = replace(prepared.request(), weights=weights).to_fact()
     return state.journal.request_run(request.changed(simulation=simulated))
 

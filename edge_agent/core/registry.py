@@ -260,7 +260,7 @@ def absolute(reference: str, folder: Path | None = None) -> str:
 
 
 def load_reference(kind: str, reference: str) -> Any:
-    """Return the object that ``PATH.py:NAME`` names; each file is imported once in a process.
+    """Return the object that ``PATH.py:NAME`` names; a file is imported again only once its content has changed.
 
     It is only for references of this process's own user: importing a file runs it. ``kind`` is for messages.
 
@@ -272,13 +272,17 @@ def load_reference(kind: str, reference: str) -> Any:
     if not file.is_file():
         raise UsageError(f"{kind} '{reference}': there is no file {file}; expected PATH.py:NAME")
     module = f"headwater_own_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}.{file.stem}"
-    return _load_name(kind, file, name, module, None)
+    content = _content(kind, reference, file)
+    loaded = sys.modules.get(module)
+    if loaded is not None and vars(loaded).get(_IMPORTED_CONTENT) != content:
+        del sys.modules[module]
+    return _load_name(kind, file, name, module, content)
 
 
-class _HashedSource(SourceLoader):
-    """A loader of a module from the very bytes that were hashed; the file may have changed since.
+class _ReadSource(SourceLoader):
+    """A loader of a module from the very bytes that were read; the file may have changed since.
 
-    No compiled file is read or written.
+    No compiled file is read or written: its stamp does not tell two contents of one size in one second apart.
     """
 
     def __init__(self, path: Path, content: bytes) -> None:
@@ -300,23 +304,27 @@ class _HashedSource(SourceLoader):
         return self._content
 
 
-def _import_file(where: str, file: Path, module: str, content: bytes | None) -> None:
+_IMPORTED_CONTENT = "__headwater_imported_content__"
+"""Name in a module of a user's file under which the bytes stand that it was imported from."""
+
+
+def _import_file(where: str, file: Path, module: str, content: bytes) -> None:
     """Import a user's file as a module.
 
     Args:
         where: What the file is for, for messages.
         file: The file.
         module: The name of the module.
-        content: The bytes to import instead of the file's present content.
+        content: The bytes of the file, which are imported.
 
     Raises:
         UsageError: The file cannot be imported; then there is no such module.
     """
-    loader = None if content is None else _HashedSource(file, content)
-    spec = importlib.util.spec_from_file_location(module, file, loader=loader)
+    spec = importlib.util.spec_from_file_location(module, file, loader=_ReadSource(file, content))
     if spec is None or spec.loader is None:
         raise UsageError(f"{where}: {file} is not a Python file; expected PATH.py:NAME")
     sys.modules[module] = importlib.util.module_from_spec(spec)
+    setattr(sys.modules[module], _IMPORTED_CONTENT, content)
     if str(file.parent) not in sys.path:
         sys.path.append(str(file.parent))  # it may import what is beside it
     try:
@@ -328,15 +336,15 @@ def _import_file(where: str, file: Path, module: str, content: bytes | None) -> 
         raise UsageError(f"{where}: importing {file} failed: {type(error).__name__}: {error}") from error
 
 
-def _load_name(kind: str, file: Path, name: str, module: str, content: bytes | None) -> Any:
-    """Return an object of a user's file, which is imported once in a process.
+def _load_name(kind: str, file: Path, name: str, module: str, content: bytes) -> Any:
+    """Return an object of a user's file, which is imported unless a module of this name is there.
 
     Args:
         kind: What the object is, for messages.
         file: The file.
         name: The object's name in it.
         module: The name of the module, by which it is found again.
-        content: The bytes to import instead of the file's present content.
+        content: The bytes of the file, which are imported.
 
     Raises:
         UsageError: The file cannot be imported, or has no such name.

@@ -73,6 +73,7 @@ def own_encoder(name: str, factory: Callable[..., nn.Module]) -> Encoder:
         module.feature_dim = width  # type: ignore[assignment]
         return module
 
+    build.__wrapped__ = factory  # type: ignore[attr-defined]  # where `inspect` looks for the source
     return Encoder(build, AnyParams)
 
 

@@ -45,6 +45,8 @@ REMOVALS = {
     ("edge_agent.core.own_folders", "_remove_below", "os.rmdir"): (
         "below the opened folder, by descriptors; no other mount"
     ),
+    ("coordinator.research.compare.simulated_runs", "forget_method", "remove_folder"): "its simulations, by their mark",
+    ("coordinator.research.compare.simulated_runs", "forget_method", ".unlink"): "their outcomes, by their names",
     ("coordinator.rounds.server_side", "OwnFunctions.next_state", "remove_folder"): "answers, by their mark",
     ("coordinator.loggers.log_files", "LineFile.append", ".truncate"): "its own file, behind the last whole batch",
     ("coordinator.loggers.wandb_log", "WandbLogger._set_aside", ".rename"): "folders of the very run, by its id",

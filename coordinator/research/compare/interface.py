@@ -20,6 +20,7 @@ from edge_agent.core.storage import check_writable, read_json, write_json
 from ...loggers.choice import absolute_choice
 from ...loggers.delivery import LogOutcome
 from ...shadowed import check_export
+from ...simulation.own_sources import changed_sources
 from ...simulation.plan import Plan, is_saved_partition
 from ...text import counted, listed
 from .comparing import RECORD, Comparing, Setting
@@ -38,10 +39,11 @@ from .settings import (
     choices_of,
     command_of,
     contenders_of,
+    own_sources_of,
     run_plan,
     tuner_named,
 )
-from .simulated_runs import RunSpec
+from .simulated_runs import RunSpec, forget_method
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # of `typing` since Python 3.11
@@ -86,7 +88,7 @@ class Running:
         engine: ``ray``: on a Ray cluster; any other: in worker processes here, with this engine of a simulation.
         address: Address of a running Ray cluster; None: a new one here.
         in_process: Whether everything runs in this process, as methods need that exist nowhere else.
-        again: Whether failed simulations are run again.
+        again: Whether failed simulations are run again, and all of those methods whose source has changed.
         watch: Called when a simulation has done rounds or is over.
         say: Called with what a user should know.
     """
@@ -203,15 +205,18 @@ def compare(
         StateError: Files cannot be read or written; then the same call continues.
     """
     check_export()
-    choices = [absolute_choice(choice) for choice in ((log,) if isinstance(log, str) else log)]
-    check_logs(choices, Path(out))
+    logs = [absolute_choice(choice) for choice in ((log,) if isinstance(log, str) else log)]
+    check_logs(logs, Path(out))
     how = running or Running()
     references, is_local = _references(methods)
     how = dataclasses.replace(how, in_process=how.in_process or is_local)
     checked = checked_seeds(seeds, "seeds")
+    choices = choices_of(references, params or {}, always=ALWAYS)
+    plan = _plan_fields(data, settings, how)
     fields = {
-        "methods": choices_of(references, params or {}, always=ALWAYS),
-        "plan": _plan_fields(data, settings, how),
+        "methods": choices,
+        "plan": plan,
+        "own_sources": own_sources_of(choices, plan.get("encoder")),
         "seeds": checked,
         "trials": tune,
         "search": search,
@@ -226,9 +231,9 @@ def compare(
     if not tune and untuned:
         raise UsageError("untuned: nothing is tuned with tune = 0, so that all runs have the defaults; leave it out")
     result = run_comparison(arguments, Path(out), how)
-    if not choices:
+    if not logs:
         return result
-    return dataclasses.replace(result, logs=tuple(log_comparison(choices, result.comparison, Path(out))))
+    return dataclasses.replace(result, logs=tuple(log_comparison(logs, result.comparison, Path(out))))
 
 
 def sweep(
@@ -272,9 +277,12 @@ def sweep(
     how = dataclasses.replace(how, in_process=how.in_process or is_local)
     if trials < 1:
         raise UsageError(f"trials = {trials}; expected at least 1")
+    choices = choices_of(references, params or {}, always=())
+    plan = _plan_fields(data, settings, how)
     fields = {
-        "methods": choices_of(references, params or {}, always=()),
-        "plan": _plan_fields(data, settings, how),
+        "methods": choices,
+        "plan": plan,
+        "own_sources": own_sources_of(choices, plan.get("encoder")),
         "seeds": checked_seeds((seed,), "seed"),
         "trials": trials,
         "search": search,
@@ -372,9 +380,12 @@ def _run(arguments: Arguments, out: Path, running: Running, *, command: str, has
     with shared_folder_lock(out, f"headwater {'compare' if has_runs else 'sweep'}"):
         # 1. All mistakes are found before the first file is written: then other arguments can still be given.
         begun = _read_begun(arguments, out, has_runs=has_runs)
+        outdated = _outdated(begun, arguments, contenders, out, running)
         setting = _setting(arguments, contenders, command, has_runs=has_runs)
         comparing = Comparing(arguments, contenders, setting, out, has_runs=has_runs, again=running.again)
         # 2. From here on the folder is one of these arguments, whatever stops the simulations.
+        for contender in outdated:
+            forget_method(contender.slug, out)
         _keep_arguments(arguments, begun, out, running)
         try:
             _run_all(comparing, out, running, has_runs=has_runs)
@@ -400,6 +411,7 @@ def _keep_arguments(arguments: Arguments, begun: Arguments | None, out: Path, ru
     additions = begun.additions(arguments)
     if additions:
         running.say(f"{out}: the comparison now also has {listed(additions)}")
+    if additions or begun.own_sources != arguments.own_sources:
         write_json(out / ARGUMENTS, arguments.model_dump(mode="json"))
 
 
@@ -427,6 +439,27 @@ def _read_begun(arguments: Arguments, out: Path, *, has_runs: bool) -> Arguments
     if differences:
         raise UsageError(f"{out} holds a comparison with other arguments: {'; '.join(differences)}; {_HOW_TO_GO_ON}")
     return begun
+
+
+def _outdated(
+    begun: Arguments | None, arguments: Arguments, contenders: Sequence[Contender], out: Path, running: Running
+) -> list[Contender]:
+    """Return the methods whose results in the folder are of another source, and are to be removed.
+
+    Raises:
+        UsageError: There are such methods, and nobody has asked to run them again.
+    """
+    names = [] if begun is None else begun.outdated_methods(arguments)
+    if begun is None or not names:
+        return []
+    changed = listed([*changed_sources(begun.own_sources, arguments.own_sources).values()])
+    if not running.again:
+        raise UsageError(
+            f"{out}: its results are of another source of {changed}; --again (in Python Running(again=True)) replaces "
+            f"those of {listed(names)}; else put the source back as it was, or choose another folder with --out"
+        )
+    running.say(f"{out}: another source of {changed}; all simulations of {listed(names)} run again")
+    return [contender for contender in contenders if contender.choice.name in names]
 
 
 def _setting(arguments: Arguments, contenders: Sequence[Contender], command: str, *, has_runs: bool) -> Setting:

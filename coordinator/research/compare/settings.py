@@ -23,6 +23,7 @@ from edge_agent.methods.values import checked_space, search_space
 
 from ...plain_values import make_plain
 from ...simulation.own_parts import add_method
+from ...simulation.own_sources import changed_sources, own_sources
 from ...simulation.plan import HOW_NOT_WHAT, Plan
 from .optuna_search import OptunaSearch
 from .tuners import Grid, Halving, Random, Tuner
@@ -93,6 +94,9 @@ class Arguments(Frozen):
     validation: float = Field(VALIDATION, gt=0, lt=1)
     tune_seed: int = Field(0, ge=0)
     untuned: bool = False
+    own_sources: dict[str, str] = Field(
+        default_factory=dict, description="'method NAME' and 'encoder' -> SHA-256 of the source, of the user's own"
+    )
 
     @property
     def is_search(self) -> bool:
@@ -120,6 +124,14 @@ class Arguments(Frozen):
             additions["methods"] = now.methods
             additions["space"] = {**self.space, **self._spaces_of_added_methods(now)}
         return self.model_copy(update=additions)
+
+    def outdated_methods(self, now: Arguments) -> list[str]:
+        """Return the names of the methods whose results are of another source than ``now`` has."""
+        changed = changed_sources(self.own_sources, now.own_sources)
+        names = [choice.name for choice in self.methods]
+        if "encoder" in changed:
+            return names
+        return [name for name in names if f"method {name}" in changed]
 
     def _has_more_seeds(self, now: Arguments) -> bool:
         """Return whether ``now`` has further seeds behind the same first one, which by default the trials have."""
@@ -158,7 +170,7 @@ class Arguments(Frozen):
 
     def _compared(self) -> dict[str, Any]:
         """Return name -> value of all arguments, those of simulations included; methods by name, data by location."""
-        fields = self.model_dump(mode="json", exclude={"methods", "plan"})
+        fields = self.model_dump(mode="json", exclude={"methods", "plan", "own_sources"})
         fields["methods"] = ", ".join(choice.name for choice in self.methods)
         folder = Path(self.plan["folder"])
         plan = {name: value for name, value in self.plan.items() if name not in {*HOW_NOT_WHAT, "folder"}}
@@ -248,6 +260,19 @@ def choices_of(references: Sequence[str], params: Mapping[str, Any], *, always: 
     if mistakes:
         raise ConfigError("parameters of the methods", mistakes)
     return [MethodChoice(name=name, method=names[name], params=fixed[name]) for name in names]
+
+
+def own_sources_of(choices: Iterable[MethodChoice], encoder: str | None) -> dict[str, str]:
+    """Return ``method NAME`` and ``encoder`` -> SHA-256 (hex) of the source, of those that are the user's own.
+
+    Raises:
+        UsageError: A file cannot be read.
+    """
+    sources = own_sources(encoder=encoder)
+    for choice in choices:
+        for part, sha256 in own_sources(method=choice.method).items():
+            sources[f"{part} {choice.name}"] = sha256
+    return sources
 
 
 def params_of(reference: str) -> type[MethodParams]:

@@ -7,6 +7,7 @@ that what a killed process has spent is not lost. A simulation that was stopped 
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -31,6 +32,12 @@ if TYPE_CHECKING:
     from edge_agent.wire.messages.down import Job
 
 log = logging.getLogger(__name__)
+
+KINDS = ("trials", "runs", "untuned")
+"""Folders of a comparison in which each method has one with its simulations."""
+
+_OUTCOME_FILE = re.compile(r"(seed-\d+|\d+-\d+-rounds)\.json")
+"""Names of the files of outcomes, which stand beside the folders of their simulations."""
 
 _OR_ELSE = "choose another folder with --out"
 
@@ -332,3 +339,18 @@ def forget(spec: RunSpec, base: Path) -> None:
     """Remove the folder of a simulation, whose outcome is known or is not wanted any more."""
     # The folder of the comparison is the user's choice, and may be reached by a link.
     remove_folder(base.resolve() / spec.location, SIMULATION_FOLDER)
+
+
+def forget_method(slug: str, base: Path) -> None:
+    """Remove all trials and runs of a method, with their outcomes and costs.
+
+    Args:
+        slug: The method's name as a part of a folder's name.
+        base: The folder of the comparison.
+    """
+    for kind in KINDS:
+        for path in (base.resolve() / kind / slug).glob("*"):
+            if path.is_dir():
+                remove_folder(path, SIMULATION_FOLDER)
+            elif _OUTCOME_FILE.fullmatch(path.name):
+                path.unlink()

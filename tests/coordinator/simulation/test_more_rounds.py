@@ -6,6 +6,8 @@ import contextlib
 import hashlib
 import itertools
 import json
+import linecache
+import types
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from coordinator.journal.entries import fact_of
 from coordinator.journal.memory import MemoryJournal
 from coordinator.journal.sqlite import SqliteJournal
 from coordinator.simulation import setup as simulation_folder
+from coordinator.simulation.own_sources import own_sources
 from coordinator.state.store import StateFolder
 from coordinator.views.run_list import RunList
 from coordinator.views.runs import replay
@@ -298,3 +301,64 @@ def test_an_extended_run_is_unfinished_until_it_ends_again(tmp_path, kind):
         journal.append(fact_of("run_finished", {}), run=names[0])
         assert journal.unfinished() == []
         assert replay(journal, names[0]).status == "finished"
+
+
+# --- parts of the user's own -----------------------------------------------------------------------------------------
+
+OWN_PARTS = """
+from torch import nn
+
+from edge_agent.methods.fedavg import FedAvg
+
+
+class Eager(FedAvg):
+    scale = 1.0
+
+
+def net(task):
+    return nn.Sequential(nn.Flatten(), nn.LazyLinear(4))
+"""
+
+
+@pytest.fixture
+def own_file(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(OWN_PARTS)
+    return file
+
+
+@pytest.mark.parametrize("part", ["method", "encoder"])
+@pytest.mark.parametrize("rounds", [1, 2], ids=["as many rounds", "more rounds"])
+def test_a_run_does_not_go_on_with_another_source(tmp_path, settings, own_file, part, rounds):
+    parts = {"method": f"{own_file}:Eager"} if part == "method" else {"method": "fedavg", "encoder": f"{own_file}:net"}
+    simulate(**parts, **settings, rounds=1, out=tmp_path / "run")
+    before = contents(tmp_path / "run")
+    own_file.write_text(OWN_PARTS.replace("1.0", "2.0"))
+    with pytest.raises(
+        UsageError, match=rf"another source of the {part} \(SHA-256 \w+, now \w+\); put the source back"
+    ):
+        simulate(**parts, **settings, rounds=rounds, out=tmp_path / "run", resume=True)
+    assert contents(tmp_path / "run") == before
+    own_file.write_text(OWN_PARTS)
+    assert len(simulate(**parts, **settings, rounds=rounds, out=tmp_path / "run", resume=True).rounds) == rounds
+
+
+def test_a_run_does_not_go_on_with_another_class_of_the_program(tmp_path, settings):
+    def kind(text):
+        """The class Eager as in a cell of a notebook, whose source `linecache` has."""
+        name = f"<cell {len(linecache.cache)}>"
+        linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+        module = types.ModuleType("__main__")
+        exec(compile(text, name, "exec"), vars(module))
+        return module.Eager
+
+    text = OWN_PARTS.replace("scale = 1.0", "def scale(self): return 1")
+    simulate(kind(text), **settings, rounds=1, out=tmp_path / "run")
+    assert simulate(kind(text), **settings, rounds=1, out=tmp_path / "run", resume=True).rounds
+    with pytest.raises(UsageError, match="another source of the method"):
+        simulate(kind(text.replace("return 1", "return 2")), **settings, rounds=1, out=tmp_path / "run", resume=True)
+
+
+def test_parts_that_ship_have_no_source_of_the_user():
+    assert own_sources(method="fedavg", encoder="small_cnn") == {}
+    assert own_sources() == {}

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import sys
 from importlib import metadata
 from types import ModuleType, SimpleNamespace
@@ -8,7 +9,7 @@ import pytest
 
 from edge_agent import heads, methods
 from edge_agent.core.errors import UnknownName, UsageError
-from edge_agent.core.registry import Registry
+from edge_agent.core.registry import Registry, load_reference
 
 
 @pytest.fixture
@@ -127,3 +128,14 @@ def test_a_module_with_two_classes_of_the_kind_is_ambiguous(monkeypatch):
     monkeypatch.setitem(methods.registry._extra, "theirs", module)
     with pytest.raises(UsageError, match="found One, Two"):
         methods.get("theirs")
+
+
+def test_a_file_is_imported_once_and_again_when_its_content_has_changed(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text("VALUE = object()\nNUMBER = 1\n")
+    first = load_reference("data", f"{file}:VALUE")
+    assert load_reference("data", f"{file}:VALUE") is first
+    stamp = file.stat()
+    file.write_text("VALUE = object()\nNUMBER = 2\n")
+    os.utime(file, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))  # a compiled file would pass for up to date
+    assert load_reference("data", f"{file}:NUMBER") == 2

@@ -656,3 +656,76 @@ def test_a_worker_that_crashes_costs_its_own_run_alone(place, call, words):
     assert "its worker ended 3 times" in record.methods[-1].runs[0].failure
     assert all(method.runs[0].clients for method in record.methods[:-1])
     assert "exit code 3" in err
+
+
+# --- methods of the user's own ---------------------------------------------------------------------------------------
+
+OWN_METHOD = """
+from edge_agent.methods.fedavg import FedAvg
+
+
+class Eager(FedAvg):
+    def aggregate(self, state, updates):
+        return super().aggregate(state, updates)
+
+
+def net(task, feature_dim):
+    from torch import nn
+
+    return nn.Sequential(nn.Flatten(), nn.Linear(16, feature_dim))
+"""
+
+
+EDITED_METHOD = OWN_METHOD.replace("return super", "raise ValueError('edited') or super")
+
+
+def test_results_of_another_source_are_not_mixed_with_those_of_this_one(run, place, monkeypatch):
+    (place / "own.py").write_text(OWN_METHOD)
+    first = run("own.py:Eager", "fedper", untuned=True).comparison
+    (place / "own.py").write_text(EDITED_METHOD)
+    for changes in ({}, {"seeds": (0, 1, 2)}, {"methods": ["fedrep"]}):
+        added = changes.pop("methods", [])
+        with pytest.raises(UsageError, match=r"another source of method eager \(SHA-256 \w+, now \w+\); --again .*"):
+            run("own.py:Eager", "fedper", *added, untuned=True, **changes)
+    # Nothing was changed by the refusal, and the source of before continues.
+    (place / "own.py").write_text(OWN_METHOD)
+    monkeypatch.setattr(simulated_runs, "_simulate", None)
+    assert run("own.py:Eager", "fedper", untuned=True).comparison == first
+
+
+def test_only_the_methods_with_another_source_are_run_again(run, place, monkeypatch):
+    (place / "own.py").write_text(OWN_METHOD)
+    run("own.py:Eager", "fedper", untuned=True)
+    (place / "own.py").write_text(EDITED_METHOD)
+    (place / "comparison/runs/eager/notes.txt").write_text("a file of the user")
+    simulate = simulated_runs._simulate
+    simulated = list[str]()
+
+    def noting(spec, *others):
+        simulated.append(spec.location)
+        return simulate(spec, *others)
+
+    monkeypatch.setattr(simulated_runs, "_simulate", noting)
+    said = list[str]()
+    again = Running(in_process=True, again=True, say=said.append)
+    changed = run("own.py:Eager", "fedper", untuned=True, running=again).comparison
+    assert sorted(simulated) == sorted(
+        [f"trials/eager/{number:03d}-1-rounds" for number in range(2)]
+        + [f"untuned/eager/seed-{seed}" for seed in (0, 1)]
+    )
+    assert re.search("another source of method eager .* all simulations of eager run again", said[0])
+    (eager,) = [method for method in changed.methods if method.name == "eager"]
+    assert all("ValueError: edited" in run.failure for run in eager.untuned), "the changed source was run"
+    assert (place / "comparison/runs/eager/notes.txt").exists()
+    # The folder is one of the changed source now.
+    simulated.clear()
+    assert run("own.py:Eager", "fedper", untuned=True).comparison == changed
+    assert simulated == []
+
+
+def test_another_source_of_the_encoder_concerns_all_methods(run, place):
+    (place / "own.py").write_text(OWN_METHOD)
+    run("fedper", tune=0, encoder="own.py:net")
+    (place / "own.py").write_text(f"{OWN_METHOD}\n# changed\n")
+    with pytest.raises(UsageError, match=r"another source of encoder .* fedper"):
+        run("fedper", tune=0, encoder="own.py:net")
