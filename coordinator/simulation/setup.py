@@ -338,7 +338,7 @@ def _extended(state: StateFolder, record: RunRecord, prepared: Prepared) -> RunR
     """
     before = record.request.rounds
     rounds = prepared.plan.rounds
-    tied = _why_tied(record, prepared)
+    tied = why_tied(record, prepared.plan, prepared.method)
     if tied:
         raise UsageError(
             f"{state.path}: {before} rounds cannot become {rounds}: {tied}; start a new run with {rounds} rounds in "
@@ -352,19 +352,24 @@ def _extended(state: StateFolder, record: RunRecord, prepared: Prepared) -> RunR
     return replay(state.journal, record.run)
 
 
-def _why_tied(record: RunRecord, prepared: Prepared) -> str:
-    """Return why a run that stands there cannot have more rounds without other numbers; empty: it can have them."""
-    method = prepared.method
+def why_tied(record: RunRecord, plan: Plan, method: Method) -> str:
+    """Return why a run cannot have more rounds without other numbers; empty: it can have them.
+
+    Args:
+        record: Where the run stands.
+        plan: Its settings, with more rounds.
+        method: Its method.
+    """
     if method.tied_to_rounds:
         return f"method '{method.name}' depends on their number: {method.tied_to_rounds}"
     begun = record.round
     if record.open_round is not None:
         begun += 1
     has_begun_last = begun >= record.request.rounds
-    if prepared.plan.full_last_round and has_begun_last:
+    if plan.full_last_round and has_begun_last:
         return f"with full_last_round all clients take part in round {record.request.rounds}, and that has begun"
     # Devices that are at work at the end of a buffered run deliver no more.
-    if prepared.plan.mode == "buffered" and (has_begun_last or record.stopped):
+    if plan.mode == "buffered" and (has_begun_last or record.stopped):
         return "its last round has begun, and with mode buffered clients that are at work at the end lose their updates"
     return ""
 

@@ -26,8 +26,9 @@ from edge_agent.data.partition import Division
 from ...rounds.request import Weights
 from ...simulation.own_parts import add_method, register
 from ...simulation.plan import Plan
-from ...simulation.setup import SIMULATION_FOLDER, WEIGHTS, read_plan
+from ...simulation.setup import SIMULATION_FOLDER, WEIGHTS, read_plan, why_tied
 from ...state.store import StateFolder
+from ...text import counted
 from ...views.runs import replay
 from ..footing import Footing, Scope
 
@@ -237,12 +238,15 @@ class Cell:
     @property
     def result(self) -> dict[str, Any] | None:
         """The result; None until it is finished."""
-        return read_json(self.folder / RESULT)
+        return read_json(self.folder / RESULT) if self.is_over else None
 
     @property
     def is_over(self) -> bool:
-        """Whether there is a result."""
-        return (self.folder / RESULT).exists()
+        """Whether there is a result, and the run has no fewer rounds than are wanted."""
+        if not (self.folder / RESULT).exists():
+            return False
+        begun = read_plan(self.folder)
+        return begun is None or begun.rounds >= self.plan.rounds
 
     @property
     def failure(self) -> str:
@@ -314,20 +318,24 @@ class Cell:
             )
 
     def is_begun(self) -> bool:
-        """Return whether there is a run to resume.
+        """Return whether there is a run to resume, perhaps with more rounds.
 
         Raises:
-            UsageError: The run in the folder has other settings or weights.
+            UsageError: The run in the folder has other settings or weights, or cannot have more rounds.
         """
         begun = read_plan(self.folder)
         if begun is None:
             return False
         # 1. The settings have to be the same; the same files of data may be named from another folder.
-        differences = begun.differences(self.plan, but=("data",))
+        has_more_rounds = self.plan.rounds > begun.rounds
+        compared_otherwise = ("data", "rounds") if has_more_rounds else ("data",)
+        differences = begun.differences(self.plan, but=compared_otherwise)
         if _locations_of(begun) != _locations_of(self.plan):
             differences.append(f"data {begun.data}, now {self.plan.data}")
         if differences:
             raise UsageError(f"{self.folder} has other settings ({'; '.join(differences[:5])}); {_OR_ELSE}")
+        if has_more_rounds:
+            self._check_more_rounds(begun.rounds)
         # 2. So do the weights that it starts with, of which the run has a copy.
         weights_path = self.plan.weights_path
         if weights_path is not None:
@@ -335,6 +343,26 @@ class Cell:
             if weights.sha256 != Weights.of(self.folder / WEIGHTS).sha256:
                 raise UsageError(f"{self.folder} started with other weights than those in {weights.path}; {_OR_ELSE}")
         return True
+
+    def _check_more_rounds(self, before: int) -> None:
+        """Require that the run in the folder, which has ``before`` rounds, ends with more of them as if it always had.
+
+        Raises:
+            UsageError: It does not.
+        """
+        plan = self.plan
+        with StateFolder(self.folder).look() as state:
+            runs = state.journal.runs()
+            if not runs:
+                return
+            record = replay(state.journal, runs[0])
+        register(plan)
+        method = methods.create(plan.method_name, plan.params, paper=plan.paper, paper_for=plan.paper_for)
+        tied = why_tied(record, plan, method)
+        if tied:
+            raise UsageError(
+                f"{self.folder}: {counted(before, 'round')} cannot become {plan.rounds}: {tied}; {_OR_ELSE}"
+            )
 
 
 def _check_source(plan: Plan, source: str) -> None:

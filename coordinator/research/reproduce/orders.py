@@ -129,6 +129,8 @@ class CheckedOrder:
     """The row that the paper has above the others."""
 
     lower_rows: tuple[LowerRow, ...]
+    is_short: bool = False
+    """Whether a row that is compared has fewer rounds than the table."""
 
     @property
     def names(self) -> list[str]:
@@ -200,16 +202,32 @@ class CheckedOrder:
         order = f"{self.row} above {listed(self.names)}"
         if not self.margins:
             return f"The paper's order ({order}) cannot be checked yet: there is nothing to compare."
+        verdict = self._describe_verdict(order)
+        if self.missing:
+            verdict += f"; these are {len(self.margins)} of {len(self.names)}; not there yet: {listed(self.missing)}"
+        if self.is_short:
+            verdict += "; with fewer rounds than the table has, this may change"
+        return f"{verdict}."
+
+    def _describe_verdict(self, order: str) -> str:
+        """Return whether the order holds among the rows that have a result, and by how much."""
         if self.beaten_by:
-            return f"The paper's order does **not** hold ({order}): {listed(self.beaten_by)} came out at least as high."
+            return (
+                f"By the means the paper's order does **not** hold ({order}): {listed(self.beaten_by)} came out at "
+                f"least as high, {self._describe_largest_lead()}"
+            )
         margin = self._describe_smallest_margin()
         if not self.missing:
-            return f"The paper's order holds: {order}, {margin}."
-        compared = list(self.margins)
-        return (
-            f"The paper's order holds so far: {self.row} above {listed(compared)}, {margin}; these are "
-            f"{len(compared)} of {len(self.names)}; not there yet: {listed(self.missing)}."
-        )
+            return f"The paper's order holds: {order}, {margin}"
+        return f"The paper's order holds so far: {self.row} above {listed(list(self.margins))}, {margin}"
+
+    def _describe_largest_lead(self) -> str:
+        """Say by how much the highest row is above this one, and that less than the noise ranks nothing without pairs."""
+        highest_row = min(self.margins, key=self.margins.__getitem__)
+        lead = -self.margins[highest_row]
+        if lead < NOISE and highest_row not in self.judged_differences:
+            return f"by {lead:.2f} points at most, which is within the noise"
+        return f"by {lead:.2f} points at most"
 
     def _describe_smallest_margin(self) -> str:
         """Say by how much the row is above the next one, and that less than the noise ranks nothing without pairs."""
@@ -260,7 +278,9 @@ class CheckedOrder:
         return [lower_row.name for lower_row in self.lower_rows if lower_row.standing is standing]
 
 
-def check_order(table: Table, promise: Promise, column: str, values: Mapping[str, Values]) -> CheckedOrder:
+def check_order(
+    table: Table, promise: Promise, column: str, values: Mapping[str, Values], *, is_short: bool = False
+) -> CheckedOrder:
     """Return an order that the table claims, checked in one column.
 
     Args:
@@ -268,12 +288,13 @@ def check_order(table: Table, promise: Promise, column: str, values: Mapping[str
         promise: The order.
         column: The name of the column.
         values: Row -> our accuracies; those of ``promise.row`` are there.
+        is_short: Whether one of these rows has fewer rounds than the table.
     """
     highest = values[promise.row]
     nothing = Values(None, {})
     names = _rows_below(table, promise)
     lower_rows = [_compare_row(name, values.get(name, nothing), highest) for name in names]
-    return CheckedOrder(column, promise.row, tuple(lower_rows))
+    return CheckedOrder(column, promise.row, tuple(lower_rows), is_short)
 
 
 def _compare_row(name: str, lower: Values, highest: Values) -> LowerRow:

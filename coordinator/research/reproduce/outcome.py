@@ -95,6 +95,11 @@ class Outcome:
         return abs(self.difference) <= self.tolerance
 
     @property
+    def is_short(self) -> bool:
+        """Whether a run has fewer rounds than the table asks for."""
+        return bool(self.rounds) and self.rounds[0] < self.of_rounds
+
+    @property
     def verdict(self) -> str:
         """The comparison in a few words."""
         if self.ours is None:
@@ -119,10 +124,9 @@ class Outcome:
     def _reservations(self) -> str:
         """Return in which respects our value is not of what the table asks for; empty: in none."""
         text = ""
-        fewest = self.rounds[0]
         most = self.rounds[-1]
-        if fewest < self.of_rounds:
-            text += f", {fewest} of {self.of_rounds} rounds"
+        if self.is_short:
+            text += f", {self.rounds[0]} of {self.of_rounds} rounds"
         elif self.of_rounds and most > self.of_rounds:
             text += f", {most} rounds in place of {self.of_rounds}"
         if self.seeds < self.of_seeds:
@@ -312,7 +316,8 @@ def check_orders(table: Table, compared: Sequence[Outcome]) -> list[CheckedOrder
         cells = [cell for cell in compared if cell.column.name == column.name]
         values = {cell.row.name: Values(cell.ours, cell.by_seed) for cell in cells}
         if promise.row in values:
-            checked.append(check_order(table, promise, column.name, values))
+            is_short = any(cell.is_short for cell in cells)
+            checked.append(check_order(table, promise, column.name, values, is_short=is_short))
     return checked
 
 

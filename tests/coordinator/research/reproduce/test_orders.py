@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from statistics import fmean
 
 import pytest
@@ -63,8 +64,29 @@ def test_rows_with_other_numbers_of_seeds_are_judged_by_those_that_they_share():
 def test_a_row_that_is_higher_is_named():
     order = checked(Best={0: 80.0, 1: 90.0}, Higher={0: 81.0, 1: 91.1})
     first, standings, _ = order.sentences()
-    assert "does **not** hold (Best above Higher): Higher came out at least as high" in first
+    assert first == (
+        "By the means the paper's order does **not** hold (Best above Higher): Higher came out at least as high, by "
+        "1.05 points at most."
+    )
     assert standings == "Paired over 2 seeds Best is below Higher by two standard errors or more."
+
+
+def test_a_row_that_is_higher_by_less_than_the_noise_is_said_to_be_so():
+    order = checked(Best={0: 80.0}, Higher={0: 80.3}, Missing={})
+    (only,) = order.sentences()
+    assert only == (
+        "By the means the paper's order does **not** hold (Best above Higher, Missing): Higher came out at least as "
+        "high, by 0.30 points at most, which is within the noise; these are 1 of 2; not there yet: Missing."
+    )
+
+
+def test_an_order_after_fewer_rounds_is_said_to_be_one():
+    order = dataclasses.replace(checked(Best={0: 80.0}, Other={0: 78.0}), is_short=True)
+    (only,) = order.sentences()
+    assert only == (
+        "The paper's order holds: Best above Other, by 2.00 points or more; with fewer rounds than the table has, this "
+        "may change."
+    )
 
 
 def test_enough_seeds_need_no_word_on_chance_and_a_small_margin_of_many_seeds_is_no_noise():
