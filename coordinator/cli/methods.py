@@ -87,7 +87,7 @@ def describe(name: str) -> dict[str, Any]:
     doc = sys.modules[type(method).__module__].__doc__ or ""
     return {
         "name": name,
-        "summary": doc.split("\n", 1)[0].partition(": ")[2].rstrip("."),
+        "summary": _summary(doc) or _summary(type(method).__doc__ or "", has_name=False),
         **{key: plain(section(doc, heading)) for key, heading in HEADINGS.items()},
         "paper": method.source,
         "shared": list(method.shared),
@@ -98,6 +98,12 @@ def describe(name: str) -> dict[str, Any]:
         "heads": list(method.heads),
         "exactness": {head: list(method.card(head)) for head in method.heads},
     }
+
+
+def _summary(doc: str, *, has_name: bool = True) -> str:
+    """Return the first sentence of a docstring, behind the name of a method where it begins with that."""
+    first = doc.strip().split("\n", 1)[0].rstrip(".")
+    return first.partition(": ")[2] if has_name else first
 
 
 def parameters(name: str) -> list[dict[str, Any]]:

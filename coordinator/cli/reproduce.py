@@ -29,7 +29,7 @@ Name = Annotated[
 ]
 Rows = Annotated[list[str] | None, typer.Option("--row", "-m", help="Only this row; repeatable.")]
 Columns = Annotated[list[str] | None, typer.Option("--column", help="Only this column; repeatable.")]
-Seeds = Annotated[str | None, typer.Option("--seeds", help="Seeds, separated by commas; default: those of the table.")]
+Seeds = Annotated[str | None, typer.Option("--seeds", help="Seeds, such as 0,1,2 or 0:3; default: those of the table.")]
 Out = Annotated[
     Path | None, typer.Option("--out", "-o", help="Folder; default: reproduce-TABLE. Runs in it are reused.")
 ]
@@ -66,6 +66,7 @@ def reproduce(
 
     Example: headwater reproduce fedpac-t1-fmnist-20 --row fedpac --row local --rounds 20
     """
+    from ..research.compare.settings import parse_seeds
     from ..research.reproduce.cells import Reproduction, read_table
     from ..research.reproduce.outcome import as_json as to_json
     from ..research.reproduce.outcome import outcomes
@@ -79,7 +80,8 @@ def reproduce(
     folder = out or Path(f"reproduce-{Path(name).stem}")
     if not only_show:
         check_writable(folder)
-    reproduction = Reproduction(name, read_table(name), folder, changes, rows or (), columns or (), _numbers(seeds))
+    numbers = () if seeds is None else parse_seeds(seeds)
+    reproduction = Reproduction(name, read_table(name), folder, changes, rows or (), columns or (), numbers)
     cells = reproduction.cells()
     if not only_show:
         _run_all(reproduction, cells, again=again)
@@ -98,21 +100,6 @@ def _list_tables(*, as_json: bool) -> None:
     listing = [(name, read.title, len(read.rows), len(read.columns)) for name, read in tables.items()]
     headings = ("name", "title", "rows", "columns")
     present(content, [table("tables that can be reproduced", headings, listing, left=2)], as_json=as_json)
-
-
-def _numbers(text: str | None) -> tuple[int, ...]:
-    """Return the seeds of the option, such as ``0,1,2``; none where it is not given.
-
-    Raises:
-        UsageError: They are no numbers, or one is given twice.
-    """
-    try:
-        result = tuple(int(word) for word in (text or "").split(",") if word.strip())
-    except ValueError as error:
-        raise UsageError(f"--seeds '{text}': expected numbers with commas, for example 0,1,2") from error
-    if len(set(result)) < len(result):
-        raise UsageError(f"--seeds '{text}': a seed is given twice, which repeats the same run; leave one out")
-    return result
 
 
 def _run_all(reproduction: Reproduction, cells: Sequence[Cell], *, again: bool) -> None:

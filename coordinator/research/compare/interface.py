@@ -25,7 +25,7 @@ from ...simulation.plan import Plan, is_saved_partition
 from ...text import counted, listed
 from .comparing import RECORD, Comparing, Setting
 from .logged import check_logs, log_comparison
-from .outputs import write_outputs
+from .outputs import PAGE, summary_lines, write_outputs
 from .records import Comparison, Trial
 from .runners import Event, Inline, LocalWorkers, RayRuns, Runner
 from .settings import (
@@ -131,7 +131,7 @@ class Running:
         return LocalWorkers(base, self.parallel, say=self.say)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ComparisonResult:
     """A comparison and its folder."""
 
@@ -139,6 +139,9 @@ class ComparisonResult:
     folder: Path
     logs: tuple[LogOutcome, ...] = ()
     """What the logs have of it, where some were asked for."""
+
+    def __repr__(self) -> str:
+        return "\n".join([*summary_lines(self.comparison), f"page: {self.folder / PAGE}"])
 
     @property
     def failures(self) -> tuple[str, ...]:
@@ -150,7 +153,7 @@ class ComparisonResult:
         return tuple(lines)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SweepResult:
     """The trials of a search, by their numbers, and the best of them; None: all have failed."""
 
@@ -158,6 +161,16 @@ class SweepResult:
     trials: tuple[Trial, ...]
     best: Trial | None
     folder: Path
+
+    def __repr__(self) -> str:
+        count = counted(len(self.trials), "trial")
+        if self.best is None:
+            return f"{self.method}: {count}, all of which failed; folder: {self.folder}"
+        params = ", ".join(f"{name}={value}" for name, value in self.best.params.items()) or "the defaults"
+        return (
+            f"{self.method}: {count} on validation samples; the best, trial {self.best.number}: {params}, "
+            f"accuracy {self.best.score:.4f}; folder: {self.folder}"
+        )
 
 
 def compare(
@@ -228,6 +241,8 @@ def compare(
     arguments = parse(Arguments, fields, where="the arguments of the comparison")
     if tune and not tuner_named(search).fits_comparisons:
         raise UsageError(f"search {search}: each method would get another number of trials; it is for sweep alone")
+    if not tune and space:
+        raise UsageError(f"space of {listed(list(space))}: nothing is searched with tune = 0; leave one of them out")
     if not tune and untuned:
         raise UsageError("untuned: nothing is tuned with tune = 0, so that all runs have the defaults; leave it out")
     result = run_comparison(arguments, Path(out), how)
@@ -292,6 +307,12 @@ def sweep(
         "tune_seed": seed,
     }
     arguments = parse(Arguments, fields, where="the arguments of the search")
+    (contender,) = contenders_of(arguments)
+    if not contender.space:
+        raise UsageError(
+            f"nothing to search: {contender.choice.name} has no parameter with values to search, or all of them are "
+            "set; name some in space, for example --space lr=0.001:0.1:log"
+        )
     return run_sweep(arguments, Path(out), how)
 
 

@@ -30,6 +30,8 @@ MOST_FAILURES = 5
 """The most lines of runs without a result on a terminal; all of them are in table.md."""
 
 PAGE = "index.html"
+"""File of the page in the folder of a comparison."""
+
 PRINT_FORMATS: tuple[Format, ...] = ("svg", "pdf")
 
 

@@ -207,8 +207,12 @@ def compute_statistics(comparison: Comparison) -> ComparisonStatistics:
     if baseline is not None:
         baseline_name = baseline.name
     to_baseline = _differences_to(baseline_name, means)
-    # 3. The same of the runs with default parameters.
-    default_means = {record.name: _client_means(default_runs(record)) for record in comparison.methods}
+    # 3. The same of the runs with default parameters, where such were made: the rows that tuning left at their defaults
+    #    alone rank nothing.
+    has_tuning = any(record.untuned for record in comparison.methods)
+    default_means = {}
+    for record in comparison.methods:
+        default_means[record.name] = _client_means(default_runs(record)) if has_tuning else {}
     default_ranks = rank_means(default_means)
     # 4. Clients against the baseline, and what rows rest on.
     rule = hurt_rule(comparison)
@@ -245,7 +249,7 @@ def compute_statistics(comparison: Comparison) -> ComparisonStatistics:
         best,
         baseline_name,
         rule,
-        has_tuning=any(record.untuned for record in comparison.methods),
+        has_tuning=has_tuning,
         footing=footing,
         failures=failures,
         pending_runs=sum(failure.count for failure in failures if failure.is_pending),

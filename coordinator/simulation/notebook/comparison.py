@@ -90,11 +90,13 @@ class PairedComparison:
         names: What each of the two is called.
         clients: The clients with accuracies in both.
         test: The test; None: models and samples, which McNemar's test needs, are not there any more.
+        rounds: The rounds that each of the two has done.
     """
 
     names: tuple[str, str]
     clients: tuple[Difference, ...]
     test: Test | None
+    rounds: tuple[int, int]
 
     @property
     def estimate(self) -> Estimate:
@@ -167,6 +169,9 @@ class PairedComparison:
         hidden = len(self.clients) - len(spread_out(len(self.clients)))
         if hidden:
             yield f"{hidden} more clients; .to_pandas() has all"
+        first_rounds, second_rounds = self.rounds
+        if first_rounds != second_rounds:
+            yield f"unequal rounds: {self.names[0]} {first_rounds}, {self.names[1]} {second_rounds}"
         interval = self.interval
         if interval is not None:
             low, high = interval
@@ -198,9 +203,13 @@ def compare(first: Compared, second: Compared) -> PairedComparison:
     names = _names_of(first, second)
     better = sum(client.gain > 0 for client in clients)
     worse = sum(client.gain < 0 for client in clients)
+    test: Test | None
     if better + worse >= LEAST_CLIENTS:
-        return PairedComparison(names, tuple(clients), Test.of("sign test over clients", better, worse))
-    return PairedComparison(names, tuple(clients), _mcnemar(first, second, clients))
+        test = Test.of("sign test over clients", better, worse)
+    else:
+        test = _mcnemar(first, second, clients)
+    rounds = (first.summary["last"]["rounds_done"], second.summary["last"]["rounds_done"])
+    return PairedComparison(names, tuple(clients), test, rounds)
 
 
 def _mcnemar(first: Compared, second: Compared, clients: list[Difference]) -> Test | None:

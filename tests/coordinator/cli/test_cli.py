@@ -455,6 +455,7 @@ def test_a_method_in_a_file_is_shown_as_any_other(call, tmp_path, monkeypatch):
     assert code == 0, err
     shown = json.loads(out)
     assert shown["name"] == "nearer"
+    assert shown["summary"] == "FedProx, and more of it"
     assert "mu" in {parameter["name"] for parameter in shown["params"]}
     code, _, err = call("methods", "own.py:Neare")
     assert code == 2

@@ -400,9 +400,9 @@ def test_the_test_is_the_exact_one(counts):
     assert Test.of("sign test over clients", *counts).p == pytest.approx(binomial_by_counting(*counts))
 
 
-def compared(*gains):
+def compared(*gains, rounds=(5, 5)):
     clients = tuple(Difference(f"c{number}", 0.5 + gain, 0.5) for number, gain in enumerate(gains))
-    return PairedComparison(("a", "b"), clients, None)
+    return PairedComparison(("a", "b"), clients, None, rounds)
 
 
 def test_the_verdict_needs_two_standard_errors():
@@ -413,6 +413,8 @@ def test_the_verdict_needs_two_standard_errors():
     assert compared(0.1, 0.1).verdict == "a is better than b"  # without any spread
     assert compared(0.0, 0.0).verdict == "not distinguishable"
     assert compared(0.4).interval is None
+    assert "rounds" not in repr(compared(0.1, 0.2))
+    assert "unequal rounds: a 5, b 3" in repr(compared(0.1, 0.2, rounds=(5, 3)))
     assert compared(0.4).verdict == "not distinguishable"  # one client, and no test
 
 

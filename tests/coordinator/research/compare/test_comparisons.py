@@ -159,6 +159,18 @@ def test_a_sweep_is_the_search_of_one_method_alone(place):
     assert [trial.params for trial in result.trials] == [{}, {"mu": 0}, {"mu": 0.1}]
     assert result.best.score == max(trial.score for trial in result.trials)
     assert not (place / "sweep" / "runs").exists()
+    best = result.best
+    params = ", ".join(f"{name}={value}" for name, value in best.params.items()) or "the defaults"
+    assert repr(result) == (
+        f"fedprox: 3 trials on validation samples; the best, trial {best.number}: {params}, accuracy {best.score:.4f}; "
+        "folder: sweep"
+    )
+
+
+def test_a_sweep_with_nothing_left_to_search_is_refused(place):
+    with pytest.raises(UsageError, match="nothing to search: local has no parameter with values to search, or all of"):
+        coordinator.sweep("local", params={"lr": 0.1}, running=Running(in_process=True), **SETTINGS)
+    assert not (place / "sweep").exists()
 
 
 # --- stopped and continued -------------------------------------------------------------------------------------------
@@ -203,6 +215,13 @@ def test_tables_are_there_after_each_seed_before_a_comparison_is_over(run, monke
     assert seen["runs/fedprox/seed-0"] == "Not over yet: 25 of 30 runs"
     assert seen["runs/fedprox/seed-1"] == "Not over yet: 15 of 30 runs"
     assert "Not over yet" not in Path("long/table.md").read_text(encoding="utf-8")
+
+
+def test_a_notebook_shows_the_table_of_a_comparison(whole):
+    shown = repr(whole.call()).splitlines()
+    assert max(map(len, shown)) <= 140
+    assert any("fedprox" in line and "linear_probe" not in line for line in shown)
+    assert shown[-1] == f"page: {whole.folder / 'index.html'}"
 
 
 def test_nothing_is_run_again(whole, monkeypatch):
@@ -532,6 +551,12 @@ def test_a_full_disk_stops_the_comparison_and_the_same_call_continues(run, monke
         (["fedprox"], {"search": "grid"}, UsageError, "for sweep alone"),
         (["fedprox"], {"search": "rando"}, UnknownName, "did you mean 'random'"),
         (["fedprox"], {"tune": 0, "untuned": True}, UsageError, "nothing is tuned"),
+        (
+            ["fedprox"],
+            {"tune": 0, "space": {"mu": "0,0.1"}},
+            UsageError,
+            "space of mu: nothing is searched with tune = 0",
+        ),
         (["fedprox"], {"space": {"moo": "1,2"}}, ConfigError, "unknown parameter"),
         (["fedprox"], {"params": {"mu": -2}}, ConfigError, "mu = -2"),
         (["fedprox"], {"data": "npz:nothing.npz"}, UsageError, "nothing.npz"),

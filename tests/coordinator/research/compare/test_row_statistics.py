@@ -325,6 +325,14 @@ def test_tuning_is_worth_the_paired_difference_to_the_defaults():
     assert rows["a"].costs.trial_hours == pytest.approx(3 * 36 / 3600)
 
 
+def test_rows_that_kept_their_defaults_have_no_default_rank_where_no_defaults_were_run():
+    a = row_of("a", [run_of(0, [0.6], params={"lr": 0.1})], chosen=1, trials=trials_of([0.4, 0.6]))
+    b = row_of("b", [run_of(0, [0.7])], chosen=0, trials=trials_of([0.7, 0.6]))
+    rows = rows_by_name(a, b, trials=2)
+    assert (rows["a"].tuning.rank, rows["b"].tuning.rank) == (None, None)
+    assert (rows["a"].tuning.mean, rows["b"].tuning.mean) == (None, None)
+
+
 def test_bytes_are_means_over_runs_that_have_results():
     runs = [run_of(0, [0.5], bytes_up=10, bytes_down=30), run_of(1, [0.5], bytes_up=20, bytes_down=50),
             run_of(2, [], failure="killed", bytes_up=1)]  # fmt: skip
