@@ -155,7 +155,7 @@ HEADINGS = ("method", "verdict", "paper", "ours", "±", "diff.", "best", "after\
 
 def _shown(reproduction: Reproduction, results: Sequence[Outcome]) -> Iterator[Any]:
     """Yield what the terminal shows: for each column its table, orders and footing; then sources and files."""
-    from ..research.reproduce.outcome import CAVEAT, FOOTING, check_orders, footing_lines, footings, source_lines
+    from ..research.reproduce.outcome import FOOTING, caveat, check_orders, footing_lines, footings, source_lines
 
     published = reproduction.table
     orders = check_orders(published, results)
@@ -170,7 +170,7 @@ def _shown(reproduction: Reproduction, results: Sequence[Outcome]) -> Iterator[A
         yield FOOTING
         yield from footing_lines(published, footings(results)[column.name])
     yield from source_lines(published)
-    yield f"percent; {CAVEAT.replace('`', '')}"
+    yield f"percent; {caveat(published).replace('`', '')}"
     # With --show nothing is written; there are files only if an earlier run has written them.
     folder = reproduction.folder
     if (folder / "table.md").exists():

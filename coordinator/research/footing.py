@@ -256,10 +256,10 @@ def _parts(method: Method) -> str:
 
 
 def _batch_norm(method: Method) -> str:
-    """Return what of batch norm travels, and whether statistics that stay are made anew before a test."""
+    """Return what of batch norm travels, and whether statistics that stay are recomputed before a test."""
     text = _TRAVELS[method.norm]
     if method.norm != "global" and method.params.refresh_stats:
-        text = f"{text} and are made anew before a client answers"
+        text = f"{text} and are recomputed before a client answers"
     return text
 
 

@@ -23,10 +23,12 @@ from .orders import CheckedOrder, Values, check_order, markdown_of_pairs
 HUNDRED = 100.0
 REASON_CHARS = 160
 FOOTING = "What the rows rest on; ≠ marks what a row has in place of the usual:"
-CAVEAT = (
-    "One machine, few seeds: differences below a point are noise unless pairs of seeds say more; `last` is after the "
-    "last round, never the best."
-)
+_NOISE = "One machine, few seeds: differences below a point are noise unless pairs of seeds say more"
+_ROUND_OF_OURS = {
+    "last": "`ours` is after the last round, never the best",
+    "best": "`ours` is the best round by test samples",
+}
+"""When the values are taken that are compared -> the same in words."""
 
 
 @dataclass(frozen=True)
@@ -202,20 +204,25 @@ def _footing(table: Table, cell: Cell) -> dict[str, str]:
     return footing.named()
 
 
-_COME_BY = {
+_OBTAINED = {
     "printed": "as printed there",
     "worked out": "worked out from the values printed there",
     "read from a figure": "read from the figure, good to about a point",
 }
 
 
+def caveat(table: Table) -> str:
+    """Return in Markdown what small differences mean, and of which round our values are."""
+    return f"{_NOISE}; {_ROUND_OF_OURS[table.when]}."
+
+
 def source_lines(table: Table) -> Iterator[str]:
-    """Yield where the published values stand and how they were come by; of rows apart those from another place."""
+    """Yield where the published values stand and how they were obtained; of rows apart those from another place."""
     if not table.has_published_values:
         yield f"No published values to compare with; rows and settings follow {table.source}."
         return
-    come_by = _COME_BY.get(table.values, f"quoted by {table.quoted_in}")
-    yield f"Published values: {table.source}; {come_by}."
+    obtained = _OBTAINED.get(table.values, f"quoted by {table.quoted_in}")
+    yield f"Published values: {table.source}; {obtained}."
     for row in table.rows:
         if row.paper_source:
             yield f"The published value of {row.name}: {row.paper_source}."
@@ -363,7 +370,7 @@ def _markdown(reproduction: Reproduction, compared: Sequence[Outcome]) -> Iterat
     yield f"What is measured: {table.measure}.\n"
     for column in table.columns:
         yield from _markdown_of_column(table, column, compared)
-    yield f"*{CAVEAT}* `best` is chosen on the test samples. All values are percent."
+    yield f"*{caveat(table)}* `best` is chosen on the test samples. All values are percent."
     notes = list(table.notes)
     notes += [f"{row.name}: {row.note}" for row in table.rows if row.note]
     if notes:

@@ -90,7 +90,7 @@ DIRICHLET = {"partition": "dirichlet", "alpha": 0.1, "size": None, "test_size": 
           "test samples": "25% of each client's samples, at random"}),
         ({"params": {"optimizer": "adam", "lr": 0.02, "norm": "local_stats", "refresh_stats": True}},
          {"optimizer": "Adam, step size 0.02, weight decay 0.0005",
-          "batch norm": "gamma and beta travel, statistics stay and are made anew before a client answers"}),
+          "batch norm": "gamma and beta travel, statistics stay and are recomputed before a client answers"}),
         ({"params": {**FEDPAC.params, "batch_size": 1}}, {"batches": "1; a smaller last batch is used"}),
     ],
 )  # fmt: skip

@@ -414,6 +414,12 @@ def test_a_value_of_other_rounds_or_fewer_seeds_than_the_tables_says_so(place, c
     assert found({"Local": (40.0, 41.0)}, read_table("t.toml"), **changes)[0].verdict == words
 
 
+@pytest.mark.parametrize("when, words", [("last", "after the last round, never the best"), ("best", "by test samples")])
+def test_the_table_says_of_which_round_its_values_are(place, when, words):
+    table = read_table("t.toml").model_copy(update={"when": when})
+    assert words in outcome.caveat(table)
+
+
 @pytest.mark.parametrize("local, other, holds", [(50, 49, True), (49, 50, False), (50, 50, False), (50, None, None)])
 def test_the_order_that_a_paper_claims_is_looked_at(place, local, other, holds):
     table = read_table("t.toml")
