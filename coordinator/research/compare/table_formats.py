@@ -79,13 +79,15 @@ def markdown_text(text: str) -> str:
 
 
 def latex(tables: Sequence[Table], caption: str) -> str:
-    """Return tables in LaTeX, each a float of a page's width; the preamble needs the package booktabs.
+    """Return tables in LaTeX, each a float of at most a page's width; the preamble needs booktabs and graphicx.
 
     Args:
         tables: The tables; the first one has the caption.
         caption: What is compared, as plain text.
     """
-    parts = ["% Needs \\usepackage{booktabs}. Each table has the width of a page of two columns.\n"]
+    parts = [
+        "% Needs \\usepackage{booktabs,graphicx}. A table wider than a page of two columns is shrunk to its width.\n"
+    ]
     captions = [caption, *(table.title for table in tables[1:])]
     parts += map(_latex_table, tables, captions)
     return "\n".join(parts)
@@ -99,6 +101,7 @@ def _latex_table(table: Table, caption: str) -> str:
         r"\centering\footnotesize\setlength{\tabcolsep}{4pt}",
         rf"\caption{{{latex_text(caption)}}}",
         rf"\label{{tab:comparison-{table.key}}}",
+        LATEX_FITTED,
         rf"\begin{{tabular}}{{@{{}}{places}@{{}}}}",
         r"\toprule",
     ]
@@ -111,7 +114,7 @@ def _latex_table(table: Table, caption: str) -> str:
     for row in table.rows:
         cells = map(_latex_cell, row, table.columns)
         lines.append(f"{' & '.join(cells)} \\\\")
-    lines += [r"\bottomrule", r"\end{tabular}"]
+    lines += [r"\bottomrule", r"\end{tabular}}"]
     if table.notes:
         notes = " ".join(map(_latex_note, table.notes))
         lines.append(rf"\par\smallskip\parbox{{\linewidth}}{{\scriptsize {notes}}}")
@@ -129,6 +132,9 @@ def _latex_place(table: Table, index: int) -> str:
         return r"p{0.4\linewidth}"
     return "l"
 
+
+LATEX_FITTED = r"\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}{%"
+"""Begins a box that is shrunk to the width of the page where it is wider; a closing brace ends it."""
 
 LATEX_LINE_CHARS = 40
 """The most characters of a column of text in LaTeX that stand on one line."""
