@@ -237,16 +237,23 @@ class Cell:
 
     @property
     def result(self) -> dict[str, Any] | None:
-        """The result; None until it is finished."""
-        return read_json(self.folder / RESULT) if self.is_over else None
+        """The result; None until the run has finished with at least as many rounds as are wanted."""
+        result = read_json(self.folder / RESULT)
+        if result is None:
+            return None
+        begun = read_plan(self.folder)
+        if begun is None:
+            return dict(result)
+        # Until a run with more rounds than before has finished again, the result of before is still there.
+        is_of_all_rounds = bool(result.get("stopped")) or result["last"]["rounds_done"] >= begun.rounds
+        if not is_of_all_rounds or begun.rounds < self.plan.rounds:
+            return None
+        return dict(result)
 
     @property
     def is_over(self) -> bool:
         """Whether there is a result, and the run has no fewer rounds than are wanted."""
-        if not (self.folder / RESULT).exists():
-            return False
-        begun = read_plan(self.folder)
-        return begun is None or begun.rounds >= self.plan.rounds
+        return self.result is not None
 
     @property
     def failure(self) -> str:

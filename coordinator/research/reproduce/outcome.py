@@ -74,7 +74,7 @@ class Outcome:
     """Why a run has failed; empty: none has."""
 
     under_way: str = ""
-    """In which round an unfinished run is; empty: there is none."""
+    """How many rounds an unfinished run has done; empty: there is none."""
 
     by_seed: Mapping[int, float] = field(default_factory=dict)
     """Seed -> our value, of the seeds with a result."""
@@ -255,11 +255,11 @@ def _first_failure(cells: Sequence[Cell]) -> str:
 
 
 def _first_under_way(cells: Sequence[Cell]) -> str:
-    """Say in which round the first unfinished run is that has closed one; empty where there is none."""
+    """Say how many rounds the first unfinished run has done that has closed one; empty where there is none."""
     for cell in cells:
         closed = cell.closed
         if closed:
-            return f"in round {closed + 1}"
+            return f"{closed} of {counted(cell.plan.rounds, 'round')} done"
     return ""
 
 

@@ -65,6 +65,21 @@ def test_a_row_that_an_engine_let_down_is_gone_on_with_where_it_was(place, call,
     assert not (place / "reproduce-t" / "local--even--seed0" / "failed.json").exists()
 
 
+def test_a_row_that_stops_on_its_way_to_more_rounds_has_no_result_until_it_has_them(place, call, trouble):
+    whole = json.loads(call(*LOCAL, "--out", "whole", "--json")[1])
+    assert call(*LOCAL, "--rounds", 1)[0] == 0
+    assert "1 of 2 rounds done" in call(*LOCAL, "--show")[1]
+    trouble(1, RunFailed("workers cannot start"))
+    code, out, _ = call(*LOCAL)
+    assert code == 1
+    assert "failed: workers cannot start" in out
+    code, out, err = call(*LOCAL, "--again", "--json")
+    assert code == 0, err
+    assert "round 2 of 2" in err
+    assert "round 1 of 2" not in err
+    assert {**json.loads(out), "folder": ""} == {**whole, "folder": ""}
+
+
 def test_a_row_whose_run_has_failed_for_good_is_begun_anew(place, call, trouble):
     trouble(5, RunFailed("no more"))
     assert call(*LOCAL)[0] == 1
