@@ -178,7 +178,8 @@ class Search:
         """Return the simulation of a trial."""
         plan = trial_plan(self._arguments, self.contender.choice, proposal.params, proposal.rounds)
         location = f"trials/{self.contender.slug}/{proposal.number:03d}-{proposal.rounds}-rounds"
-        return RunSpec(location, plan, is_trial=True)
+        own_sources = self._arguments.own_sources_for(self.contender.choice)
+        return RunSpec(location, plan, is_trial=True, own_sources=own_sources)
 
 
 def _is_recovered(outcome: RunOutcome) -> bool:
@@ -202,7 +203,8 @@ class _Runs:
             plan = untuned_plan(arguments, choice, seed)
         else:
             plan = run_plan(arguments, choice, params, seed)
-        return RunSpec(f"{self.kind}/{self.contender.slug}/seed-{seed}", plan, is_trial=False)
+        location = f"{self.kind}/{self.contender.slug}/seed-{seed}"
+        return RunSpec(location, plan, is_trial=False, own_sources=arguments.own_sources_for(choice))
 
 
 class Comparing:

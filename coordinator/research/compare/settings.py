@@ -125,6 +125,14 @@ class Arguments(Frozen):
             additions["space"] = {**self.space, **self._spaces_of_added_methods(now)}
         return self.model_copy(update=additions)
 
+    def own_sources_for(self, choice: MethodChoice) -> dict[str, str]:
+        """Return ``method`` and ``encoder`` -> SHA-256 of the source that one method's runs have of the user's own."""
+        sources = {}
+        for kind, part in (("method", f"method {choice.name}"), ("encoder", "encoder")):
+            if part in self.own_sources:
+                sources[kind] = self.own_sources[part]
+        return sources
+
     def outdated_methods(self, now: Arguments) -> list[str]:
         """Return the names of the methods whose results are of another source than ``now`` has."""
         changed = changed_sources(self.own_sources, now.own_sources)

@@ -10,19 +10,20 @@ import logging
 import re
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
 from edge_agent.core.config import parse
-from edge_agent.core.errors import HeadwaterError, StateError, cause
+from edge_agent.core.errors import HeadwaterError, StateError, UsageError, cause
 from edge_agent.core.own_folders import remove_folder
 from edge_agent.core.storage import read_json, write_atomic, write_json
 from edge_agent.core.task import Frozen
 
 from ...simulation.failures import Failure
+from ...simulation.own_sources import changed_sources, own_sources
 from ...simulation.plan import Plan
 from ...simulation.setup import PARTITION, SIMULATION_FOLDER, read_plan
 from .records import ClientScore
@@ -80,6 +81,9 @@ class RunSpec:
     is_trial: bool
     """Whether it is scored on validation samples, and its folder goes once it is over."""
 
+    own_sources: Mapping[str, str] = field(default_factory=dict)
+    """``method`` and ``encoder`` -> SHA-256 of the source that the comparison began with, of the user's own."""
+
     def folder(self, base: Path) -> Path:
         """Return its folder; ``base`` is that of the comparison."""
         return base / self.location
@@ -134,15 +138,35 @@ class RunSpec:
         begun = parse(Plan, outcome.plan, where=f"the plan of {self.location}")
         return begun.differences(self.plan, but=but)
 
+    def check_own_sources(self) -> None:
+        """Require that the user's own method and encoder are those that the comparison began with.
+
+        Raises:
+            UsageError: The source of one has changed meanwhile, or cannot be read.
+        """
+        now = own_sources(method=self.plan.method, encoder=self.plan.encoder)
+        changed = changed_sources(self.own_sources, now)
+        if changed:
+            raise UsageError(
+                f"another source of the {' and the '.join(changed.values())} than the comparison began with; put the "
+                "source back as it was and give --again (in Python Running(again=True))"
+            )
+
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON for another process; `from_json` reads it."""
         plan = self.plan.model_dump(mode="json", exclude_unset=True)
-        return {"location": self.location, "plan": plan, "is_trial": self.is_trial}
+        return {
+            "location": self.location,
+            "plan": plan,
+            "is_trial": self.is_trial,
+            "own_sources": dict(self.own_sources),
+        }
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> RunSpec:
         """Read what `to_json` has made."""
-        return cls(fields["location"], Plan.model_validate(fields["plan"]), fields["is_trial"])
+        plan = Plan.model_validate(fields["plan"])
+        return cls(fields["location"], plan, fields["is_trial"], fields["own_sources"])
 
 
 class Meter:
@@ -194,6 +218,8 @@ def simulate_run(spec: RunSpec, base: Path, meter: Meter, watch: Watch = lambda 
         return before
     ledger = _Ledger(spec, base, meter, before)
     try:
+        # A comparison takes hours, and its user may edit the file meanwhile.
+        spec.check_own_sources()
         outcome = _simulate(spec, base, ledger, watch)
     except (StateError, OSError):
         raise

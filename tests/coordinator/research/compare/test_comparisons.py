@@ -748,6 +748,27 @@ def test_only_the_methods_with_another_source_are_run_again(run, place, monkeypa
     assert simulated == []
 
 
+@pytest.mark.parametrize("how", [{"in_process": True}, {"parallel": 1}], ids=["in this process", "in a worker"])
+def test_runs_that_come_after_an_edit_fail_and_are_not_mixed_with_those_before(run, place, how):
+    (place / "own.py").write_text(OWN_METHOD)
+
+    def edit(progress):
+        if progress.is_over and progress.event.startswith("runs/eager/seed-0"):
+            (place / "own.py").write_text(f"{OWN_METHOD}\n# changed\n")
+
+    edited = run("own.py:Eager", tune=0, running=Running(watch=edit, **how)).comparison
+    (eager,) = [method for method in edited.methods if method.name == "eager"]
+    (others,) = {bool(each.failure) for method in edited.methods if method is not eager for each in method.runs}
+    assert not others
+    assert eager.runs[0].failure == ""
+    assert re.match(r"another source of the method \(SHA-256 \w+, now \w+\) than the compa", eager.runs[1].failure)
+    # The source of before makes the missing run.
+    (place / "own.py").write_text(OWN_METHOD)
+    whole = run("own.py:Eager", tune=0, running=Running(again=True, **how)).comparison
+    (eager,) = [method for method in whole.methods if method.name == "eager"]
+    assert [each.failure for each in eager.runs] == ["", ""]
+
+
 def test_another_source_of_the_encoder_concerns_all_methods(run, place):
     (place / "own.py").write_text(OWN_METHOD)
     run("fedper", tune=0, encoder="own.py:net")
