@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import inspect
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from pydantic import BaseModel
 
 from edge_agent import methods, models
 from edge_agent.core.errors import UsageError
@@ -19,8 +23,9 @@ from .plan import Plan
 def own_sources(*, method: str | None = None, encoder: str | None = None) -> dict[str, str]:
     """Return ``method`` and ``encoder`` -> SHA-256 (hex) of their sources, of those that do not ship.
 
-    Of a part in a file it is that of the whole file, of one in the calling program that of the class or function. What
-    they import is not compared, and a part whose source Python cannot find is left out.
+    Of a part in a file it is that of the whole file. Of one in the calling program it is that of the class or function,
+    and of the classes beside it that it derives from or has as an attribute, such as ``Params``. What they import or
+    call is not compared, and a part whose source Python cannot find is left out.
 
     Raises:
         UsageError: A file cannot be read.
@@ -71,16 +76,60 @@ def _source_of(kind: str, part: str, registry: Registry) -> str:
         return ""
     member = registry.load(part)
     if isinstance(member, models.Encoder):
-        member = member.build
-    text = "\n".join(_texts_of(member))
+        member = inspect.unwrap(member.build)
+    text = "\n".join(filter(None, _texts_of(member)))
     return hashlib.sha256(text.encode()).hexdigest() if text else ""
 
 
 def _texts_of(part: Any) -> Iterator[str]:
-    """Yield the text of a class or function; of a class that Python does not find, those of its functions."""
+    """Yield the text of a function, or those of a class and of the classes beside it that it derives from or has."""
+    if not isinstance(part, type):
+        yield _text_of_function(part)
+        return
+    kinds = [kind for kind in part.__mro__ if kind.__module__ == part.__module__]
+    # The list grows while it is read: what one class names, such as that of its parameters, names others.
+    for kind in kinds:
+        yield _text_of_class(kind)
+        for member in vars(kind).values():
+            is_of_module = isinstance(member, type) and member.__module__ == part.__module__
+            if is_of_module and member not in kinds:
+                kinds.append(member)
+
+
+def _text_of_function(function: Any) -> str:
+    """Return the text of a function; empty where Python does not find it."""
     try:
-        yield inspect.getsource(part)
+        return inspect.getsource(function)
     except (OSError, TypeError):
-        for member in vars(part).values() if isinstance(part, type) else ():
-            if inspect.isfunction(member):
-                yield from _texts_of(member)
+        return ""
+
+
+def _text_of_class(kind: type) -> str:
+    """Return the text of a class; of one in a cell of a notebook, which Python does not find, that of its members.
+
+    Those are its functions, attributes with plain values, and defaults of parameters.
+    """
+    with contextlib.suppress(OSError, TypeError):
+        return inspect.getsource(kind)
+    texts = []
+    for name, member in vars(kind).items():
+        if isinstance(member, (staticmethod, classmethod)):
+            texts.append(_text_of_function(member.__func__))
+        elif isinstance(member, property):
+            texts.append(_text_of_function(member.fget))
+        elif inspect.isfunction(member):
+            texts.append(_text_of_function(member))
+        elif not name.startswith("__"):  # such a name has what Python notes of a class
+            texts.append(_text_of_value(name, member))
+    if issubclass(kind, BaseModel):
+        own_fields = [name for name in inspect.get_annotations(kind) if name in kind.model_fields]
+        texts += [_text_of_value(name, kind.model_fields[name].default) for name in own_fields]
+    return "\n".join(filter(None, texts))
+
+
+def _text_of_value(name: str, value: Any) -> str:
+    """Return ``name = value`` for a plain value; empty for any other, whose text another process may not repeat."""
+    try:
+        return f"{name} = {json.dumps(value)}"
+    except (TypeError, ValueError):
+        return ""

@@ -18,6 +18,7 @@ from coordinator.cli import main
 from coordinator.journal.entries import fact_of
 from coordinator.journal.memory import MemoryJournal
 from coordinator.journal.sqlite import SqliteJournal
+from coordinator.simulation import own_parts
 from coordinator.simulation import setup as simulation_folder
 from coordinator.simulation.own_sources import own_sources
 from coordinator.state.store import StateFolder
@@ -343,20 +344,83 @@ def test_a_run_does_not_go_on_with_another_source(tmp_path, settings, own_file, 
     assert len(simulate(**parts, **settings, rounds=rounds, out=tmp_path / "run", resume=True).rounds) == rounds
 
 
-def test_a_run_does_not_go_on_with_another_class_of_the_program(tmp_path, settings):
-    def kind(text):
-        """The class Eager as in a cell of a notebook, whose source `linecache` has."""
-        name = f"<cell {len(linecache.cache)}>"
-        linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
-        module = types.ModuleType("__main__")
-        exec(compile(text, name, "exec"), vars(module))
-        return module.Eager
+CELL = """
+from torch import nn
 
-    text = OWN_PARTS.replace("scale = 1.0", "def scale(self): return 1")
-    simulate(kind(text), **settings, rounds=1, out=tmp_path / "run")
-    assert simulate(kind(text), **settings, rounds=1, out=tmp_path / "run", resume=True).rounds
+from edge_agent.methods import MethodParams
+from edge_agent.methods.fedavg import FedAvg
+
+
+class EagerParams(MethodParams):
+    eagerness: float = 0.5
+
+
+class Steady(FedAvg):
+    def steadiness(self):
+        return 1
+
+
+class Eager(Steady):
+    Params = EagerParams
+    scale = 1.0
+
+    @staticmethod
+    def speed():
+        return 3
+
+
+class Net(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Flatten(), nn.LazyLinear(4))
+
+
+def net():
+    return Net()
+"""
+
+
+def run_cell(text):
+    """The module of a notebook after a cell with this text, whose source `linecache` has."""
+    name = f"<cell {len(linecache.cache)}>"
+    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+    module = types.ModuleType("__main__")
+    exec(compile(text, name, "exec"), vars(module))
+    return module
+
+
+def test_a_run_does_not_go_on_with_another_class_of_the_program(tmp_path, settings):
+    simulate(run_cell(CELL).Eager, **settings, rounds=1, out=tmp_path / "run")
+    assert simulate(run_cell(CELL).Eager, **settings, rounds=1, out=tmp_path / "run", resume=True).rounds
+    edited = run_cell(CELL.replace("return 1", "return 2")).Eager
     with pytest.raises(UsageError, match="another source of the method"):
-        simulate(kind(text.replace("return 1", "return 2")), **settings, rounds=1, out=tmp_path / "run", resume=True)
+        simulate(edited, **settings, rounds=1, out=tmp_path / "run", resume=True)
+
+
+def sources_of_cell(text):
+    """The hashes of method and encoder of a cell: of the class, and of the function, of an encoder."""
+    module = run_cell(text)
+    method = own_parts.add_method(module.Eager)
+    of_class = own_sources(method=method, encoder=own_parts.add_encoder(module.Net))
+    of_function = own_sources(encoder=own_parts.add_encoder(module.net))
+    return {**of_class, "function": of_function["encoder"]}
+
+
+@pytest.mark.parametrize(
+    "before, after, part",
+    [
+        ("eagerness: float = 0.5", "eagerness: float = 0.6", "method"),
+        ("return 1", "return 2", "method"),
+        ("scale = 1.0", "scale = 2.0", "method"),
+        ("return 3", "return 4", "method"),
+        ("LazyLinear(4)", "LazyLinear(5)", "encoder"),
+        ("return Net()", "return Net().eval()", "function"),
+    ],
+)
+def test_each_edit_in_a_cell_of_a_notebook_changes_the_hash_of_its_part_alone(before, after, part):
+    first = sources_of_cell(CELL)
+    assert first == sources_of_cell(f"# another cell\n{CELL}")
+    edited = sources_of_cell(CELL.replace(before, after))
+    assert [name for name in first if edited[name] != first[name]] == [part]
 
 
 def test_parts_that_ship_have_no_source_of_the_user():
