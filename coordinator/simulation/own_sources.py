@@ -47,6 +47,11 @@ def changed_sources(before: Mapping[str, str], now: Mapping[str, str]) -> dict[s
     return dict(sorted(changed.items()))
 
 
+def describe_changes(before: Mapping[str, str], now: Mapping[str, str]) -> str:
+    """Say of which parts of one run the sources have changed; empty: of none."""
+    return " and ".join(f"the {change}" for change in changed_sources(before, now).values())
+
+
 def check_own_sources(begun: Simulated | None, plan: Plan, folder: Path) -> None:
     """Check that the user's own parts are those that the run in ``folder`` began with.
 
@@ -60,11 +65,11 @@ def check_own_sources(begun: Simulated | None, plan: Plan, folder: Path) -> None
     """
     if begun is None:
         return
-    changed = changed_sources(begun.own_sources, own_sources(method=plan.method, encoder=plan.encoder))
-    if changed:
+    changes = describe_changes(begun.own_sources, own_sources(method=plan.method, encoder=plan.encoder))
+    if changes:
         raise UsageError(
-            f"{folder}: its results are of another source of the {' and the '.join(changed.values())}; put the source "
-            "back as it was, or begin a new run in another folder"
+            f"{folder}: its results are of another source of {changes}; put the source back as it was, or begin a new "
+            "run in another folder"
         )
 
 

@@ -23,7 +23,7 @@ from edge_agent.core.storage import read_json, write_atomic, write_json
 from edge_agent.core.task import Frozen
 
 from ...simulation.failures import Failure
-from ...simulation.own_sources import changed_sources, own_sources
+from ...simulation.own_sources import describe_changes, own_sources
 from ...simulation.plan import Plan
 from ...simulation.setup import PARTITION, SIMULATION_FOLDER, read_plan
 from .records import ClientScore
@@ -145,11 +145,11 @@ class RunSpec:
             UsageError: The source of one has changed meanwhile, or cannot be read.
         """
         now = own_sources(method=self.plan.method, encoder=self.plan.encoder)
-        changed = changed_sources(self.own_sources, now)
-        if changed:
+        changes = describe_changes(self.own_sources, now)
+        if changes:
             raise UsageError(
-                f"another source of the {' and the '.join(changed.values())} than the comparison began with; put the "
-                "source back as it was and give --again (in Python Running(again=True))"
+                f"another source of {changes} than the comparison began with; put the source back as it was and give "
+                "--again (in Python Running(again=True))"
             )
 
     def to_json(self) -> dict[str, Any]:

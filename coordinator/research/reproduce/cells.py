@@ -25,11 +25,12 @@ from edge_agent.data.partition import Division
 
 from ...rounds.request import Weights
 from ...simulation.own_parts import add_method, register
+from ...simulation.own_sources import describe_changes, own_sources
 from ...simulation.plan import Plan
 from ...simulation.setup import SIMULATION_FOLDER, WEIGHTS, read_plan, why_tied
 from ...state.store import StateFolder
 from ...text import counted
-from ...views.runs import replay
+from ...views.runs import RunRecord, replay
 from ..footing import Footing, Scope
 
 FOLDER = Path("reproduce")
@@ -274,9 +275,12 @@ class Cell:
     def must_restart(self) -> bool:
         """Whether a retry starts from round 1.
 
-        The run has ended without a result, or its training failed with settings that have changed since.
+        The run has ended without a result, or it failed with an own method that was edited since, or its training
+        failed with settings that have changed since.
         """
         if self._has_ended_without_result():
+            return True
+        if self.failure and read_plan(self.folder) is not None and self._describe_edits():
             return True
         if not self._record_of_failure().get("would_fail_again", False):
             return False
@@ -328,7 +332,8 @@ class Cell:
         """Return whether there is a run to resume, perhaps with more rounds.
 
         Raises:
-            UsageError: The run in the folder has other settings or weights, or cannot have more rounds.
+            UsageError: The run in the folder has other settings or weights, or another source of a method or encoder of
+                the user's own, or cannot have more rounds.
         """
         begun = read_plan(self.folder)
         if begun is None:
@@ -349,7 +354,31 @@ class Cell:
             weights = Weights.of(weights_path)
             if weights.sha256 != Weights.of(self.folder / WEIGHTS).sha256:
                 raise UsageError(f"{self.folder} started with other weights than those in {weights.path}; {_OR_ELSE}")
+        # 3. And the source of a method or encoder of the user's own.
+        edits = self._describe_edits()
+        if edits:
+            raise UsageError(f"{self.folder}: its results are of another source of {edits}; {_OR_ELSE}")
         return True
+
+    def _describe_edits(self) -> str:
+        """Say what of the user's own method and encoder was edited since the run in the folder began; empty: nothing.
+
+        Raises:
+            UsageError: A file cannot be read.
+        """
+        sources = own_sources(method=self.plan.method, encoder=self.plan.encoder)
+        if not sources:
+            return ""
+        record = self._record_of_run()
+        if record is None or record.request.simulation is None:
+            return ""
+        return describe_changes(record.request.simulation.own_sources, sources)
+
+    def _record_of_run(self) -> RunRecord | None:
+        """Return where the run in the folder stands; None: it was killed before the journal had it."""
+        with StateFolder(self.folder).look() as state:
+            runs = state.journal.runs()
+            return replay(state.journal, runs[0]) if runs else None
 
     def _check_more_rounds(self, before: int) -> None:
         """Require that the run in the folder, which has ``before`` rounds, ends with more of them as if it always had.
@@ -357,12 +386,10 @@ class Cell:
         Raises:
             UsageError: It does not.
         """
+        record = self._record_of_run()
+        if record is None:
+            return
         plan = self.plan
-        with StateFolder(self.folder).look() as state:
-            runs = state.journal.runs()
-            if not runs:
-                return
-            record = replay(state.journal, runs[0])
         register(plan)
         method = methods.create(plan.method_name, plan.params, paper=plan.paper, paper_for=plan.paper_for)
         tied = why_tied(record, plan, method)

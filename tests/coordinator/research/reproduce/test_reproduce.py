@@ -154,6 +154,49 @@ def test_a_row_may_have_a_method_and_an_encoder_of_the_users_own(place, call):
     assert (code, "Yours" in err) == (2, True)
 
 
+OWN_METHOD = """
+from edge_agent.methods.fedavg import FedAvg
+
+
+class Mine(FedAvg):
+    def aggregate(self, state, updates):
+        return super().aggregate(state, updates)
+"""
+OWN_ROW = ("t.toml", "--row", "Fed Avg", "--column", "even")
+
+
+@pytest.fixture
+def own_row(place):
+    """The file of a user's own method, which a row of the table has."""
+    file = place / "mine.py"
+    file.write_text(OWN_METHOD)
+    text = (place / "t.toml").read_text()
+    (place / "t.toml").write_text(text.replace('method = "fedavg"', 'method = "mine.py:Mine"'))
+    return file
+
+
+def test_results_of_an_edited_method_are_not_mixed_with_those_before(own_row, call):
+    assert call(*OWN_ROW)[0] == 0
+    own_row.write_text(f"{OWN_METHOD}\n# changed\n")
+    for words in ((), ("--seeds", "0,1"), ("--rounds", 3), ("--again",)):
+        code, _, err = call(*OWN_ROW, *words)
+        assert code == 2
+        assert "fed-avg--even--seed0: its results are of another source of the method (SHA-256 " in err
+        assert "remove it to restart that row" in err
+    own_row.write_text(OWN_METHOD)
+    assert call(*OWN_ROW)[0] == 0
+
+
+def test_a_row_whose_own_method_failed_and_was_mended_starts_again(own_row, call):
+    own_row.write_text(OWN_METHOD.replace("aggregate(self, state, updates)", "loss(self, client, received)"))
+    code, out, err = call(*OWN_ROW)
+    assert code == 1, err
+    own_row.write_text(OWN_METHOD)
+    code, out, err = call(*OWN_ROW, "--again")
+    assert code == 0, err
+    assert "failed" not in out
+
+
 def test_what_is_done_is_not_done_again_and_one_more_seed_is_added(place, call):
     assert call("t.toml", "--column", "even")[0] == 0
     _, _, err = call("t.toml", "--column", "even", "--seeds", "0,1")
