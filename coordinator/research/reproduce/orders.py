@@ -7,7 +7,7 @@ other seeds, as in the middle of a run or after a failure, their means are those
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -279,7 +279,7 @@ class CheckedOrder:
 
 
 def check_order(
-    table: Table, promise: Promise, column: str, values: Mapping[str, Values], *, is_short: bool = False
+    table: Table, promise: Promise, column: str, values: Mapping[str, Values], *, short_rows: Collection[str] = ()
 ) -> CheckedOrder:
     """Return an order that the table claims, checked in one column.
 
@@ -288,12 +288,14 @@ def check_order(
         promise: The order.
         column: The name of the column.
         values: Row -> our accuracies; those of ``promise.row`` are there.
-        is_short: Whether one of these rows has fewer rounds than the table.
+        short_rows: Those of the rows that have fewer rounds than the table.
     """
     highest = values[promise.row]
     nothing = Values(None, {})
     names = _rows_below(table, promise)
     lower_rows = [_compare_row(name, values.get(name, nothing), highest) for name in names]
+    compared_names = [promise.row, *(lower_row.name for lower_row in lower_rows if lower_row.margin is not None)]
+    is_short = any(name in short_rows for name in compared_names)
     return CheckedOrder(column, promise.row, tuple(lower_rows), is_short)
 
 

@@ -323,8 +323,8 @@ def check_orders(table: Table, compared: Sequence[Outcome]) -> list[CheckedOrder
         cells = [cell for cell in compared if cell.column.name == column.name]
         values = {cell.row.name: Values(cell.ours, cell.by_seed) for cell in cells}
         if promise.row in values:
-            is_short = any(cell.is_short for cell in cells)
-            checked.append(check_order(table, promise, column.name, values, is_short=is_short))
+            short_rows = [cell.row.name for cell in cells if cell.is_short]
+            checked.append(check_order(table, promise, column.name, values, short_rows=short_rows))
     return checked
 
 

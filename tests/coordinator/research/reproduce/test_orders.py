@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from statistics import fmean
 
 import pytest
@@ -12,13 +11,13 @@ from coordinator.research.reproduce.cells import Promise, Row, Table
 from coordinator.research.reproduce.orders import Standing, Values, check_order, markdown_of_pairs
 
 
-def checked(**accuracies):
-    """The order of row Best above the others; row -> seed -> accuracy."""
+def checked(above=("all",), short_rows=(), **accuracies):
+    """The order of row Best above others; row -> seed -> accuracy."""
     values = {name: Values(fmean(by_seed.values()), by_seed) for name, by_seed in accuracies.items() if by_seed}
     rows = tuple(Row(name=name, method="local") for name in accuracies)
-    promise = Promise(row="Best")
+    promise = Promise(row="Best", above=above)
     table = Table(title="t", source="s", measure="m", columns=({"name": "all"},), rows=rows, promises=(promise,))
-    return check_order(table, promise, "all", values)
+    return check_order(table, promise, "all", values, short_rows=short_rows)
 
 
 def test_differences_are_paired_over_the_seeds_that_both_rows_have():
@@ -80,13 +79,20 @@ def test_a_row_that_is_higher_by_less_than_the_noise_is_said_to_be_so():
     )
 
 
-def test_an_order_after_fewer_rounds_is_said_to_be_one():
-    order = dataclasses.replace(checked(Best={0: 80.0}, Other={0: 78.0}), is_short=True)
+@pytest.mark.parametrize("short_row", ["Best", "Other"])
+def test_an_order_after_fewer_rounds_is_said_to_be_one(short_row):
+    order = checked(short_rows=[short_row], Best={0: 80.0}, Other={0: 78.0})
     (only,) = order.sentences()
     assert only == (
         "The paper's order holds: Best above Other, by 2.00 points or more; with fewer rounds than the table has, this "
         "may change."
     )
+
+
+def test_fewer_rounds_of_a_row_that_the_order_is_not_about_say_nothing_of_it():
+    order = checked(above=("Other",), short_rows=["Third"], Best={0: 80.0}, Other={0: 78.0}, Third={0: 90.0})
+    (only,) = order.sentences()
+    assert only == "The paper's order holds: Best above Other, by 2.00 points or more."
 
 
 def test_enough_seeds_need_no_word_on_chance_and_a_small_margin_of_many_seeds_is_no_noise():
