@@ -271,11 +271,7 @@ def choices_of(references: Sequence[str], params: Mapping[str, Any], *, always: 
 
 
 def own_sources_of(choices: Iterable[MethodChoice], encoder: str | None) -> dict[str, str]:
-    """Return ``method NAME`` and ``encoder`` -> SHA-256 (hex) of the source, of those that are the user's own.
-
-    Raises:
-        UsageError: A file cannot be read.
-    """
+    """Return ``method NAME`` and ``encoder`` -> SHA-256 (hex) of the source, of those that are the user's own."""
     sources = own_sources(encoder=encoder)
     for choice in choices:
         for part, sha256 in own_sources(method=choice.method).items():

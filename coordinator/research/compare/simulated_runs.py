@@ -142,7 +142,7 @@ class RunSpec:
         """Require that the user's own method and encoder are those that the comparison began with.
 
         Raises:
-            UsageError: The source of one has changed meanwhile, or cannot be read.
+            UsageError: The source of one has changed meanwhile.
         """
         now = own_sources(method=self.plan.method, encoder=self.plan.encoder)
         changes = describe_changes(self.own_sources, now)

@@ -361,11 +361,7 @@ class Cell:
         return True
 
     def _describe_edits(self) -> str:
-        """Say what of the user's own method and encoder was edited since the run in the folder began; empty: nothing.
-
-        Raises:
-            UsageError: A file cannot be read.
-        """
+        """Say which of the user's own method and encoder was edited since the run in the folder began; empty: none."""
         sources = own_sources(method=self.plan.method, encoder=self.plan.encoder)
         if not sources:
             return ""

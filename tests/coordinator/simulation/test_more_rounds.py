@@ -344,6 +344,14 @@ def test_a_run_does_not_go_on_with_another_source(tmp_path, settings, own_file, 
     assert len(simulate(**parts, **settings, rounds=rounds, out=tmp_path / "run", resume=True).rounds) == rounds
 
 
+def test_only_a_run_with_rounds_left_needs_the_file_of_its_method(tmp_path, settings, own_file):
+    simulate(f"{own_file}:Eager", **settings, rounds=1, out=tmp_path / "run")
+    own_file.unlink()
+    assert simulate(f"{own_file}:Eager", **settings, rounds=1, out=tmp_path / "run", resume=True).rounds
+    with pytest.raises(UsageError, match="there is no file"):
+        simulate(f"{own_file}:Eager", **settings, rounds=2, out=tmp_path / "run", resume=True)
+
+
 CELL = """
 from torch import nn
 
