@@ -37,8 +37,8 @@ log = logging.getLogger(__name__)
 KINDS = ("trials", "runs", "untuned")
 """Folders of a comparison in which each method has one with its simulations."""
 
-_OUTCOME_FILE = re.compile(r"(seed-\d+|\d+-\d+-rounds)\.json")
-"""Names of the files of outcomes, which stand beside the folders of their simulations."""
+_SIMULATION = re.compile(r"seed-\d+|\d+-\d+-rounds")
+"""Names of the folders of simulations; the file of an outcome beside such a folder has the same name and ``.json``."""
 
 _OR_ELSE = "choose another folder with --out"
 
@@ -373,10 +373,15 @@ def forget_method(slug: str, base: Path) -> None:
     Args:
         slug: The method's name as a part of a folder's name.
         base: The folder of the comparison.
+
+    Raises:
+        UsageError: The folder of a simulation cannot be removed.
     """
     for kind in KINDS:
         for path in (base.resolve() / kind / slug).glob("*"):
-            if path.is_dir():
-                remove_folder(path, SIMULATION_FOLDER)
-            elif _OUTCOME_FILE.fullmatch(path.name):
+            if not _SIMULATION.fullmatch(path.name.removesuffix(".json")):
+                continue
+            if path.suffix == ".json":
                 path.unlink()
+            elif not remove_folder(path, SIMULATION_FOLDER):
+                raise UsageError(f"{path}: cannot be removed to run again (see the warning); remove it, or {_OR_ELSE}")

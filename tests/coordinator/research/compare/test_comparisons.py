@@ -748,6 +748,23 @@ def test_only_the_methods_with_another_source_are_run_again(run, place, monkeypa
     assert simulated == []
 
 
+def test_a_simulation_that_cannot_be_removed_is_not_continued_with_another_source(run, place):
+    (place / "own.py").write_text(OWN_METHOD)
+    run("own.py:Eager", tune=0)
+    (place / "own.py").write_text(EDITED_METHOD)
+    folder = place / "comparison/runs/eager/seed-1"
+    folder.rename(place / "elsewhere")
+    folder.symlink_to(place / "elsewhere")
+    (place / "comparison/runs/eager/figures").mkdir()
+    with pytest.raises(UsageError, match=r"seed-1: cannot be removed to run again \(see the warning\); remove it"):
+        run("own.py:Eager", tune=0, running=Running(in_process=True, again=True))
+    with pytest.raises(UsageError, match="another source of method eager"):
+        run("own.py:Eager", tune=0)
+    folder.unlink()
+    run("own.py:Eager", tune=0, running=Running(in_process=True, again=True))
+    assert (place / "comparison/runs/eager/figures").is_dir()
+
+
 @pytest.mark.parametrize("how", [{"in_process": True}, {"parallel": 1}], ids=["in this process", "in a worker"])
 def test_runs_that_come_after_an_edit_fail_and_are_not_mixed_with_those_before(run, place, how):
     (place / "own.py").write_text(OWN_METHOD)
