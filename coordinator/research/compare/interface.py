@@ -432,8 +432,11 @@ def _keep_arguments(arguments: Arguments, begun: Arguments | None, out: Path, ru
     additions = begun.additions(arguments)
     if additions:
         running.say(f"{out}: the comparison now also has {listed(additions)}")
-    if additions or begun.own_sources != arguments.own_sources:
-        write_json(out / ARGUMENTS, arguments.model_dump(mode="json"))
+    # A source that Python cannot find this time stays noted as it was.
+    own_sources = {**begun.own_sources, **arguments.own_sources}
+    if additions or own_sources != begun.own_sources:
+        noted = arguments.model_copy(update={"own_sources": own_sources})
+        write_json(out / ARGUMENTS, noted.model_dump(mode="json"))
 
 
 def _read_begun(arguments: Arguments, out: Path, *, has_runs: bool) -> Arguments | None:

@@ -718,6 +718,17 @@ def test_results_of_another_source_are_not_mixed_with_those_of_this_one(run, pla
     assert run("own.py:Eager", "fedper", untuned=True).comparison == first
 
 
+def test_a_source_that_is_not_found_later_stays_noted(run, place, monkeypatch):
+    (place / "own.py").write_text(OWN_METHOD)
+    run("own.py:Eager", tune=0)
+    with monkeypatch.context() as patched:
+        patched.setattr(interface, "own_sources_of", lambda *_: {})
+        run("own.py:Eager", tune=0)
+    (place / "own.py").write_text(EDITED_METHOD)
+    with pytest.raises(UsageError, match="another source of method eager"):
+        run("own.py:Eager", tune=0)
+
+
 def test_only_the_methods_with_another_source_are_run_again(run, place, monkeypatch):
     (place / "own.py").write_text(OWN_METHOD)
     run("own.py:Eager", "fedper", untuned=True)
