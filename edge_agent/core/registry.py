@@ -260,7 +260,7 @@ def absolute(reference: str, folder: Path | None = None) -> str:
 
 
 def load_reference(kind: str, reference: str) -> Any:
-    """Return the object that ``PATH.py:NAME`` names; a file is imported again only once its content has changed.
+    """Return the object that ``PATH.py:NAME`` names; a file is imported once, and again after its content has changed.
 
     It is only for references of this process's own user: importing a file runs it. ``kind`` is for messages.
 
