@@ -302,7 +302,7 @@ def test_other_arguments_are_refused_with_what_differs(run):
         ({"tune": 3}, "trials 0, now 3"),
         ({"seeds": (1, 0)}, r"seeds \[0\], now \[1, 0\]"),
         ({"seeds": (0, 1), "rounds": 2}, r"arguments: rounds 1, now 2; continue"),
-        ({"space": {"mu": "0,1"}}, "space {}, now"),
+        ({"tune": 3, "space": {"mu": "0,1"}}, "space {}, now"),
         ({"alpha": 0.5, "partition": "dirichlet"}, "partition none, now dirichlet"),
         ({"params": {"fedprox.mu": 1}}, r"arguments: fedprox\.mu none, now 1; continue"),
         # Seeds that are added are no mistake beside it.
