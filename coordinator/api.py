@@ -442,7 +442,7 @@ def read_finished(plan: Plan, folder: Path, watching: Watching) -> Summary | Non
     finished = FinishedRun.find(folder, plan)
     if finished is None:
         return None
-    check_own_sources(finished.record.request.simulation, plan, folder)
+    check_own_sources(finished.record, plan, folder)
     summary = finished.summary
     if watching.on_round is not None:
         division = Division.read(folder / PARTITION)

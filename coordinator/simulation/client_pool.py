@@ -296,6 +296,8 @@ def check_done(done: Done) -> None:
     message = f"{where} has failed at {client}: {reply.error}: {reply.message}{done.failure.where}"
     if is_training_failure:
         raise TrainingFailed(f"{message}; retrying will fail again; start a new run with different settings")
+    if done.failure.is_in_users_file:
+        message = f"{message}; once you have edited that file, start a new run in another folder"
     raise done.failure.attach_to(RunFailed(f"{message}{RESUMABLE}"))
 
 

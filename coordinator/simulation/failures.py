@@ -47,6 +47,11 @@ class Failure:
         return cls(location, "".join(traceback.format_exception(error)))
 
     @property
+    def is_in_users_file(self) -> bool:
+        """Whether a user's own file raised the error."""
+        return bool(self.location) and is_of_user(self.location)
+
+    @property
     def where(self) -> str:
         """What a message says of it, in brackets; empty where nothing is known."""
         hints = []

@@ -16,7 +16,7 @@ from edge_agent import methods, models
 from edge_agent.core.errors import UsageError
 from edge_agent.core.registry import PinnedFile, Registry, is_reference
 
-from ..journal.entries import Simulated
+from ..views.runs import RunRecord
 from .plan import Plan
 
 
@@ -49,25 +49,32 @@ def describe_changes(before: Mapping[str, str], now: Mapping[str, str]) -> str:
     return " and ".join(f"the {change}" for change in changed_sources(before, now).values())
 
 
-def check_own_sources(begun: Simulated | None, plan: Plan, folder: Path) -> None:
+def check_own_sources(record: RunRecord, plan: Plan, folder: Path) -> None:
     """Check that the user's own parts are those that the run in ``folder`` began with.
 
     Args:
-        begun: What the journal has of the run; None: it is of a version that did not note it.
+        record: Where the journal says that the run stands. Runs of earlier versions have no hashes of sources.
         plan: The settings to continue with.
         folder: The folder of the simulation.
 
     Raises:
         UsageError: The source of one has changed.
     """
+    begun = record.request.simulation
     if begun is None:
         return
     changes = describe_changes(begun.own_sources, own_sources(method=plan.method, encoder=plan.encoder))
-    if changes:
+    if not changes:
+        return
+    if record.round == 0:
         raise UsageError(
-            f"{folder}: its results are of another source of {changes}; put the source back as it was, or begin a new "
-            "run in another folder"
+            f"{folder}: it began with another source of {changes}, and no round is over; remove the folder and start "
+            "again, or put the source back as it was"
         )
+    raise UsageError(
+        f"{folder}: its results are of another source of {changes}; put the source back as it was, or begin a new run "
+        "in another folder"
+    )
 
 
 def _source_of(kind: str, part: str, registry: Registry) -> str:

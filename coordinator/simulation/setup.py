@@ -298,7 +298,7 @@ def run_in(state: StateFolder, prepared: Prepared) -> str:
     runs = state.journal.runs()
     if runs:
         record = replay(state.journal, runs[0])
-        check_own_sources(record.request.simulation, prepared.plan, state.path)
+        check_own_sources(record, prepared.plan, state.path)
         if prepared.plan.rounds > record.request.rounds:
             record = _extended(state, record, prepared)
         _check_is_requested(state.path, record, prepared)

@@ -25,7 +25,7 @@ from coordinator.state.store import StateFolder
 from coordinator.views.run_list import RunList
 from coordinator.views.runs import replay
 from edge_agent import methods
-from edge_agent.core.errors import StateError, UsageError
+from edge_agent.core.errors import RunFailed, StateError, UsageError
 from edge_agent.methods.base import _reads_rounds
 from edge_agent.methods.fedavg import FedAvg
 
@@ -429,6 +429,18 @@ def test_each_edit_in_a_cell_of_a_notebook_changes_the_hash_of_its_part_alone(be
     assert first == sources_of_cell(f"# another cell\n{CELL}")
     edited = sources_of_cell(CELL.replace(before, after))
     assert [name for name in first if edited[name] != first[name]] == [part]
+
+
+def test_a_method_that_failed_is_mended_for_a_new_run(tmp_path, settings, own_file):
+    own_file.write_text(OWN_PARTS.replace("scale = 1.0", "def loss(self, *_): return 1 / 0"))
+    method = f"{own_file}:Eager"
+    with pytest.raises(
+        RunFailed, match=r"own.py, line \d+, in loss\); once you have edited that file, start a new run in"
+    ):
+        simulate(method, **settings, rounds=1, out=tmp_path / "run")
+    own_file.write_text(OWN_PARTS)
+    with pytest.raises(UsageError, match="no round is over; remove the folder and start again"):
+        simulate(method, **settings, rounds=1, out=tmp_path / "run", resume=True)
 
 
 def test_parts_that_ship_have_no_source_of_the_user():
