@@ -87,7 +87,7 @@ def describe(name: str) -> dict[str, Any]:
     doc = sys.modules[type(method).__module__].__doc__ or ""
     return {
         "name": name,
-        "summary": _summary(doc) or _summary(type(method).__doc__ or "", has_name=False),
+        "summary": _first_line(doc).partition(": ")[2] or _first_line(type(method).__doc__ or ""),
         **{key: plain(section(doc, heading)) for key, heading in HEADINGS.items()},
         "paper": method.source,
         "shared": list(method.shared),
@@ -100,10 +100,9 @@ def describe(name: str) -> dict[str, Any]:
     }
 
 
-def _summary(doc: str, *, has_name: bool = True) -> str:
-    """Return the first sentence of a docstring, behind the name of a method where it begins with that."""
-    first = doc.strip().split("\n", 1)[0].rstrip(".")
-    return first.partition(": ")[2] if has_name else first
+def _first_line(doc: str) -> str:
+    """Return the first line of a docstring without its full stop."""
+    return doc.strip().split("\n", 1)[0].rstrip(".")
 
 
 def parameters(name: str) -> list[dict[str, Any]]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import inspect
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +26,12 @@ def own_sources(*, method: str | None = None, encoder: str | None = None) -> dic
     and of the classes beside it that it derives from or has as an attribute, such as ``Params``. What they import or
     call is not compared, and a part whose source cannot be found or read is left out.
     """
-    sources = {}
-    for kind, part, registry in (("method", method, methods.registry), ("encoder", encoder, models.registry)):
-        source = "" if part is None else _source_of(kind, part, registry)
-        if source:
-            sources[kind] = source
-    return sources
+    hashes = {}
+    if method is not None:
+        hashes["method"] = _hash_of("method", method, methods.registry)
+    if encoder is not None:
+        hashes["encoder"] = _hash_of("encoder", encoder, models.registry)
+    return {part: sha256 for part, sha256 in hashes.items() if sha256}
 
 
 def changed_sources(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str]:
@@ -77,36 +76,53 @@ def check_own_sources(record: RunRecord, plan: Plan, folder: Path) -> None:
     )
 
 
-def _source_of(kind: str, part: str, registry: Registry) -> str:
-    """Return the hash of a part's source; empty where it ships, or where there is no source."""
+def _hash_of(kind: str, part: str, registry: Registry) -> str:
+    """Return the hash of a part's source; empty where the part ships, or where its source is not found."""
+    # 1. A part in a file.
     if is_reference(part):
-        # Whoever computes with the part says that its file is gone; a finished run is read without it.
-        try:
-            return PinnedFile.of(kind, part).sha256
-        except UsageError:
-            return ""
+        return _hash_of_file(kind, part)
+    # 2. A part that ships, or that nobody has made known to this process.
     if registry.ships(part) or part not in registry.names():
         return ""
+    # 3. A class or function of the calling program.
     member = registry.load(part)
     if isinstance(member, models.Encoder):
         member = inspect.unwrap(member.build)
-    text = "\n".join(filter(None, _texts_of(member)))
-    return hashlib.sha256(text.encode()).hexdigest() if text else ""
+    text = _text_of(member)
+    if not text:
+        return ""
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _texts_of(part: Any) -> Iterator[str]:
-    """Yield the text of a function, or those of a class and of the classes beside it that it derives from or has."""
+def _hash_of_file(kind: str, reference: str) -> str:
+    """Return the hash of the file of ``PATH.py:NAME``; empty where it cannot be read.
+
+    Whoever computes with the part says that its file is gone. A finished run is read without it.
+    """
+    try:
+        return PinnedFile.of(kind, reference).sha256
+    except UsageError:
+        return ""
+
+
+def _text_of(part: Any) -> str:
+    """Return the text of a function, or those of a class and of the classes that belong to it."""
     if not isinstance(part, type):
-        yield _text_of_function(part)
-        return
+        return _text_of_function(part)
+    return _join(_text_of_class(kind) for kind in _classes_of(part))
+
+
+def _classes_of(part: type) -> list[type]:
+    """Return a class, and those of its module that it derives from, or that one of all these has as an attribute."""
     kinds = [kind for kind in part.__mro__ if kind.__module__ == part.__module__]
     # The list grows while it is read: what one class names, such as that of its parameters, names others.
     for kind in kinds:
-        yield _text_of_class(kind)
         for member in vars(kind).values():
-            is_of_module = isinstance(member, type) and member.__module__ == part.__module__
-            if is_of_module and member not in kinds:
+            if not isinstance(member, type) or member.__module__ != part.__module__:
+                continue
+            if member not in kinds:
                 kinds.append(member)
+    return kinds
 
 
 def _text_of_function(function: Any) -> str:
@@ -118,26 +134,36 @@ def _text_of_function(function: Any) -> str:
 
 
 def _text_of_class(kind: type) -> str:
-    """Return the text of a class; of one in a cell of a notebook, which Python does not find, that of its members.
-
-    Those are its functions, attributes with plain values, and defaults of parameters.
-    """
-    with contextlib.suppress(OSError, TypeError):
+    """Return the text of a class; of one in a cell of a notebook, which Python does not find, that of its members."""
+    try:
         return inspect.getsource(kind)
-    texts = []
-    for name, member in vars(kind).items():
-        if isinstance(member, (staticmethod, classmethod)):
-            texts.append(_text_of_function(member.__func__))
-        elif isinstance(member, property):
-            texts.append(_text_of_function(member.fget))
-        elif inspect.isfunction(member):
-            texts.append(_text_of_function(member))
-        elif not name.startswith("__"):  # such a name has what Python notes of a class
-            texts.append(_text_of_value(name, member))
+    except (OSError, TypeError):
+        return _text_of_members(kind)
+
+
+def _text_of_members(kind: type) -> str:
+    """Return the texts of a class's functions, of its attributes with plain values, and of defaults of parameters."""
+    texts = [_text_of_member(name, member) for name, member in vars(kind).items()]
     if issubclass(kind, BaseModel):
-        own_fields = [name for name in inspect.get_annotations(kind) if name in kind.model_fields]
-        texts += [_text_of_value(name, kind.model_fields[name].default) for name in own_fields]
-    return "\n".join(filter(None, texts))
+        # Pydantic takes the fields out of the attributes.
+        for name in inspect.get_annotations(kind):
+            field = kind.model_fields.get(name)
+            if field is not None:
+                texts.append(_text_of_value(name, field.default))
+    return _join(texts)
+
+
+def _text_of_member(name: str, member: Any) -> str:
+    """Return the text of a function of a class, or of an attribute with a plain value; empty for anything else."""
+    if isinstance(member, (staticmethod, classmethod)):
+        return _text_of_function(member.__func__)
+    if isinstance(member, property):
+        return _text_of_function(member.fget)
+    if inspect.isfunction(member):
+        return _text_of_function(member)
+    if name.startswith("__"):  # what Python notes of a class, such as its module
+        return ""
+    return _text_of_value(name, member)
 
 
 def _text_of_value(name: str, value: Any) -> str:
@@ -146,3 +172,8 @@ def _text_of_value(name: str, value: Any) -> str:
         return f"{name} = {json.dumps(value)}"
     except (TypeError, ValueError):
         return ""
+
+
+def _join(texts: Iterable[str]) -> str:
+    """Return the texts that are not empty, one below the other."""
+    return "\n".join(filter(None, texts))

@@ -401,12 +401,13 @@ def _run(arguments: Arguments, out: Path, running: Running, *, command: str, has
     with shared_folder_lock(out, f"headwater {'compare' if has_runs else 'sweep'}"):
         # 1. All mistakes are found before the first file is written: then other arguments can still be given.
         begun = _read_begun(arguments, out, has_runs=has_runs)
-        outdated = _outdated(begun, arguments, contenders, out, running)
+        outdated_names = [] if begun is None else _outdated(begun, arguments, out, running)
         setting = _setting(arguments, contenders, command, has_runs=has_runs)
         comparing = Comparing(arguments, contenders, setting, out, has_runs=has_runs, again=running.again)
         # 2. From here on the folder is one of these arguments, whatever stops the simulations.
-        for contender in outdated:
-            forget_method(contender.slug, out)
+        for contender in contenders:
+            if contender.choice.name in outdated_names:
+                forget_method(contender.slug, out)
         _keep_arguments(arguments, begun, out, running)
         try:
             _run_all(comparing, out, running, has_runs=has_runs)
@@ -465,25 +466,24 @@ def _read_begun(arguments: Arguments, out: Path, *, has_runs: bool) -> Arguments
     return begun
 
 
-def _outdated(
-    begun: Arguments | None, arguments: Arguments, contenders: Sequence[Contender], out: Path, running: Running
-) -> list[Contender]:
-    """Return the methods whose results in the folder are of another source, and are to be removed.
+def _outdated(begun: Arguments, arguments: Arguments, out: Path, running: Running) -> list[str]:
+    """Return the names of the methods whose results in the folder are of another source, and are to be removed.
 
     Raises:
         UsageError: There are such methods, and nobody has asked to run them again.
     """
-    names = [] if begun is None else begun.outdated_methods(arguments)
-    if begun is None or not names:
+    names = begun.outdated_methods(arguments)
+    if not names:
         return []
-    changed = listed([*changed_sources(begun.own_sources, arguments.own_sources).values()])
+    changes = changed_sources(begun.own_sources, arguments.own_sources)
+    changed = listed(list(changes.values()))
     if not running.again:
         raise UsageError(
             f"{out}: its results are of another source of {changed}; --again (in Python Running(again=True)) replaces "
             f"those of {listed(names)}; else put the source back as it was, or choose another folder with --out"
         )
     running.say(f"{out}: another source of {changed}; all simulations of {listed(names)} run again")
-    return [contender for contender in contenders if contender.choice.name in names]
+    return names
 
 
 def _setting(arguments: Arguments, contenders: Sequence[Contender], command: str, *, has_runs: bool) -> Setting:

@@ -222,7 +222,7 @@ class CheckedOrder:
         return f"The paper's order holds so far: {self.row} above {listed(list(self.margins))}, {margin}"
 
     def _describe_largest_lead(self) -> str:
-        """Say by how much the highest row is above it, and that less than the noise ranks nothing without pairs."""
+        """Say by how much the highest of the other rows is above this one, and whether that is within the noise."""
         highest_row = min(self.margins, key=self.margins.__getitem__)
         lead = -self.margins[highest_row]
         if lead < NOISE and highest_row not in self.judged_differences:
