@@ -7,6 +7,7 @@ is ours for JSON: all of that is switched off here.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import logging
 import os
@@ -107,15 +108,23 @@ def _prepare_own_cluster(stack: contextlib.ExitStack, folder: str, cpus: int, st
         "object_store_memory": max(store_bytes, SMALLEST_STORE_BYTES),
         "_temp_dir": folder,
     }
-    environment = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    stack.callback(os.environ.update, {name: os.environ[name] for name in environment if name in os.environ})
-    for name, value in environment.items():
+    environment = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_TOKEN": _token_of_own_clusters()}
+    # Ray sets the mode itself when it starts a cluster, and leaves it set.
+    changed = (*environment, "RAY_AUTH_MODE")
+    stack.callback(os.environ.update, {name: os.environ[name] for name in changed if name in os.environ})
+    for name in changed:
         stack.callback(os.environ.pop, name, None)
-        os.environ[name] = value
+    os.environ.update(environment)
     logger = logging.getLogger("ray")  # it would advise on permanent clusters
     stack.callback(logger.setLevel, logger.level)
     logger.setLevel(logging.ERROR)
     return options
+
+
+@functools.cache
+def _token_of_own_clusters() -> str:
+    """Return the token of all clusters that this process starts: Ray reads a token once, and keeps that one."""
+    return secrets.token_hex(32)
 
 
 @contextlib.contextmanager
@@ -133,7 +142,7 @@ def connect_to_cluster(address: str | None, advice: Advice, *, cpus: int = 0, st
 
     Raises:
         MissingCapability: Ray is not installed.
-        RunFailed: Nothing answers at the address, or no cluster could be started.
+        RunFailed: Nothing answers at the address, the cluster there rejects us, or no cluster could be started.
     """
     ray = import_ray(advice)
     with contextlib.ExitStack() as stack:
@@ -151,14 +160,15 @@ def connect_to_cluster(address: str | None, advice: Advice, *, cpus: int = 0, st
             _check_answers(address)
             stack.callback(ray.shutdown)
             ray.init(**options, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
-        except (OSError, OverflowError, RuntimeError, ValueError) as error:
+        except (OSError, OverflowError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
             if address is None:
                 message = f"no Ray cluster could be started on this machine ({reason}); {advice.without_ray}"
                 raise RunFailed(message) from error
             raise RunFailed(
                 f"no Ray cluster can be used at '{address}' ({reason}); run this on one of its machines "
-                f"('ray start --head' makes one), or {advice.without_address}"
+                f"('ray start --head' makes one), with RAY_AUTH_MODE=token and RAY_AUTH_TOKEN set if it wants a token, "
+                f"or {advice.without_address}"
             ) from error
         yield ray
 

@@ -393,6 +393,7 @@ def cluster_at(port):
 def port(monkeypatch):
     """A port for a cluster that only programs with this test's token may use, as Ray wants by default."""
     pytest.importorskip("ray")
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         return taken.getsockname()[1]

@@ -73,6 +73,9 @@ class StandIn:
         self.environment = dict(os.environ)
         if options["address"] == "nowhere":
             raise ConnectionError("could not find any running Ray\nmore")
+        if options["address"] == "closed":
+            raise ActorGone("no authentication token was found\nmore")
+        os.environ["RAY_AUTH_MODE"] = "token"  # as Ray does for a cluster that it starts
         print("what Ray says of dead actors")
         signal.signal(signal.SIGTERM, lambda *_: None)
 
@@ -187,6 +190,7 @@ def test_weights_to_begin_with_travel_to_machines_where_the_file_is_not(ray, ima
 
 def test_a_cluster_of_our_own_reports_nothing_shows_nothing_and_leaves_nothing(ray, images, tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_AUTH_TOKEN", "mine")
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     monkeypatch.delenv("RAY_USAGE_STATS_ENABLED", raising=False)
     with open_simulation(Prepared.of(plan_for(images)), tmp_path / "ray"):
         options = ray.options
@@ -198,7 +202,7 @@ def test_a_cluster_of_our_own_reports_nothing_shows_nothing_and_leaves_nothing(r
         assert len(ray.environment["RAY_AUTH_TOKEN"]) == 64, "nobody else may send it work"
     assert not place.exists()
     assert os.environ["RAY_AUTH_TOKEN"] == "mine"
-    assert "RAY_USAGE_STATS_ENABLED" not in os.environ
+    assert not {"RAY_AUTH_MODE", "RAY_USAGE_STATS_ENABLED"} & os.environ.keys()
 
 
 def test_a_run_that_was_stopped_on_ray_goes_on_elsewhere(ray, images, tmp_path):
@@ -244,18 +248,23 @@ def test_a_cluster_of_others_is_asked_for_no_more_than_it_has_and_left_standing(
     assert "shutdown" not in ray.log
 
 
-@pytest.mark.parametrize("address, reason", [("nowhere", "could not find any running"), ("127.0.0.1:{}", "refused")])
-def test_an_address_where_nobody_is_is_told(ray, images, tmp_path, address, reason):
+@pytest.mark.parametrize(
+    "address, reason",
+    [("nowhere", "could not find any running"), ("closed", "token was found"), ("127.0.0.1:{}", "refused")],
+)
+def test_an_address_where_nobody_lets_us_in_is_told(ray, images, tmp_path, address, reason):
     """A port that was free a moment ago; Ray itself would knock there for minutes."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = address.format(taken.getsockname()[1])
     plan = plan_for(images, address=address)
     with (
-        pytest.raises(RunFailed, match=rf"can be used at '{address}' \(.*{reason}.*\); run this on one"),
+        pytest.raises(
+            RunFailed, match=rf"can be used at '{address}' \(.*{reason}.*\); run this on .*RAY_AUTH_MODE=token"
+        ),
         open_simulation(Prepared.of(plan), tmp_path / "ray"),
     ):
         pass
-    assert ray.log == ["shutdown"] * (address == "nowhere")
+    assert ray.log == ["shutdown"] * (address in ("nowhere", "closed"))
 
 
 def test_without_ray_it_is_said_what_to_install(images, monkeypatch):
@@ -279,12 +288,20 @@ def test_what_cannot_be_asked_for_is_told(images, changes, words):
 # --- the real thing --------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def local_cluster():
-    """Two workers on this machine, for all tests of this file; whoever finds a connection uses it."""
+    """Two workers on this machine; a simulation finds the connection and uses it."""
     pytest.importorskip("ray")
     with connect_to_cluster(None, ADVICE, cpus=2) as ray:
         yield ray
+
+
+@pytest.mark.slow
+def test_a_process_may_start_one_real_cluster_after_another():
+    pytest.importorskip("ray")
+    for _ in range(2):
+        with connect_to_cluster(None, ADVICE, cpus=1) as ray:
+            assert ray.cluster_resources()["CPU"] == 1
 
 
 @pytest.mark.slow
