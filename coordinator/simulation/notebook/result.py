@@ -241,7 +241,10 @@ class SimulationResult:
         return Compared(self.summary, accuracies, self.clients.run)
 
     def export(self, path: str | Path) -> Path:
-        """Return the encoder as a bundle file for devices, checked and quantized as 'headwater export' does.
+        """Write the encoder as a bundle file for devices, as 'headwater export' does; returns the file's path.
+
+        It is checked and quantized. A file that ends in ``.safetensors`` gets the encoder's weights as they are, for
+        ``weights=`` of other simulations and for PyTorch.
 
         Example:
             >>> from coordinator import simulate
@@ -255,11 +258,14 @@ class SimulationResult:
             UsageError: no file can be written there, or something else called ``export`` is found by Python first.
         """
         check_export()
-        from ..trained import export_run
+        from ..trained import TrainedModel, export_run
 
         target = Path(path)
         check_writable(target.parent)
         target.parent.mkdir(parents=True, exist_ok=True)
+        if target.suffix == ".safetensors":
+            TrainedModel.of(self.clients.run.path).write_weights(target)
+            return target
         return export_run(self.clients.run.path, target, ExportConfig())[0].path
 
     def __repr__(self) -> str:

@@ -17,6 +17,7 @@ import onnxruntime
 import pandas as pd
 import pytest
 import torch
+from safetensors.numpy import load_file
 
 from coordinator import SimulationResult, simulate
 from coordinator.simulation.notebook.clients import Clients
@@ -25,7 +26,9 @@ from coordinator.simulation.notebook.result import Rounds
 from coordinator.simulation.notebook.run_folder import RunFolder
 from coordinator.simulation.notebook.tables import ShownTable, spread_out
 from coordinator.state.store import StateFolder
+from coordinator.views.runs import replay
 from edge_agent.core.errors import DataError, UnknownName, UsageError
+from edge_agent.wire.tensors import decode
 
 SETTINGS = {"data": "digits:optdigits?n=160", "partition": "dirichlet", "alpha": 1.0, "clients": 3, "engine": "serial"}
 QUICK = {**SETTINGS, "rounds": 2, "local": False, "params": {"lr": 0.05}}
@@ -277,6 +280,19 @@ def test_a_result_finds_its_folder_from_anywhere(tmp_path, monkeypatch):
     assert result.clients[0].export("personal.onnx").is_file()
     assert result.confusion().counts.sum() > 0
     assert result.export("encoder.hwb").is_file()
+
+
+def test_exported_weights_are_those_of_the_encoder_and_begin_another_simulation(fedper, fedavg, tmp_path):
+    path = fedper.export(tmp_path / "weights.safetensors")
+    with StateFolder(fedper.folder).look() as state:
+        (run,) = state.journal.runs()
+        trained = decode(state.blobs.read(replay(state.journal, run).checkpoint))
+    trained = {name: array for name, array in trained.items() if name.startswith("encoder.")}
+    written = {f"encoder.{name}": array for name, array in load_file(path).items()}
+    assert len(trained) > 10
+    assert all(array.tobytes() == written[name].tobytes() for name, array in trained.items())
+    begun = simulate("fedavg", **{**QUICK, "rounds": 1}, weights=path, out=tmp_path / "begun")
+    assert begun.rounds[0]["loss"] < fedavg.rounds[0]["loss"]
 
 
 def test_folders_that_hold_no_finished_simulation_are_refused(tmp_path):
