@@ -72,20 +72,18 @@ def read_speeds(text: str, folder: Path) -> list[DeviceSpeed]:
         ConfigError: Values of the file are impossible; all of them are listed.
     """
     if not text.endswith(".csv"):
-        names = [name.strip() for name in text.split(",")]
-        for name in names:
-            if name not in PROFILES:
-                raise UnknownName("profile of devices", name, PROFILES)
-        return [PROFILES[name] for name in names]
+        return _read_profiles(text)
     path = folder / Path(text).expanduser()
     try:
         content = read_regular_text(path)
     except OSError as error:
         raise DataError(f"speeds = {text}: {path} cannot be read; expected a CSV file with {_header()}") from error
     lines = csv.DictReader(io.StringIO(content))
-    if tuple(lines.fieldnames or ()) != COLUMNS:
-        first_line = ",".join(lines.fieldnames or ()) or "nothing"
+    columns = tuple(lines.fieldnames or ())
+    if columns != COLUMNS:
+        first_line = ",".join(columns) or "nothing"
         raise DataError(f"speeds = {text}: its first line is {first_line}; expected {_header()}")
+    # All wrong lines are listed, so that nobody mends them one by one.
     kinds = []
     mistakes: list[str] = []
     for number, line in enumerate(lines, start=2):
@@ -100,5 +98,21 @@ def read_speeds(text: str, folder: Path) -> list[DeviceSpeed]:
     return kinds
 
 
+def _read_profiles(text: str) -> list[DeviceSpeed]:
+    """Return the profiles with these names, which commas separate.
+
+    Raises:
+        UnknownName: There is no such profile.
+    """
+    kinds = []
+    for name in text.split(","):
+        profile = PROFILES.get(name.strip())
+        if profile is None:
+            raise UnknownName("profile of devices", name.strip(), PROFILES)
+        kinds.append(profile)
+    return kinds
+
+
 def _header() -> str:
+    """Return the first line that a CSV file of speeds has."""
     return ",".join(COLUMNS)

@@ -36,22 +36,30 @@ def _progress(comparison: Comparison, statistics: ComparisonStatistics) -> Itera
 
 def _distances(statistics: ComparisonStatistics) -> Iterator[str]:
     """Yield which rows may be as good as the best one, and how far chance alone may have decided that."""
-    differences = {row.name: row.to_best for row in statistics.rows if row.to_best is not None}
-    if not differences:
-        return
-    similar_rows = [name for name, difference in differences.items() if difference.is_distinguishable is False]
-    single_pairs = [name for name, difference in differences.items() if difference.is_distinguishable is None]
+    similar_rows = []
+    single_pairs = []
+    judged_counts = []
+    for row in statistics.rows:
+        difference = row.to_best
+        if difference is None:
+            continue
+        if difference.is_distinguishable is None:
+            single_pairs.append(row.name)
+            continue
+        judged_counts.append(len(difference.seeds))
+        if not difference.is_distinguishable:
+            similar_rows.append(row.name)
     if similar_rows:
         yield f"Not distinguishable from it: {_list(similar_rows)}."
-    elif not single_pairs:
+    elif judged_counts and not single_pairs:
         yield "All other rows are at least two standard errors below it."
     if single_pairs and statistics.pending_runs:
         yield f"One pair of seeds says nothing of chance yet: {_list(single_pairs)}."
     elif single_pairs:
         yield f"One pair of seeds says nothing of chance: compare with more seeds ({_list(single_pairs)})."
-    fewest = min((len(difference.seeds) for difference in differences.values() if len(difference.seeds) > 1), default=0)
-    if 0 < fewest < ENOUGH_SEEDS:
-        yield describe_chance(fewest)
+    # Two or three pairs are distinguishable by chance more often than two standard errors promise.
+    if judged_counts and min(judged_counts) < ENOUGH_SEEDS:
+        yield describe_chance(min(judged_counts))
 
 
 def _clients_and_tuning(comparison: Comparison, statistics: ComparisonStatistics) -> Iterator[str]:

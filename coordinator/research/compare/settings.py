@@ -6,6 +6,7 @@ import json
 import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -45,9 +46,6 @@ OF_THE_COMPARISON = (
 
 OF_RUNNING = ("engine", "address")
 """Fields of a simulation that say where a comparison runs, which `Running` has."""
-
-SPACE = "--space"
-"""The option that states the values of a search."""
 
 _RUNNING = "a class of coordinator.research.compare.interface"
 
@@ -259,7 +257,8 @@ def choices_of(references: Sequence[str], params: Mapping[str, Any], *, always: 
         raise UsageError(f"methods {', '.join(unique)}: two of them have the same name; give yours another class name")
     kinds = {name: params_of(reference) for name, reference in names.items()}
     mistakes = list[str]()
-    fixed = _by_method(params, kinds, mistakes, "--set")
+    settable = {name: set(kind.model_fields) for name, kind in kinds.items()}
+    fixed = _by_method(params, settable, mistakes, "--set")
     for name, kind in kinds.items():
         try:
             kind.model_validate(fixed[name])
@@ -300,27 +299,37 @@ def _row_name(reference: str) -> str:
 
 
 def _by_method(
-    values: Mapping[str, Any], kinds: Mapping[str, type[MethodParams]], mistakes: list[str], option: str
+    values: Mapping[str, Any], parameters: Mapping[str, AbstractSet[str]], mistakes: list[str], option: str
 ) -> dict[str, dict[str, Any]]:
-    """Return method -> parameter -> value; what fits no method is added to the mistakes."""
-    result: dict[str, dict[str, Any]] = {name: {} for name in kinds}
+    """Return method -> parameter -> value.
+
+    Args:
+        values: ``parameter`` or ``method.parameter`` -> its value. The former is for all methods that have it.
+        parameters: Method -> the parameters that may have a value.
+        mistakes: Keys that fit no method are added to it.
+        option: The option of the command line that has the values, for these mistakes.
+    """
+    for_one_method: dict[str, dict[str, Any]] = {name: {} for name in parameters}
+    for_all_methods: dict[str, dict[str, Any]] = {name: {} for name in parameters}
     for key, value in values.items():
         method, _, parameter = key.rpartition(".")
-        if method and method not in kinds:
-            mistakes.append(str(UnknownName(f"method of {option} {key}", method, kinds)))
+        if method and method not in parameters:
+            mistakes.append(str(UnknownName(f"method of {option} {key}", method, parameters)))
             continue
-        candidates = [method] if method else list(kinds)
-        having = [name for name in candidates if parameter in kinds[name].model_fields]
-        if option == SPACE:  # a search among values without effect would waste its trials
-            having = [name for name in having if parameter not in kinds[name].not_searched]
-        if not having:
-            every = {field for name in candidates for field in kinds[name].model_fields}
-            mistakes.append(str(UnknownName(f"parameter of {option} {key}", parameter, every)))
-        for name in having:
-            # A value for one method takes precedence over one for all of them.
-            if method or parameter not in result[name]:
-                result[name][parameter] = value
-    return result
+        if method:
+            candidates = [method]
+            target = for_one_method
+        else:
+            candidates = list(parameters)
+            target = for_all_methods
+        takers = [name for name in candidates if parameter in parameters[name]]
+        if not takers:
+            possible = set[str]().union(*(parameters[name] for name in candidates))
+            mistakes.append(str(UnknownName(f"parameter of {option} {key}", parameter, possible)))
+        for name in takers:
+            target[name][parameter] = value
+    # A value for one method takes precedence over one for all of them.
+    return {name: for_all_methods[name] | for_one_method[name] for name in parameters}
 
 
 def contenders_of(arguments: Arguments) -> list[Contender]:
@@ -342,7 +351,9 @@ def contenders_of(arguments: Arguments) -> list[Contender]:
             spaces[key] = parse_space(text)
         except UsageError as error:
             mistakes.append(f"--space {key}: {error}")
-    typed = _by_method(spaces, kinds, mistakes, SPACE)
+    # A search among values without effect would waste its trials.
+    searchable = {name: kind.model_fields.keys() - set(kind.not_searched) for name, kind in kinds.items()}
+    typed = _by_method(spaces, searchable, mistakes, "--space")
     contenders = []
     for name, kind in kinds.items():
         fixed = choices[name].params

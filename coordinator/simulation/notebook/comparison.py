@@ -26,6 +26,8 @@ from .tables import ShownTable, cut, data_frame, joined, name_of, share, spread_
 if TYPE_CHECKING:
     import pandas as pd
 
+    from .restored import TestAnswers
+
 
 LEAST_CLIENTS = 6
 """Clients that have to differ for a sign test: of five, all in one direction, it would be 0.0625 at best."""
@@ -158,9 +160,10 @@ class PairedComparison:
 
     def _table(self) -> ShownTable:
         shown = [self.clients[position] for position in spread_out(len(self.clients))]
-        rows = [(name_of(one.client), share(one.first), share(one.second), f"{one.gain:+.4f}") for one in shown]
-        means = fmean(one.first for one in self.clients), fmean(one.second for one in self.clients)
-        rows.append(("mean", share(means[0]), share(means[1]), f"{self.mean:+.4f}"))
+        rows = [_row_of(client) for client in shown]
+        first_mean = fmean(client.first for client in self.clients)
+        second_mean = fmean(client.second for client in self.clients)
+        rows.append(("mean", share(first_mean), share(second_mean), f"{self.mean:+.4f}"))
         what = f"{counted(len(self.clients), 'client')}, accuracy on the same test samples"
         columns = ("client", *(name_of(name, 20) for name in self.names), "difference")
         return ShownTable(what, columns, tuple(rows), tuple(map(cut, self._notes())))
@@ -194,10 +197,10 @@ def compare(first: Compared, second: Compared) -> PairedComparison:
     """
     _check_same(first, second)
     clients = []
-    for name, one in first.accuracies.items():
-        other = second.accuracies.get(name)
-        if one is not None and other is not None:
-            clients.append(Difference(name, one, other))
+    for name, first_accuracy in first.accuracies.items():
+        second_accuracy = second.accuracies.get(name)
+        if first_accuracy is not None and second_accuracy is not None:
+            clients.append(Difference(name, first_accuracy, second_accuracy))
     if not clients:
         raise UsageError("compare: no client has test samples in both results; give them some (test_fraction)")
     names = _names_of(first, second)
@@ -214,20 +217,36 @@ def compare(first: Compared, second: Compared) -> PairedComparison:
 
 def _mcnemar(first: Compared, second: Compared, clients: list[Difference]) -> Test | None:
     """Return McNemar's test over the test samples of these clients; None: models or data are not there any more."""
-    runs = first.run, second.run
-    if not all(run.path.is_dir() for run in runs):
+    if not (first.run.path.is_dir() and second.run.path.is_dir()):
         return None
     try:
-        restored = [run.restored() for run in runs]
+        first_run = first.run.restored()
+        second_run = second.run.restored()
     except DataError:
         return None
-    names = [one.client for one in clients if not any(one.client in run.without_model for run in restored)]
-    only_first = only_second = 0
-    for name in names:
-        right = [answers.labels == answers.answers for answers in (run.answers_of(name) for run in restored)]
-        only_first += int(np.sum(right[0] & ~right[1]))
-        only_second += int(np.sum(right[1] & ~right[0]))
+    # The test looks at the samples that one model alone answers right.
+    only_first = 0
+    only_second = 0
+    for difference in clients:
+        name = difference.client
+        if name in first_run.without_model or name in second_run.without_model:
+            continue
+        first_is_right = _is_right(first_run.answers_of(name))
+        second_is_right = _is_right(second_run.answers_of(name))
+        only_first += int(np.sum(first_is_right & ~second_is_right))
+        only_second += int(np.sum(second_is_right & ~first_is_right))
     return Test.of("McNemar's test over test samples", only_first, only_second)
+
+
+def _row_of(client: Difference) -> tuple[str, ...]:
+    """Return what the table shows of a client."""
+    return name_of(client.client), share(client.first), share(client.second), f"{client.gain:+.4f}"
+
+
+def _is_right(answers: TestAnswers) -> np.ndarray:
+    """Return which test samples a model answers right (n,) bool."""
+    is_right: np.ndarray = answers.labels == answers.answers
+    return is_right
 
 
 def _names_of(first: Compared, second: Compared) -> tuple[str, str]:
