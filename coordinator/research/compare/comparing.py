@@ -57,8 +57,8 @@ class Search:
         self._tuner: Tuner | None = None
         if arguments.trials:
             self._tuner = tuner_named(arguments.search)(contender.space, budget)
-        self._wave: dict[int, Proposal] = {}
-        """Trials that were proposed and are not scored."""
+        self._wave: dict[str, Proposal] = {}
+        """Location of its simulation -> a trial that was proposed and is not scored."""
 
         self._scores: dict[int, float | None] = {}
         """Number of a trial of the wave -> its score. The tuner gets all together, in the order of their numbers."""
@@ -76,8 +76,7 @@ class Search:
 
     def take(self, spec: RunSpec, outcome: RunOutcome) -> None:
         """Note the outcome of a trial that was due; once all of a wave are noted, the next one is proposed."""
-        proposal = next(proposal for proposal in self._wave.values() if self._spec(proposal).location == spec.location)
-        del self._wave[proposal.number]
+        proposal = self._wave.pop(spec.location)
         self._proposed[proposal.number] = proposal
         self._outcomes.setdefault(proposal.number, []).append(outcome)
         self._scores[proposal.number] = outcome.score
@@ -87,8 +86,10 @@ class Search:
     @property
     def rounds_left(self) -> int:
         """The rounds of all trials that are not scored, at most."""
-        open_rounds = sum(proposal.rounds for proposal in self._wave.values())
-        return open_rounds + (self._tuner.rounds_left if self._tuner is not None else 0)
+        rounds = sum(proposal.rounds for proposal in self._wave.values())
+        if self._tuner is not None:
+            rounds += self._tuner.rounds_left
+        return rounds
 
     @property
     def trials(self) -> tuple[Trial, ...]:
@@ -122,6 +123,19 @@ class Search:
         return min(scored, key=lambda trial: (-trial.rounds, -float(trial.score or 0.0), trial.number))
 
     @property
+    def chosen_params(self) -> dict[str, Any]:
+        """The parameters that the search has chosen; none: the defaults."""
+        best = self.best
+        if best is None:
+            return {}
+        return dict(best.params)
+
+    @property
+    def has_chosen(self) -> bool:
+        """Whether runs can be made, because the search is over and some trial has a score or none was wanted."""
+        return self.is_over and not self.failure
+
+    @property
     def failure(self) -> str:
         """Why no run can be made; empty where one can, or the search is not over."""
         if not self.is_over or self._tuner is None or self.best is not None:
@@ -136,7 +150,7 @@ class Search:
 
     def _recovered_trials(self) -> list[int]:
         """Return the numbers of the trials that had failed and were scored when they were tried again."""
-        return [number for number in sorted(self._outcomes) if any(map(_is_recovered, self._outcomes[number]))]
+        return [number for number, outcomes in sorted(self._outcomes.items()) if any(map(_is_recovered, outcomes))]
 
     @property
     def note(self) -> str:
@@ -171,15 +185,18 @@ class Search:
         for number in sorted(self._scores):
             self._tuner.tell(self._proposed[number], self._scores[number])
         self._scores = {}
-        self._wave = {proposal.number: proposal for proposal in self._tuner.ask()}
+        self._wave = {self._location(proposal): proposal for proposal in self._tuner.ask()}
         self.is_over = not self._wave
 
     def _spec(self, proposal: Proposal) -> RunSpec:
         """Return the simulation of a trial."""
         plan = trial_plan(self._arguments, self.contender.choice, proposal.params, proposal.rounds)
-        location = f"trials/{self.contender.slug}/{proposal.number:03d}-{proposal.rounds}-rounds"
         own_sources = self._arguments.own_sources_for(self.contender.choice)
-        return RunSpec(location, plan, is_trial=True, own_sources=own_sources)
+        return RunSpec(self._location(proposal), plan, is_trial=True, own_sources=own_sources)
+
+    def _location(self, proposal: Proposal) -> str:
+        """Return the folder of a trial's simulation, relative to that of the comparison."""
+        return f"trials/{self.contender.slug}/{proposal.number:03d}-{proposal.rounds}-rounds"
 
 
 def _is_recovered(outcome: RunOutcome) -> bool:
@@ -188,23 +205,119 @@ def _is_recovered(outcome: RunOutcome) -> bool:
 
 
 @dataclass
-class _Runs:
-    """The runs of one method with one choice of parameters."""
+class Runs:
+    """The runs of one method with one choice of parameters, a seed each."""
 
+    arguments: Arguments
     contender: Contender
-    kind: str
+    is_tuned: bool
+    """Whether they have the parameters that the search has chosen, and not the method's defaults."""
+
     outcomes: dict[int, RunOutcome] = field(default_factory=dict)
     """Seed -> the outcome."""
 
-    def spec(self, arguments: Arguments, params: Mapping[str, Any], seed: int) -> RunSpec:
-        """Return the run of a seed."""
+    def spec(self, params: Mapping[str, Any], seed: int) -> RunSpec:
+        """Return the run of a seed; with defaults ``params`` count nowhere."""
         choice = self.contender.choice
-        if self.kind == "untuned":
-            plan = untuned_plan(arguments, choice, seed)
+        if self.is_tuned:
+            kind = "runs"
+            plan = run_plan(self.arguments, choice, params, seed)
         else:
-            plan = run_plan(arguments, choice, params, seed)
-        location = f"{self.kind}/{self.contender.slug}/seed-{seed}"
-        return RunSpec(location, plan, is_trial=False, own_sources=arguments.own_sources_for(choice))
+            kind = "untuned"
+            plan = untuned_plan(self.arguments, choice, seed)
+        location = f"{kind}/{self.contender.slug}/seed-{seed}"
+        return RunSpec(location, plan, is_trial=False, own_sources=self.arguments.own_sources_for(choice))
+
+    def take(self, spec: RunSpec, outcome: RunOutcome) -> None:
+        """Note the outcome of a run."""
+        self.outcomes[spec.plan.seed] = outcome
+
+    def seeds_left(self) -> int:
+        """Return how many runs are not over."""
+        return len(self.arguments.seeds) - len(self.outcomes)
+
+    def records(self, params: Mapping[str, Any]) -> tuple[SeedRun, ...]:
+        """Return the runs that are over, by their seeds; they were made with ``params``."""
+        all_params = {**self.contender.choice.params, **params}
+        records = []
+        for seed, outcome in sorted(self.outcomes.items()):
+            record = SeedRun(
+                seed=seed,
+                params=all_params,
+                clients=outcome.clients,
+                curve=outcome.curve,
+                bytes_up=outcome.bytes_up,
+                bytes_down=outcome.bytes_down,
+                cpu_s=outcome.cpu_s,
+                seconds=outcome.seconds,
+                failure=outcome.failure,
+                folder=self.spec(params, seed).location,
+                partition_hash=outcome.partition_hash,
+            )
+            records.append(record)
+        return tuple(records)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a comparison is with one method: the search, then the runs that follow it."""
+
+    search: Search
+    tuned: Runs | None
+    """Runs with the parameters that the search has chosen; None: no runs follow the search."""
+
+    untuned: Runs | None
+    """Runs with the method's defaults; None: they are not wanted."""
+
+    def trials_due(self) -> Iterator[Simulation]:
+        """Yield the trials that can run now."""
+        for spec in self.search.due():
+            yield Simulation(spec, self.search, self.search)
+
+    def tuned_run_due(self, seed: int) -> Iterator[Simulation]:
+        """Yield the run of a seed if it is not over and the search has chosen its parameters."""
+        if self.tuned is None or not self.search.has_chosen:
+            return
+        if seed not in self.tuned.outcomes:
+            yield Simulation(self.tuned.spec(self.search.chosen_params, seed), self.search, self.tuned)
+
+    def untuned_run_due(self, seed: int) -> Iterator[Simulation]:
+        """Yield the run of a seed with the method's defaults if it is wanted and not over."""
+        if self.untuned is not None and seed not in self.untuned.outcomes:
+            yield Simulation(self.untuned.spec({}, seed), self.search, self.untuned)
+
+    @property
+    def runs_left(self) -> int:
+        """How many runs are not over; those of a search that has failed are never made."""
+        count = 0
+        if self.tuned is not None and not self.search.failure:
+            count += self.tuned.seeds_left()
+        if self.untuned is not None:
+            count += self.untuned.seeds_left()
+        return count
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """A simulation of a comparison, and what its outcome is for."""
+
+    spec: RunSpec
+    search: Search
+    """The search of its method."""
+
+    owner: Search | Runs
+    """What takes the outcome."""
+
+    def is_outdated(self, before: RunOutcome) -> bool:
+        """Return whether an outcome is of parameters that the search of the method no longer proposes.
+
+        A trial that had failed, and has a score since it was tried again, changes what the search proposes and chooses
+        from there on. Then trials and runs of that method run again, if only their parameters differ.
+        """
+        if not self.search.has_recovered_trials:
+            return False
+        is_of_others = bool(self.spec.differences(before))
+        return is_of_others and not self.spec.differences(before, but=("params",))
 
 
 class Comparing:
@@ -233,14 +346,20 @@ class Comparing:
         self._arguments = arguments
         self._setting = setting
         self._base = base
-        self._searches = [Search(arguments, contender, setting.rounds) for contender in contenders]
-        self._tuned = [_Runs(contender, "runs") for contender in contenders] if has_runs else []
-        has_untuned = arguments.untuned and has_runs
-        self._untuned = [_Runs(contender, "untuned") for contender in contenders] if has_untuned else []
+        self._methods = []
+        for contender in contenders:
+            search = Search(arguments, contender, setting.rounds)
+            tuned = None
+            untuned = None
+            if has_runs:
+                tuned = Runs(arguments, contender, is_tuned=True)
+            if has_runs and arguments.untuned:
+                untuned = Runs(arguments, contender, is_tuned=False)
+            self._methods.append(Progress(search, tuned, untuned))
         self._again = again
         self._retried = set[str]()
-        self._given: dict[str, RunSpec] = {}
-        """Location -> simulations that `due` has named and that are not over."""
+        self._under_way: dict[str, Simulation] = {}
+        """Location -> a simulation that `due` has named and that is not over."""
 
         first_seed = arguments.seeds[0]
         self._hashes = {first_seed: ("the data as they are", setting.partition_hash)}
@@ -258,27 +377,39 @@ class Comparing:
         Those that are over in the folder are noted at once.
         """
         while True:
-            news = [spec for spec in self._possible() if spec.location not in self._given]
-            over = [(spec, outcome) for spec in news if (outcome := self._over(spec)) is not None]
-            for spec, outcome in over:
-                self._given[spec.location] = spec
-                self.take(spec, outcome)
-            if not over:
+            new_simulations = list(self._not_named_before())
+            # The outcomes of all are read before any is noted, because noting one changes what is possible.
+            finished = []
+            for simulation in new_simulations:
+                outcome = self._read_outcome(simulation)
+                if outcome is not None:
+                    finished.append((simulation, outcome))
+            for simulation, outcome in finished:
+                self._under_way[simulation.spec.location] = simulation
+                self.take(simulation.spec, outcome)
+            if not finished:
                 break
-        for spec in news:
-            self._given[spec.location] = spec
-            yield spec
+        for simulation in new_simulations:
+            self._under_way[simulation.spec.location] = simulation
+            yield simulation.spec
 
-    def _over(self, spec: RunSpec) -> RunOutcome | None:
+    def _not_named_before(self) -> Iterator[Simulation]:
+        """Yield the possible simulations that `due` has not named."""
+        for simulation in self._possible():
+            if simulation.spec.location not in self._under_way:
+                yield simulation
+
+    def _read_outcome(self, simulation: Simulation) -> RunOutcome | None:
         """Return the outcome of a simulation that is over; None where the simulation has to run, or to run again.
 
         Raises:
             StateError: Its file is of a simulation with other settings, and nothing explains why.
         """
+        spec = simulation.spec
         outcome = spec.read_any(self._base)
         if outcome is None:
             return None
-        if self._is_outdated(spec, outcome):
+        if simulation.is_outdated(outcome):
             reset(spec, self._base, outcome)
             return None
         spec.check(outcome, self._base)
@@ -290,37 +421,17 @@ class Comparing:
             return None
         return outcome
 
-    def _is_outdated(self, spec: RunSpec, before: RunOutcome) -> bool:
-        """Return whether an outcome is of parameters that the search of its method no longer proposes.
-
-        A trial that had failed, and has a score since it was tried again, changes what the search proposes and chooses
-        from there on. Then trials and runs of that method run again, if only their parameters differ.
-        """
-        search = next(search for search in self._searches if self._has_slug(spec, search.contender))
-        if not search.has_recovered_trials:
-            return False
-        is_of_others = bool(spec.differences(before))
-        return is_of_others and not spec.differences(before, but=("params",))
-
-    def _possible(self) -> Iterator[RunSpec]:
-        """Yield all simulations that are not over and whose parameters are known."""
-        for search in self._searches:
-            yield from search.due()
+    def _possible(self) -> Iterator[Simulation]:
+        """Yield all simulations that are not over and whose parameters are known, in the order in which they run."""
+        for method in self._methods:
+            yield from method.trials_due()
+        # Seed by seed, so that the table is complete for each seed in turn.
         for seed in self._arguments.seeds:
-            yield from self._tuned_runs(seed)
+            for method in self._methods:
+                yield from method.tuned_run_due(seed)
         for seed in self._arguments.seeds:
-            for runs in self._untuned:
-                if seed not in runs.outcomes:
-                    yield runs.spec(self._arguments, {}, seed)
-
-    def _tuned_runs(self, seed: int) -> Iterator[RunSpec]:
-        """Yield the runs of a seed that are not over, of the methods whose search has chosen parameters."""
-        if not self._tuned:
-            return
-        for search, runs in zip(self._searches, self._tuned, strict=True):
-            has_chosen = search.is_over and not search.failure
-            if has_chosen and seed not in runs.outcomes:
-                yield runs.spec(self._arguments, self._chosen_params(search), seed)
+            for method in self._methods:
+                yield from method.untuned_run_due(seed)
 
     def take(self, spec: RunSpec, outcome: RunOutcome) -> None:
         """Note the outcome of a simulation.
@@ -328,34 +439,14 @@ class Comparing:
         Raises:
             StateError: Its clients have other samples than those of another method with the same seed.
         """
-        del self._given[spec.location]
+        simulation = self._under_way.pop(spec.location)
         self.done += 1
         self.done_rounds += spec.plan.rounds
-        owner = next(runs_or_search for runs_or_search in self._owners() if self._is_of(spec, runs_or_search))
-        if isinstance(owner, Search):
-            owner.take(spec, outcome)
-        else:
+        if not spec.is_trial:
             self._check_partition(spec, outcome)
-            owner.outcomes[spec.plan.seed] = outcome
+        simulation.owner.take(spec, outcome)
         if spec.is_trial and not outcome.failure:
             forget(spec, self._base)
-
-    def _owners(self) -> Iterator[Search | _Runs]:
-        """Yield the searches and the runs to which simulations belong."""
-        yield from self._searches
-        yield from self._tuned
-        yield from self._untuned
-
-    def _is_of(self, spec: RunSpec, owner: Search | _Runs) -> bool:
-        """Return whether a simulation belongs to a search or to the runs of a method."""
-        kind = "trials" if isinstance(owner, Search) else owner.kind
-        return spec.location.startswith(f"{kind}/") and self._has_slug(spec, owner.contender)
-
-    @staticmethod
-    def _has_slug(spec: RunSpec, contender: Contender) -> bool:
-        """Return whether a trial or a run is one of this method."""
-        _, slug, _ = spec.location.split("/")
-        return slug == contender.slug
 
     def _check_partition(self, spec: RunSpec, outcome: RunOutcome) -> None:
         """Require that clients have the samples that they have with every other method of the same seed."""
@@ -369,28 +460,28 @@ class Comparing:
                 "with --out"
             )
 
-    def _chosen_params(self, search: Search) -> dict[str, Any]:
-        """Return the parameters that the search has chosen; none: the defaults."""
-        best = search.best
-        return {} if best is None else dict(best.params)
-
     @property
     def finished_parts(self) -> int:
         """How many parts of the comparison are over.
 
         All trials together are one part. A seed has two: runs with chosen parameters, and runs with defaults.
         """
-        has_all_trials = all(search.is_over for search in self._searches)
+        has_all_trials = all(method.search.is_over for method in self._methods)
         if not has_all_trials:
             return 0
-        seeds = self._arguments.seeds
-        tuned_seeds = sum(not any(self._tuned_runs(seed)) for seed in seeds)
-        untuned_seeds = sum(self._has_untuned_runs(seed) for seed in seeds)
-        return 1 + tuned_seeds + untuned_seeds
+        parts = 1
+        for seed in self._arguments.seeds:
+            parts += self._has_tuned_runs(seed)
+            parts += self._has_untuned_runs(seed)
+        return parts
+
+    def _has_tuned_runs(self, seed: int) -> bool:
+        """Return whether no run with chosen parameters is due for a seed."""
+        return not any(list(method.tuned_run_due(seed)) for method in self._methods)
 
     def _has_untuned_runs(self, seed: int) -> bool:
         """Return whether runs with defaults are wanted, and those of a seed are over."""
-        return bool(self._untuned) and all(seed in runs.outcomes for runs in self._untuned)
+        return all(method.untuned is not None and seed in method.untuned.outcomes for method in self._methods)
 
     @property
     def total_rounds(self) -> int:
@@ -400,17 +491,14 @@ class Comparing:
     @property
     def is_over(self) -> bool:
         """Whether nothing is due any more."""
-        return not self._given and not any(self._possible())
+        return not self._under_way and not any(True for _ in self._possible())
 
     def _rounds_left(self) -> int:
         """Return the rounds of all simulations that are not over."""
-        runs = 0
-        for search, tuned in zip(self._searches, self._tuned, strict=bool(self._tuned)):
-            if not search.failure:
-                runs += len(self._arguments.seeds) - len(tuned.outcomes)
-        for untuned in self._untuned:
-            runs += len(self._arguments.seeds) - len(untuned.outcomes)
-        return sum(search.rounds_left for search in self._searches) + runs * self._setting.rounds
+        rounds = 0
+        for method in self._methods:
+            rounds += method.search.rounds_left + method.runs_left * self._setting.rounds
+        return rounds
 
     def record(self) -> Comparison:
         """Return all that is known so far."""
@@ -432,38 +520,56 @@ class Comparing:
             trials=arguments.trials,
             search=search,
             command=setting.command,
-            methods=tuple(self._method_record(index) for index in range(len(self._searches))),
+            methods=tuple(self._method_record(method) for method in self._methods),
             tune_seed=arguments.tune_seed if is_tuned else None,
             validation=arguments.validation if is_tuned else None,
             has_untuned=arguments.untuned,
             notes=setting.notes,
         )
 
-    def _method_record(self, index: int) -> MethodRecord:
+    def _method_record(self, method: Progress) -> MethodRecord:
         """Return what is known of one method."""
-        search = self._searches[index]
-        best = search.best if search.is_over else None
+        search = method.search
         contender = search.contender
+        chosen = None
+        if search.is_over and search.best is not None:
+            chosen = search.best.number
+        footing: dict[str, str] = {}
+        runs: tuple[SeedRun, ...] = ()
+        if method.tuned is not None:
+            footing = self._footing(search)
+            runs = self._tuned_records(method.tuned, search)
+        untuned: tuple[SeedRun, ...] = ()
+        if method.untuned is not None:
+            untuned = method.untuned.records({})
+        space = {}
+        if self._arguments.trials:
+            space = {name: str(values) for name, values in contender.space.items()}
         return MethodRecord(
             name=contender.choice.name,
             method=contender.choice.method,
             trials=search.trials,
-            chosen=None if best is None else best.number,
-            footing=self._footing(search) if self._tuned else {},
-            runs=self._seed_runs(self._tuned[index], self._chosen_params(search), search.failure)
-            if self._tuned
-            else (),
-            untuned=self._seed_runs(self._untuned[index], {}, "") if self._untuned else (),
-            space={name: str(space) for name, space in contender.space.items()} if self._arguments.trials else {},
+            chosen=chosen,
+            footing=footing,
+            runs=runs,
+            untuned=untuned,
+            space=space,
             note=search.note,
         )
 
+    def _tuned_records(self, runs: Runs, search: Search) -> tuple[SeedRun, ...]:
+        """Return the runs with chosen parameters that are over; after a failed search a failed run for each seed."""
+        if not search.failure:
+            return runs.records(search.chosen_params)
+        params = dict(search.contender.choice.params)
+        return tuple(SeedRun(seed=seed, params=params, failure=search.failure) for seed in self._arguments.seeds)
+
     def _footing(self, search: Search) -> dict[str, str]:
         """Return what the runs of a method rest on, such as its optimizer; empty where no run can be made."""
-        if not search.is_over or search.failure:
+        if not search.has_chosen:
             return {}
         choice = search.contender.choice
-        plan = run_plan(self._arguments, choice, self._chosen_params(search), self._arguments.seeds[0])
+        plan = run_plan(self._arguments, choice, search.chosen_params, self._arguments.seeds[0])
         method = methods.create(plan.method_name, plan.params, paper=plan.paper, paper_for=plan.paper_for)
         searched: Collection[str] = ()
         if self._arguments.trials:
@@ -471,28 +577,6 @@ class Comparing:
         if plan.encoder is None:
             plan = plan.model_copy(update={"encoder": self._setting.encoder})
         return footing_of(plan, method, searched=searched)
-
-    def _seed_runs(self, runs: _Runs, params: Mapping[str, Any], failure: str) -> tuple[SeedRun, ...]:
-        """Return the runs of a method that are over; with a ``failure`` none can be made, and all have it."""
-        all_params = {**runs.contender.choice.params, **params}
-        if failure:
-            return tuple(SeedRun(seed=seed, params=all_params, failure=failure) for seed in self._arguments.seeds)
-        return tuple(
-            SeedRun(
-                seed=seed,
-                params=all_params,
-                clients=outcome.clients,
-                curve=outcome.curve,
-                bytes_up=outcome.bytes_up,
-                bytes_down=outcome.bytes_down,
-                cpu_s=outcome.cpu_s,
-                seconds=outcome.seconds,
-                failure=outcome.failure,
-                folder=runs.spec(self._arguments, params, seed).location,
-                partition_hash=outcome.partition_hash,
-            )
-            for seed, outcome in sorted(runs.outcomes.items())
-        )
 
     def write(self) -> None:
         """Write the record of the comparison into its folder."""
