@@ -205,7 +205,7 @@ def _is_recovered(outcome: RunOutcome) -> bool:
 
 
 @dataclass
-class Runs:
+class RunsBySeed:
     """The runs of one method with one choice of parameters, a seed each."""
 
     arguments: Arguments
@@ -259,32 +259,32 @@ class Runs:
 
 
 @dataclass(frozen=True)
-class Progress:
+class MethodProgress:
     """How far a comparison is with one method: the search, then the runs that follow it."""
 
     search: Search
-    tuned: Runs | None
+    tuned: RunsBySeed | None
     """Runs with the parameters that the search has chosen; None: no runs follow the search."""
 
-    untuned: Runs | None
+    untuned: RunsBySeed | None
     """Runs with the method's defaults; None: they are not wanted."""
 
-    def trials_due(self) -> Iterator[Simulation]:
+    def trials_due(self) -> Iterator[DueSimulation]:
         """Yield the trials that can run now."""
         for spec in self.search.due():
-            yield Simulation(spec, self.search, self.search)
+            yield DueSimulation(spec, self.search, self.search)
 
-    def tuned_run_due(self, seed: int) -> Iterator[Simulation]:
+    def tuned_run_due(self, seed: int) -> Iterator[DueSimulation]:
         """Yield the run of a seed if it is not over and the search has chosen its parameters."""
         if self.tuned is None or not self.search.has_chosen:
             return
         if seed not in self.tuned.outcomes:
-            yield Simulation(self.tuned.spec(self.search.chosen_params, seed), self.search, self.tuned)
+            yield DueSimulation(self.tuned.spec(self.search.chosen_params, seed), self.search, self.tuned)
 
-    def untuned_run_due(self, seed: int) -> Iterator[Simulation]:
+    def untuned_run_due(self, seed: int) -> Iterator[DueSimulation]:
         """Yield the run of a seed with the method's defaults if it is wanted and not over."""
         if self.untuned is not None and seed not in self.untuned.outcomes:
-            yield Simulation(self.untuned.spec({}, seed), self.search, self.untuned)
+            yield DueSimulation(self.untuned.spec({}, seed), self.search, self.untuned)
 
     @property
     def runs_left(self) -> int:
@@ -298,14 +298,14 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Simulation:
+class DueSimulation:
     """A simulation of a comparison, and what its outcome is for."""
 
     spec: RunSpec
     search: Search
     """The search of its method."""
 
-    owner: Search | Runs
+    owner: Search | RunsBySeed
     """What takes the outcome."""
 
     def is_outdated(self, before: RunOutcome) -> bool:
@@ -352,13 +352,13 @@ class Comparing:
             tuned = None
             untuned = None
             if has_runs:
-                tuned = Runs(arguments, contender, is_tuned=True)
+                tuned = RunsBySeed(arguments, contender, is_tuned=True)
             if has_runs and arguments.untuned:
-                untuned = Runs(arguments, contender, is_tuned=False)
-            self._methods.append(Progress(search, tuned, untuned))
+                untuned = RunsBySeed(arguments, contender, is_tuned=False)
+            self._methods.append(MethodProgress(search, tuned, untuned))
         self._again = again
         self._retried = set[str]()
-        self._under_way: dict[str, Simulation] = {}
+        self._under_way: dict[str, DueSimulation] = {}
         """Location -> a simulation that `due` has named and that is not over."""
 
         first_seed = arguments.seeds[0]
@@ -393,13 +393,13 @@ class Comparing:
             self._under_way[simulation.spec.location] = simulation
             yield simulation.spec
 
-    def _not_named_before(self) -> Iterator[Simulation]:
+    def _not_named_before(self) -> Iterator[DueSimulation]:
         """Yield the possible simulations that `due` has not named."""
         for simulation in self._possible():
             if simulation.spec.location not in self._under_way:
                 yield simulation
 
-    def _read_outcome(self, simulation: Simulation) -> RunOutcome | None:
+    def _read_outcome(self, simulation: DueSimulation) -> RunOutcome | None:
         """Return the outcome of a simulation that is over; None where the simulation has to run, or to run again.
 
         Raises:
@@ -421,7 +421,7 @@ class Comparing:
             return None
         return outcome
 
-    def _possible(self) -> Iterator[Simulation]:
+    def _possible(self) -> Iterator[DueSimulation]:
         """Yield all simulations that are not over and whose parameters are known, in the order in which they run."""
         for method in self._methods:
             yield from method.trials_due()
@@ -527,7 +527,7 @@ class Comparing:
             notes=setting.notes,
         )
 
-    def _method_record(self, method: Progress) -> MethodRecord:
+    def _method_record(self, method: MethodProgress) -> MethodRecord:
         """Return what is known of one method."""
         search = method.search
         contender = search.contender
@@ -557,7 +557,7 @@ class Comparing:
             note=search.note,
         )
 
-    def _tuned_records(self, runs: Runs, search: Search) -> tuple[SeedRun, ...]:
+    def _tuned_records(self, runs: RunsBySeed, search: Search) -> tuple[SeedRun, ...]:
         """Return the runs with chosen parameters that are over; after a failed search a failed run for each seed."""
         if not search.failure:
             return runs.records(search.chosen_params)
