@@ -274,11 +274,13 @@ class MethodProgress:
         for spec in self.search.due():
             yield DueSimulation(spec, self.search, self.search)
 
+    def is_tuned_run_due(self, seed: int) -> bool:
+        """Return whether the run of a seed is not over, and the search has chosen its parameters."""
+        return self.tuned is not None and self.search.has_chosen and seed not in self.tuned.outcomes
+
     def tuned_run_due(self, seed: int) -> Iterator[DueSimulation]:
         """Yield the run of a seed if it is not over and the search has chosen its parameters."""
-        if self.tuned is None or not self.search.has_chosen:
-            return
-        if seed not in self.tuned.outcomes:
+        if self.tuned is not None and self.is_tuned_run_due(seed):
             yield DueSimulation(self.tuned.spec(self.search.chosen_params, seed), self.search, self.tuned)
 
     def untuned_run_due(self, seed: int) -> Iterator[DueSimulation]:
@@ -471,13 +473,15 @@ class Comparing:
             return 0
         parts = 1
         for seed in self._arguments.seeds:
-            parts += self._has_tuned_runs(seed)
-            parts += self._has_untuned_runs(seed)
+            if self._has_tuned_runs(seed):
+                parts += 1
+            if self._has_untuned_runs(seed):
+                parts += 1
         return parts
 
     def _has_tuned_runs(self, seed: int) -> bool:
         """Return whether no run with chosen parameters is due for a seed."""
-        return not any(list(method.tuned_run_due(seed)) for method in self._methods)
+        return not any(method.is_tuned_run_due(seed) for method in self._methods)
 
     def _has_untuned_runs(self, seed: int) -> bool:
         """Return whether runs with defaults are wanted, and those of a seed are over."""
