@@ -67,9 +67,11 @@ def _clients_and_tuning(comparison: Comparison, statistics: ComparisonStatistics
     judged_rows = [(row.hurt.hurt, row.name) for row in statistics.rows if row.hurt is not None]
     if judged_rows:
         baseline = baseline_name(comparison, statistics)
-        share, name = max(judged_rows)
-        if share > 0:
-            yield f"Compared with {baseline}, {clean(name)} hurts the largest share of clients: {percent(share)}."
+        largest_share = max(share for share, _ in judged_rows)
+        if largest_share > 0:
+            names = [name for share, name in judged_rows if share == largest_share]
+            share_text = percent(largest_share)
+            yield f"Compared with {baseline}, the largest share of clients, {share_text}, is hurt by {_list(names)}."
         else:
             yield f"No row has hurt clients against {baseline}."
     default_best = [row.name for row in statistics.rows if row.tuning.rank == 1]

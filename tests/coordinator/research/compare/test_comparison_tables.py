@@ -187,6 +187,15 @@ def test_latex_compiles(tmp_path, name):
     assert "Overfull" not in printed, printed
 
 
+def test_all_rows_that_hurt_most_clients_are_named():
+    """The one client of each row falls from 0.9 to 0.1, so that it is hurt; that of `ditto` stays."""
+    rows = [row_of("local", [run_of(0, [0.9])]), row_of("ditto", [run_of(0, [0.9])])]
+    rows += [row_of(name, [run_of(0, [0.1])]) for name in ("fedavg", "fedprox")]
+    comparison = comparison_of(*rows)
+    (said,) = [line for line in findings(comparison, compute_statistics(comparison)) if "hurt" in line]
+    assert said == "Compared with local, the largest share of clients, 100.0 %, is hurt by fedavg, fedprox."
+
+
 def test_few_seeds_are_said_to_prove_little():
     """With one degree of freedom, as two pairs have, |t| exceeds 2 in 1 - 2 atan(2) / pi of cases."""
     local = row_of("local", [run_of(0, [0.5]), run_of(1, [0.6])])
